@@ -264,7 +264,7 @@ def _ini_flag(config: pytest.Config, name: str) -> bool:
     """
     try:
         return bool(config.getini(name))
-    except ValueError:
+    except (ValueError, pytest.UsageError):
         given = cast("Any", config).inicfg.get(name)
         given = getattr(given, "value", given)
         raise pytest.UsageError(f"{name}: got {given!r}; allowed: true, false") from None

@@ -173,6 +173,7 @@ def find_cached_call(
     Each call that the signature, the output and the methods of the model suggest is tried on a prefix and
     some single tokens. The first call whose logits equal those of a full pass is returned. If there is none,
     the first call is returned that is named like a cache and works, so that a cache with a bug is found too.
+    A working call with another name is reported as a problem, because it may be no cache.
 
     Args:
         model: in eval mode. Its state may change.
@@ -191,6 +192,7 @@ def find_cached_call(
         return CacheSearch(None, _problem(model, form, "it takes only one position"))
     trial = _Trial(model, inputs, logits_of, form)
     likely: CachedCall | None = None
+    unnamed: CachedCall | None = None
     reason = ""
     for call, named in _candidates(trial, capacity or _CAPACITY):
         verdict = trial.verdict(call)
@@ -199,10 +201,14 @@ def find_cached_call(
         works = verdict == "remembers" or (verdict == "ignored" and call.parameter is not None)
         if likely is None and named and works:
             likely = call
+        if unnamed is None and not named and verdict == "remembers" and call.parameter is not None:
+            unnamed = call
         if named and not reason:
             reason = f"{call}: {trial.last_error}"
     if likely is not None:
         return CacheSearch(_with_mask(likely, model))
+    if unnamed is not None:
+        return CacheSearch(None, f"it continues from {unnamed}, with other logits than without")
     return CacheSearch(None, _problem(model, form, reason))
 
 

@@ -68,6 +68,21 @@ class _Loader(yaml.SafeLoader):
             _measure(node, {})
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node. A scalar that its tag does not allow is refused with its line."""
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and "line" in str(error):
+                raise
+            kind = node.tag.rpartition(":")[2]
+            line = node.start_mark.line + 1
+            raise ValueError(
+                f"line {line}: got {node.value[:100]!r}; allowed: a value of type {kind}"
+            ) from None
+
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
         if isinstance(value, str):

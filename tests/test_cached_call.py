@@ -282,6 +282,20 @@ def test_cache_with_a_bug_is_found_for_its_name(subjects):
     assert subjects.ask(spec, "cache_decoding").status == "failed"
 
 
+def test_cache_with_a_bug_and_an_unfamiliar_name_is_a_problem(subjects):
+    class Shifted(Core):
+        def positions(self, input_ids, past, keep, documents):
+            return super().positions(input_ids, max(0, past - 1), keep, documents)
+
+        def forward(self, ids, bank=None):
+            return self.run(ids, bank)
+
+    spec = ModelSpec.of(Shifted)
+    assert spec.decode is None
+    assert spec.cache_problem == "it continues from bank=, with other logits than without"
+    assert subjects.ask(spec, "cache_decoding").status == "warned"
+
+
 def test_positions_do_not_excuse_a_cache_with_a_bug(subjects):
     """A model whose position argument may be left out has to count the cached tokens by itself."""
 

@@ -241,7 +241,7 @@ class TestCheck:
         code, out, err = call("check", "cli_models.py:leaky", "--checks", *CORE)
         assert code == 1 and err == ""
         assert re.search(r"FAIL +causality  measured .*\n.*\n +where: position 3 reads token 5", out)
-        assert "verdict: FAIL" in out and "1 check failed)" in out and "test" not in out
+        assert "verdict: FAIL (checks: 1 failed" in out and "test" not in out
 
     def test_absolute_path(self, call, workplace):
         assert call("check", f"{workplace}/cli_models.py:good", "--checks", "causality")[0] == 0
@@ -330,7 +330,7 @@ class TestVerdict:
         assert (re.search(r"PASS +determinism", out) is not None) == passes
         assert (re.search(r"WARN +causality .*This is correct if", out, re.DOTALL) is not None) == warns
         assert ("takes tokens of width" in out) == described
-        assert out.splitlines()[-1] == "verdict: WARN (checks: 1 passed, 1 warned)"
+        assert out.splitlines()[-1] == "verdict: WARN (checks: 1 warned, 1 passed)"
 
     def test_quiet_and_verbose_are_refused_together(self, call):
         code, _, err = call(*self.WARNS, "-q", "-v")

@@ -96,3 +96,18 @@ def test_any_content_is_a_value_or_a_value_error(content):
 def test_file_is_not_read_beyond_the_limit():
     with pytest.raises(ValueError, match="longer than"):
         read_yaml(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("scalar", "kind"),
+    [
+        ("!!timestamp foo", "timestamp"),
+        ("2026-99-99", "timestamp"),
+        ("!!int a", "int"),
+        ("!!float b", "float"),
+    ],
+)
+def test_scalar_of_another_type_is_refused_with_its_line(scalar, kind):
+    value = scalar.rpartition(" ")[2]
+    with pytest.raises(ValueError, match=rf"^line 2: got '{value}'; allowed: a value of type {kind}$"):
+        load_yaml(f"a: 1\nx: {scalar}\n".encode())

@@ -745,7 +745,8 @@ def _manifest(
     check_sizes(0, step=step)
     require(step < 10**19, "step", step, "below 10**19")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(metric is None or number, "metric", metric, "a number, or None")
+    number = number and (isinstance(value, float) or value.bit_length() < 1024)  # a float holds it
+    require(metric is None or number, "metric", metric, "a number that a float can hold, or None")
     held: dict[str, Tensor] = {}
     plain = tree.encode(dict(notes), ("notes",), held)
     require(not held, "notes", ", ".join(held), "plain values; tensors and arrays belong to objects")

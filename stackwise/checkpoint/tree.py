@@ -123,7 +123,8 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return tree
     if isinstance(tree, int) and kind in (int, bool):
         if tree.bit_length() > 3 * _INTEGER_DIGITS:
-            raise _refused(path, f"an integer of {tree.bit_length()} bits")
+            most = f"at most {3 * _INTEGER_DIGITS:,} bits"
+            raise _refused(path, f"an integer of {tree.bit_length():,} bits, of which {most} are allowed")
         return tree
     if kind is float:
         return tree if math.isfinite(tree) else {"$number": str(tree)}

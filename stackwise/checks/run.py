@@ -132,6 +132,9 @@ class Declared:
         names = list(names)
         both = {"expected_failures": self.expected_failures, "accepted_warnings": self.accepted_warnings}
         for argument, reasons in both.items():
+            for check, reason in reasons.items():
+                if not (isinstance(reason, str) and reason.strip()):
+                    raise ValueError(f"{argument}[{check!r}]: got {reason!r}; allowed: a reason, a text")
             if unmatched := sorted(set(reasons) - set(names)):
                 raise ValueError(
                     f"{argument}: got {', '.join(unmatched)}, which this run does not select; "

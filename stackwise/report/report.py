@@ -123,7 +123,7 @@ class Report:
         parts = []
         if self.checks:
             counts = Counter(c["status"] for c in self.checks)
-            parts.append("checks: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
+            parts.append("checks: " + ", ".join(f"{counts[s]} {s}" for s in MARKS if counts[s]))
         if self.stability:
             counts = Counter(r["verdict"] for r in self.stability)
             parts.append("stability: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
@@ -136,7 +136,8 @@ class Report:
         if self.quality:
             counts = Counter(row["verdict"] for row in self.quality)
             parts.append("quality: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-        if self.failed_tests:
+        # Without tests, each failure is one of the checks above.
+        if self.failed_tests and self.noun == "test":
             plural = "" if len(self.failed_tests) == 1 else "s"
             parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
         return "; ".join(parts) or "nothing was found out"

@@ -39,13 +39,13 @@ _USUAL = {
     "generate": "greedy, with the cache of the model",
 }
 MARKS = {
-    "passed": "PASS",
     "failed": "FAIL",
-    "warned": "WARN",
     "error": "ERROR",
-    "not applicable": "n/a",
+    "warned": "WARN",
+    "passed": "PASS",
     "expected failure": "XFAIL",
     "accepted warning": "XWARN",
+    "not applicable": "n/a",
 }
 
 

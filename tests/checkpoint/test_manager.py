@@ -677,6 +677,10 @@ def test_numbers_of_arrays(tmp_path, metric, asynchronous):
         (lambda m: m.save(1, {"c": {"x": torch.ones(1, dtype=torch.complex128)}}), "complex128"),
         (lambda m: m.save(np.float64(1), {}), "^step: got 1.0"),
         (lambda m: m.save(1, {}, metric="low"), "^metric: got 'low'"),
+        (
+            lambda m: m.save(1, {}, metric=10**400),
+            "^metric: got 1000.*; allowed: a number that a float can hold",
+        ),
         (lambda m: m.save(1, {}, metric=torch.ones(2)), "^metric: got tensor"),
         (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
         (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),

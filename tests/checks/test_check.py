@@ -275,6 +275,13 @@ def test_declaration_for_a_check_that_is_not_asked_is_refused(subjects, argument
         check_model(subjects.gru, checks=["determinism"], **{argument: {name: "why"}})
 
 
+@pytest.mark.parametrize("argument", ["expected_failures", "accepted_warnings"])
+@pytest.mark.parametrize("reason", ["", " ", None])
+def test_declaration_without_a_reason_is_refused(subjects, argument, reason):
+    with pytest.raises(ValueError, match=rf"^{argument}\['causality'\]: got .*; allowed: a reason"):
+        check_model(subjects.tiny, checks=["causality"], **{argument: {"causality": reason}})
+
+
 def test_two_declarations_for_one_check_are_refused(subjects):
     reasons = {"causality": "why"}
     with pytest.raises(ValueError, match="accepted_warnings: got causality, also in expected_failures"):

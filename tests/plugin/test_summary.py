@@ -40,7 +40,7 @@ def test_section_has_every_kind_of_record(pytester, run):
             " *step 2: non-finite loss nan in *; update skipped",
             "throughput",
             "  *::test_speed  plain  forward 1 x 4 float32 on cpu *",
-            "verdict: FAIL (checks: 1 passed, 1 failed; stability: 1 caught; *; 1 test failed)",
+            "verdict: FAIL (checks: 1 failed, 1 passed; stability: 1 caught; *; 1 test failed)",
         ]
     )
 

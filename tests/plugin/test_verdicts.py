@@ -163,7 +163,7 @@ def test_section_by_verbosity(pytester, run, options, passes, warns, accepted):
     text = run(*options).stdout.str()
     found = [mark in text for mark in ("  PASS  determinism", "  WARN  causality", "  XWARN causality")]
     assert found == [passes, warns, accepted]
-    assert "verdict: WARN (checks: 1 passed, 1 warned, 1 accepted warning)" in text
+    assert "verdict: WARN (checks: 1 warned, 1 passed, 1 accepted warning)" in text
 
 
 def test_run_in_which_nothing_applies_is_empty(write, run, report):
@@ -179,3 +179,15 @@ def test_warnings_come_through_workers(write, run_apart):
     result = run_apart("-n", "2")
     result.assert_outcomes(passed=2, warnings=1)
     result.stdout.fnmatch_lines(["*StackwiseWarning: plain: causality warned*", "verdict: WARN (*"])
+
+
+def test_wrong_value_of_the_strict_setting_is_a_usage_error(pytester, run):
+    pytester.makeini("[pytest]\nstackwise_strict = maybe\n")
+    pytester.makepyfile("def test_it(): pass")
+    pytester.makeconftest(
+        "from pytest_stackwise import options\ndef pytest_collection_finish(session):\n"
+        "    options.strict(session.config)\n"
+    )
+    result = run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*stackwise_strict: got 'maybe'; allowed: true, false"])

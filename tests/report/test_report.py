@@ -141,7 +141,7 @@ def test_summary():
     report.add("checks", **check())
     report.failed_tests.append("t::b")
     assert report.summary() == (
-        "verdict: FAIL (checks: 2 passed, 1 failed; stability: 1 caught; throughput: 1 measured; "
+        "verdict: FAIL (checks: 1 failed, 2 passed; stability: 1 caught; throughput: 1 measured; "
         "2 tests failed)"
     )
     assert Report(failed_tests=["t"]).summary() == "verdict: FAIL (1 test failed)"
@@ -149,10 +149,8 @@ def test_summary():
 
 def test_what_failed_has_its_noun():
     report = Report(checks=[check("failed")], failed_tests=["rack::causality"], noun="check")
-    assert report.summary() == "verdict: FAIL (checks: 1 failed; 1 check failed)"
+    assert report.summary() == "verdict: FAIL (checks: 1 failed)"
     assert "## Failed checks" in report.markdown()
-    report.failed_tests.append("rack::loss")
-    assert report.summary().endswith("2 checks failed)")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,7 @@ def test_lines_by_verbosity(verbosity, shown):
     rows = [check(status, check=status.replace(" ", "_")) for status in STATUSES]
     *lines, last = Report(checks=rows).lines(verbosity)
     assert {line.split()[1] for line in lines[1:]} == {status.replace(" ", "_") for status in shown}
-    assert last.startswith("verdict: WARN (checks: 1 passed, 1 failed, 1 warned, 1 error, 1 not applicable")
+    assert last.startswith("verdict: WARN (checks: 1 failed, 1 error, 1 warned, 1 passed, 1 expected failure")
 
 
 @pytest.mark.parametrize("verbosity", [-1, 0])

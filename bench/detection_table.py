@@ -116,7 +116,7 @@ def _number(name: str) -> tuple[str, int]:
 
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
-    "README.md": {"detection": bar_rows, "rivals": rivals},
+    "README.md": {"rivals": rivals},
     "docs/reference/checks.md": {
         "detection": bar_rows,
         "families": families,

@@ -46,7 +46,7 @@ def environment():
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_commands_print_what_the_page_shows(name, tmp_path, environment):
     page = (FOLDER / name).read_text()
-    for text, file in FILE.findall((ROOT / "README.md").read_text()) + FILE.findall(page):
+    for text, file in FILE.findall((FOLDER / "index.md").read_text()) + FILE.findall(page):
         path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)

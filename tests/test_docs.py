@@ -78,7 +78,7 @@ def _set_aside():
 @pytest.fixture(scope="session")
 def _imported():
     # A nested run forgets what it imported first, and none of these bears a second import.
-    for library in ("datasets", "sqlalchemy", "optuna"):
+    for library in ("datasets", "sqlalchemy", "optuna", "transformers.trainer"):
         importlib.import_module(library)
     models = {}
     exec(MODELS, models)
@@ -328,6 +328,15 @@ def test_paths_in_contributing_exist():
     assert len(paths) > 5
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+def test_every_page_is_in_the_toctree_of_its_folder():
+    for index in (ROOT / "docs").rglob("index.md"):
+        blocks = re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL)
+        listed = {line for block in blocks for line in block.splitlines() if line and line[0] != ":"}
+        pages = {path.stem for path in index.parent.glob("*.md")} - {"index"}
+        parts = {f"{path.parent.name}/index" for path in index.parent.glob("*/index.md")}
+        assert listed == pages | parts, index
 
 
 def _prose(page):

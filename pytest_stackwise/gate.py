@@ -238,6 +238,7 @@ class Gate:
             if not self._interrupted:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    @pytest.hookimpl(trylast=True)  # its verdict is the one of the run
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show the result of each test, or why there is none."""
         from stackwise.gate.report import terminal_lines
@@ -466,14 +467,16 @@ class Gate:
         if math.isfinite(progress.most_left) and progress.open:
             time = f"{time}, at most {duration_text(progress.most_left)} left"
         if progress.passed is not None:
-            self._say(f"gate: round {progress.round}: {progress.passed} tests measured ({time})")
+            self._say(f"gate: round {progress.round}: {_counted(progress.passed, 'test')} measured ({time})")
             return
-        confirming = f", {progress.confirming} to be confirmed" if progress.confirming else ""
-        waiting = f", {progress.waiting} are not begun" if progress.waiting else ""
-        self._say(
-            f"gate: round {progress.round}: {progress.open} of {progress.tests} tests are open{confirming}"
-            f"{waiting} ({time})"
-        )
+        confirming = f", {progress.confirming} being confirmed" if progress.confirming else ""
+        waiting = f", {progress.waiting} not begun" if progress.waiting else ""
+        undecided = f"{progress.open} of {_counted(progress.tests, 'test')} undecided"
+        self._say(f"gate: round {progress.round}: {undecided}{confirming}{waiting} ({time})")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class _Verdict:

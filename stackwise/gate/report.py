@@ -86,7 +86,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
         "  ".join([*(cell.ljust(each) for cell, each in zip(row, widths, strict=False)), row[last]]).rstrip()
         for row in rows
     ]
-    return [*lines, *result.notes, summary(result)]
+    return [*lines, *result.notes, *_advice(result), summary(result)]
 
 
 def markdown(result: GateResult) -> str:
@@ -244,6 +244,14 @@ def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines += github_annotations(result)
     return lines
+
+
+def _advice(result: GateResult) -> list[str]:
+    """Return a hint if tests were measured and not decided."""
+    undecided = [t for t in result.tests if t.trials and t.verdict is Verdict.INCONCLUSIVE]
+    if result.verdict != "INCONCLUSIVE" or not undecided:
+        return []
+    return ["INCONCLUSIVE tests: give more time (--stackwise-gate-seconds), or use a quieter machine"]
 
 
 def summary(result: GateResult) -> str:

@@ -114,7 +114,7 @@ def test_too_late(benchmark): benchmark(work.one)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
-            "gate: round 1: 1 of 8 tests are open, 1 are not begun*",
+            "gate: round 1: 1 of 8 tests undecided, 1 not begun*",
             "set-up error: ZeroDivisionError: division by zero (test_work.py:9); it fails on both sides*",
             "crashed on head: it ended with code 9; *",
             "*= stackwise gate =*",

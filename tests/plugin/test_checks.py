@@ -405,5 +405,9 @@ def test_warning_is_shown_and_fails_nothing(pytester, run):
     result.assert_outcomes(passed=1, deselected=5)
     # It reads no other position, which may be meant.
     result.stdout.fnmatch_lines(
-        ["  WARN  causality *No position reads any other*", "verdict: WARN (checks: 1 warned)"]
+        [
+            "  WARN  causality  measured *",
+            "        No position reads any other*",
+            "verdict: WARN (checks: 1 warned)",
+        ]
     )

@@ -95,9 +95,8 @@ class TrainingProgress:
             self._bar.update(self._task, completed=done, description=text)
         elif done == self._total or now - self._last_line >= self._quiet_seconds:
             self._last_line = now
-            self._console.print(
-                f"training {done}/{self._total}  {text}{self._left(done, now)}", highlight=False
-            )
+            line = f"training {done}/{self._total}  {text}{self._left(done, now)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _left(self, done: int, now: float) -> str:
         """Return the remaining time, at the speed since the first shown step: a resumed run begins later."""

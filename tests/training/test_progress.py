@@ -29,6 +29,13 @@ def test_figures_that_are_not_known():
     ]
 
 
+def test_line_of_a_log_is_not_wrapped():
+    console = Console(file=io.StringIO(), force_terminal=False, width=20)
+    with TrainingProgress(4, console=console, quiet_seconds=0.0) as progress:
+        progress.write([StepRecord(0, 1.5, 0.25, 1e-3, False)])
+    assert console.file.getvalue() == "training 1/4  loss 1.500  grad norm 0.25\n"
+
+
 def test_log_line_has_the_remaining_time(monkeypatch):
     """A resumed run begins at step 100; its speed is that of its own steps."""
     seconds = iter([0.0, 3.0, 5.0, 15.0])

@@ -44,7 +44,8 @@ def test_bars_count_projects_that_are_decided_on_both_heads():
         for name, both in kinds.items()
         for head, kind in zip(("equal", "slower"), both, strict=True)
     ]
-    found = {bar.name.removeprefix("adoption: "): bar.value for bar in bars(attempts)}
+    found = {bar.name.removeprefix("adoption: "): bar.value for bar in bars(attempts, limited_seconds=61.5)}
+    assert found["seconds of a run with a limit of 60 s"] == 61.5
     assert found["wrong verdicts"] == found["broken runs"] == 1
     assert found["projects"] == 3
     assert found["share decided on both heads"] == pytest.approx(1 / 3)

@@ -120,7 +120,8 @@ def main() -> int:
     report = Report.from_json(BUILD / "report.json")
     report.training, report.environment = trained, fingerprint()
     page = report_page(report)
-    replace(page, sections=[*page.sections, *gate_page(gate).sections]).write(BUILD / "report.html")
+    plots = [replace(each, title="Gate: the slow change") for each in gate_page(gate).sections if each.plots]
+    replace(page, sections=[*page.sections, *plots]).write(BUILD / "report.html")
     console.rule("result")
     console.print(report.training_line(), highlight=False, markup=False, soft_wrap=True)
     expected = found == 1 and gate.verdict == "REGRESSED"

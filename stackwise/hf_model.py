@@ -157,71 +157,20 @@ def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any
     given = config.to_dict()
     notes: list[str] = []
     found = {size: _first(given, names) for size, names in SIZE_NAMES.items()}
-    heads, kv_heads = _heads(found["heads"], found["kv_heads"], notes)
-    head = min(_HEAD, found["head"] or _HEAD)
-    full = found["head"] is None or found["head"] * (found["heads"] or 1) == found["width"]
-    width = heads * head if full else max(32, heads * head // 2)
-    small: dict[str, int | None] = {
-        "vocab": min(_VOCAB, found["vocab"] or _VOCAB),
-        "width": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head": head,
-        "experts": min(_EXPERTS, found["experts"] or _EXPERTS),
-        "chosen": max(1, min(2, found["chosen"] or 1)),
-        "length": min(_LENGTH, found["length"] or _LENGTH),
-        "window": min(_WINDOW, found["window"] or _WINDOW),
-        "rotary": _even(head * (found["rotary"] or 0) / (found["head"] or _own_head(found))),
-    }
+    small = _small_sizes(found, notes)
     rows = _layers(given, found["layers"], notes)
-    changed = dict(given)
-    for size, names in SIZE_NAMES.items():
-        for key in names.split():
-            old = given.get(key)
-            if not isinstance(old, int) or isinstance(old, bool) or old <= 0:
-                continue
-            if size == "layers":
-                changed[key] = len(rows) if old == found["layers"] else min(old, _LAYERS)
-            elif size == "heads" and old != found["heads"]:  # of an encoder, say
-                changed[key] = heads
-            elif size == "inner" or (size == "width" and old != found["width"]):
-                changed[key] = max(16, 8 * round(width * old / (found["width"] or old) / 8))
-            elif small[size] is not None:
-                changed[key] = small[size]
-            if size == "window" and old > _WINDOW:
-                notes.append(f"{key} {old} -> {_WINDOW}, so that short inputs reach its end")
-    for key, most in _RARE.items():
-        if isinstance(given.get(key), int) and given[key] > most:
-            changed[key] = most
-            if most == 0:
-                notes.append(f"{key} {given[key]} -> 0")
-    if given.get("attn_layer_indices"):
-        changed["attn_layer_indices"] = [1]
-    for key in ("n_group", "num_expert_group"):
-        if (given.get(key) or 1) > 1:
-            changed |= {key: 2, "topk_group": 1 if given["topk_group"] < given[key] else 2}
-    _fit_mamba(given, changed, width)
-    if given.get("qk_rope_head_dim") and given.get("head_dim") == given["qk_rope_head_dim"]:
-        changed["head_dim"] = changed["qk_rope_head_dim"]
-    if "qk_head_dim" in given and changed.get("qk_rope_head_dim"):
-        changed["qk_head_dim"] = changed["qk_rope_head_dim"] + changed["qk_nope_head_dim"]
-    if given.get("query_pre_attn_scalar") == found["head"]:
-        changed["query_pre_attn_scalar"] = head
-    for key, value in given.items():
-        if isinstance(value, list | tuple) and len(value) == found["layers"] and len(value) > 1:
-            changed[key] = [value[row % len(value)] for row in rows]
-        if isinstance(value, dict) and value and all(str(each).isdigit() for each in value):
-            kept = {rows.index(int(each)): of for each, of in value.items() if int(each) in rows}
-            changed[key] = kept if key != "id2label" else value
-        if isinstance(value, dict) and key.startswith("rope"):
-            changed[key] = _rotary(value, changed.get("qk_rope_head_dim") or head, given)
+    changed = given | _resized(given, found, small, len(rows), notes) | _rare(given, notes)
+    _fit_groups(given, changed)
+    _fit_mamba(given, changed, small["width"])
+    _fit_heads(given, changed, found["head"], small["head"])
+    changed |= _per_layer(given, rows, found["layers"])
     for key in getattr(type(config), "sub_configs", {}):
         if isinstance(changed.get(key), dict):
             changed[key] = tiny_config(getattr(config, key))[0].to_dict()
     for key, value in (more or {}).items():
         if key in given:
-            changed[key] = heads if value == "heads" else value
-    _move_token_ids(changed, small["vocab"] or _VOCAB)
+            changed[key] = small["heads"] if value == "heads" else value
+    _move_token_ids(changed, small["vocab"])
     return type(config).from_dict(changed), tuple(notes)
 
 
@@ -330,6 +279,91 @@ def _available_bytes() -> int:
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
         amounts.append(int(limit) - int((group / "memory.current").read_text()))
     return max(0, min(amounts))
+
+
+def _small_sizes(found: Mapping[str, int | None], notes: list[str]) -> dict[str, int]:
+    """Return the small size for each size of the configuration."""
+    heads, kv_heads = _heads(found["heads"], found["kv_heads"], notes)
+    head = min(_HEAD, found["head"] or _HEAD)
+    is_full = found["head"] is None or found["head"] * (found["heads"] or 1) == found["width"]
+    return {
+        "vocab": min(_VOCAB, found["vocab"] or _VOCAB),
+        "width": heads * head if is_full else max(32, heads * head // 2),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head": head,
+        "experts": min(_EXPERTS, found["experts"] or _EXPERTS),
+        "chosen": max(1, min(2, found["chosen"] or 1)),
+        "length": min(_LENGTH, found["length"] or _LENGTH),
+        "window": min(_WINDOW, found["window"] or _WINDOW),
+        "rotary": _even(head * (found["rotary"] or 0) / (found["head"] or _own_head(found))),
+    }
+
+
+def _resized(
+    given: Mapping[str, Any],
+    found: Mapping[str, int | None],
+    small: Mapping[str, int],
+    n_layers: int,
+    notes: list[str],
+) -> dict[str, int]:
+    """Return the new value of each setting that is a size."""
+    changed = {}
+    names = [(size, key) for size, keys in SIZE_NAMES.items() for key in keys.split()]
+    for size, key in names:
+        old = given.get(key)
+        if not isinstance(old, int) or isinstance(old, bool) or old <= 0:
+            continue
+        if size == "layers":
+            changed[key] = n_layers if old == found["layers"] else min(old, _LAYERS)
+        elif size == "inner" or (size == "width" and old != found["width"]):
+            changed[key] = max(16, 8 * round(small["width"] * old / (found["width"] or old) / 8))
+        else:
+            changed[key] = small[size]
+        if size == "window" and old > _WINDOW:
+            notes.append(f"{key} {old} -> {_WINDOW}, so that short inputs reach its end")
+    return changed
+
+
+def _rare(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the new value of each setting that only some architectures have."""
+    large = {
+        key: most for key, most in _RARE.items() if isinstance(given.get(key), int) and given[key] > most
+    }
+    notes += [f"{key} {given[key]} -> 0" for key, most in large.items() if most == 0]
+    return large | ({"attn_layer_indices": [1]} if given.get("attn_layer_indices") else {})
+
+
+def _fit_groups(given: Mapping[str, Any], changed: dict[str, Any]) -> None:
+    """Divide the few experts into two groups if they were divided."""
+    for key in ("n_group", "num_expert_group"):
+        if (given.get(key) or 1) > 1:
+            changed |= {key: 2, "topk_group": 1 if given["topk_group"] < given[key] else 2}
+
+
+def _fit_heads(given: Mapping[str, Any], changed: dict[str, Any], head: int | None, small: int) -> None:
+    """Set the sizes that follow from the size of a head, which had `head` dimensions and has `small`."""
+    rotary = changed.get("qk_rope_head_dim")
+    if rotary and given.get("head_dim") == given["qk_rope_head_dim"]:
+        changed["head_dim"] = rotary
+    if rotary and "qk_head_dim" in given:
+        changed["qk_head_dim"] = rotary + changed["qk_nope_head_dim"]
+    if head is not None and given.get("query_pre_attn_scalar") == head:
+        changed["query_pre_attn_scalar"] = small
+    for key, value in given.items():
+        if key.startswith("rope") and isinstance(value, dict):
+            changed[key] = _rotary(value, rotary or small, given)
+
+
+def _per_layer(given: Mapping[str, Any], rows: list[int], n_layers: int | None) -> dict[str, Any]:
+    """Return the lists and dictionaries that have a value per layer, for the layers in `rows`."""
+    changed: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, list | tuple) and len(value) == n_layers and len(value) > 1:
+            changed[key] = [value[row % len(value)] for row in rows]
+        elif isinstance(value, dict) and value and key != "id2label" and all(str(k).isdigit() for k in value):
+            changed[key] = {rows.index(int(k)): of for k, of in value.items() if int(k) in rows}
+    return changed
 
 
 def _first(given: Mapping[str, Any], names: str) -> int | None:

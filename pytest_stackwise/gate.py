@@ -282,10 +282,11 @@ class Gate:
             selected: all tests of the run, in its order.
             notes: for the result.
         """
+        from stackwise.gate.report import counted
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
         from stackwise.gate.side.clock import real_time
 
-        self._say(f"gate: compares {len(items)} test{'s' * (len(items) > 1)} with {self.asked.against}")
+        self._say(f"gate: compares {counted(len(items), 'test')} with {self.asked.against}")
         with _terminable():
             try:
                 with self._trees(items) as (base, head, renamed):
@@ -461,22 +462,19 @@ class Gate:
             reporter.flush()
 
     def _show(self, progress: Progress) -> None:
+        from stackwise.gate.report import counted
         from stackwise.support.progress import duration_text
 
         time = f"{progress.seconds:.0f} s"
         if math.isfinite(progress.most_left) and progress.open:
             time = f"{time}, at most {duration_text(progress.most_left)} left"
         if progress.passed is not None:
-            self._say(f"gate: round {progress.round}: {_counted(progress.passed, 'test')} measured ({time})")
+            self._say(f"gate: round {progress.round}: {counted(progress.passed, 'test')} measured ({time})")
             return
         confirming = f", {progress.confirming} being confirmed" if progress.confirming else ""
         waiting = f", {progress.waiting} not begun" if progress.waiting else ""
-        undecided = f"{progress.open} of {_counted(progress.tests, 'test')} undecided"
+        undecided = f"{progress.open} of {counted(progress.tests, 'test')} undecided"
         self._say(f"gate: round {progress.round}: {undecided}{confirming}{waiting} ({time})")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class _Verdict:

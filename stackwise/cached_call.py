@@ -208,7 +208,7 @@ def find_cached_call(
     if likely is not None:
         return CacheSearch(_with_mask(likely, model))
     if unnamed is not None:
-        return CacheSearch(None, f"it continues from {unnamed}, with other logits than without")
+        return CacheSearch(None, f"calls with {unnamed} give other logits than a full pass")
     return CacheSearch(None, _problem(model, form, reason))
 
 

@@ -20,12 +20,12 @@ from torch import nn
 
 from stackwise.amount import byte_text
 
-__all__ = ["PREFIXES", "SIZE_NAMES", "HFModel", "load_hf_model", "tiny_config"]
+__all__ = ["HFModel", "load_hf_model"]
 
-PREFIXES = ("hf:", "hf-tiny:")
+_PREFIXES = ("hf:", "hf-tiny:")
 
 # Names that configurations have for each size.
-SIZE_NAMES = {
+_SIZE_NAMES = {
     "vocab": "vocab_size n_token vocab_size_per_layer_input",
     "width": "hidden_size n_embd d_model dim embedding_size embedding_dim embed_dim emb_dim "
     "word_embed_proj_dim attention_hidden_size input_embedding_size dim_model hidden_dim lru_width",
@@ -128,7 +128,7 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
             little memory, or an architecture that cannot be reduced.
         ImportError: transformers is not installed.
     """
-    prefix = next(each for each in PREFIXES if target.startswith(each))
+    prefix = next(each for each in _PREFIXES if target.startswith(each))
     name = target.removeprefix(prefix)
     try:
         import transformers
@@ -147,7 +147,7 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
     return _reduced(HFModel(config, model_class, short, notes, trust_remote_code), target)
 
 
-def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
+def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
     """Return the configuration with two layers and small widths, and notes on what could not be kept.
 
     Args:
@@ -156,7 +156,7 @@ def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any
     """
     given = config.to_dict()
     notes: list[str] = []
-    found = {size: _first(given, names) for size, names in SIZE_NAMES.items()}
+    found = {size: _first(given, names) for size, names in _SIZE_NAMES.items()}
     small = _small_sizes(found, notes)
     rows = _layers(given, found["layers"], notes)
     changed = given | _resized(given, found, small, len(rows), notes) | _rare(given, notes)
@@ -166,7 +166,7 @@ def tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any
     changed |= _per_layer(given, rows, found["layers"])
     for key in getattr(type(config), "sub_configs", {}):
         if isinstance(changed.get(key), dict):
-            changed[key] = tiny_config(getattr(config, key))[0].to_dict()
+            changed[key] = _tiny_config(getattr(config, key))[0].to_dict()
     for key, value in (more or {}).items():
         if key in given:
             changed[key] = small["heads"] if value == "heads" else value
@@ -187,7 +187,7 @@ def _read_config(target: str, name: str, trust_remote_code: bool) -> Any:
         raise ValueError(f"{target}: {said:.300}") from None
     except (OSError, KeyError) as error:
         said = " ".join(str(error).split())
-        form = f"a folder with config.json, such as {PREFIXES[0]}path/to/folder, or a name on the hub"
+        form = f"a folder with config.json, such as {_PREFIXES[0]}path/to/folder, or a name on the hub"
         raise ValueError(f"{target}: no configuration found ({said:.120}); allowed: {form}") from None
 
 
@@ -228,7 +228,7 @@ def _reduced(full: HFModel, target: str) -> HFModel:
     problem = ""
     for variant in _VARIANTS:
         try:
-            config, notes = tiny_config(full.config, variant)
+            config, notes = _tiny_config(full.config, variant)
             notes += tuple(f"{key} = {value}" for key, value in variant.items() if key in config.to_dict())
             model = replace(full, config=config, notes=(*full.notes, *notes))
             with warnings.catch_warnings():
@@ -261,7 +261,7 @@ def _require_memory(model: HFModel, target: str) -> None:
     """Raise if the checks of the model need more memory than there is."""
     needed, available = _BYTES_PER_PARAMETER * _n_parameters(model), _available_bytes()
     if needed > available:
-        tiny = f"{PREFIXES[1]}{target.removeprefix(PREFIXES[0])}"
+        tiny = f"{_PREFIXES[1]}{target.removeprefix(_PREFIXES[0])}"
         raise ValueError(
             f"{target}: its checks need about {byte_text(needed)} of memory, and {byte_text(available)} are "
             f"available; {tiny} has the same architecture with small sizes"
@@ -309,7 +309,7 @@ def _resized(
 ) -> dict[str, int]:
     """Return the new value of each setting that is a size."""
     changed = {}
-    names = [(size, key) for size, keys in SIZE_NAMES.items() for key in keys.split()]
+    names = [(size, key) for size, keys in _SIZE_NAMES.items() for key in keys.split()]
     for size, key in names:
         old = given.get(key)
         if not isinstance(old, int) or isinstance(old, bool) or old <= 0:

@@ -292,7 +292,7 @@ def test_cache_with_a_bug_and_an_unfamiliar_name_is_a_problem(subjects):
 
     spec = ModelSpec.of(Shifted)
     assert spec.decode is None
-    assert spec.cache_problem == "it continues from bank=, with other logits than without"
+    assert spec.cache_problem == "calls with bank= give other logits than a full pass"
     assert subjects.ask(spec, "cache_decoding").status == "warned"
 
 

@@ -1,4 +1,4 @@
-"""Pages for beginners: every command runs in the order of the page, and prints what the page shows."""
+"""Start and How-to pages: the commands of a page run in its order, and print the output that it shows."""
 
 import os
 import re
@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+HOW_TO = ROOT / "docs/how-to"
+TASKS = sorted(path for path in HOW_TO.glob("*.md") if path.name != "index.md")
+PAGES = [*sorted((ROOT / "docs/start").glob("*.md")), *TASKS]
+SLOW = {"ten-minutes.md", "gate-a-pull-request.md", "test-throughput-and-memory.md"}
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
-PAGES = ["docs/start/install.md", pytest.param("docs/start/ten-minutes.md", marks=pytest.mark.slow)]
+FILE = re.compile(r"```python\n(# (\S+\.py)\n.*?)```", re.DOTALL)
+WITH_COMMANDS = [
+    pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW))
+    for page in PAGES
+    if CONSOLE.search(page.read_text())
+]
 
 
 def steps(page):
-    """Commands of the page's console blocks, each with the output that the page shows."""
-    for block in CONSOLE.findall((ROOT / page).read_text()):
+    """Commands of a page, each with the output that the page shows."""
+    for block in CONSOLE.findall(page.read_text()):
         for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = step.partition("\n")
             yield command, output
@@ -28,13 +37,12 @@ def normalized(text):
 
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a command in the folder that earlier commands have changed to, and returns what it prints."""
+    """Function that runs a command in the current folder of a user's shell, and returns the printed text."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "STACKWISE_"))}
     person = {"NAME": "a", "EMAIL": "a@localhost"}
-    identity = {f"GIT_{role}_{key}": each for role in ("AUTHOR", "COMMITTER") for key, each in person.items()}
-    environment = os.environ | identity | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for name in [name for name in environment if name.startswith(("PYTEST_", "STACKWISE_"))]:
-        del environment[name]
+    kept |= {f"GIT_{role}_{key}": each for role in ("AUTHOR", "COMMITTER") for key, each in person.items()}
+    kept |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     folder = tmp_path
 
     def run(command):
@@ -43,18 +51,32 @@ def shell(tmp_path):
             folder = folder / command.removeprefix("cd ")
             return ""
         done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
+            command, shell=True, cwd=folder, env=kept, capture_output=True, text=True, check=False
         )
         return done.stdout + done.stderr
 
     return run
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_print_what_the_page_shows(page, shell):
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_print_what_the_page_shows(page, shell, tmp_path):
+    for text, file in FILE.findall((HOW_TO / "index.md").read_text()) + FILE.findall(page.read_text()):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
     for command, output in steps(page):
         printed = normalized(shell(command))
         for part in re.split(r"(?:^| )\.\.\.$", output, flags=re.MULTILINE):
             found = printed.find(normalized(part))
             assert found >= 0, f"{command}\nshown: {normalized(part)}\nprinted: {printed}"
-            printed = printed[found:]
+            printed = printed[found + len(normalized(part)) :]
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.name)
+def test_task_has_an_example_variations_and_limits_on_a_short_page(page):
+    text = page.read_text()
+    assert len(text.splitlines()) <= 80
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert {"Example", "Variations", "Limits"} <= set(headings)
+    assert "\nReference: " in text

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +19,7 @@ from stackwise.data import create_data
 from stackwise.device import fingerprint
 from stackwise.gate.page import gate_page
 from stackwise.gate.result import GateResult
+from stackwise.report import training_record
 from stackwise.report.html import report_page
 
 HERE = Path("examples/demo")
@@ -49,7 +51,7 @@ def test_attention(benchmark):
 """
 
 
-def train() -> dict[str, float]:
+def train() -> dict[str, Any]:
     """Train the configured Rack and return the figures of the run. The weights go to build/demo/rack."""
     config = StackWiseConfig.from_yaml(HERE / "config.yaml")
     shutil.rmtree(config.training.checkpoint_dir, ignore_errors=True)
@@ -58,15 +60,7 @@ def train() -> dict[str, float]:
     training, validation = create_data(config)
     trainer = ArchitectureTrainer(config, progress=True)
     result = trainer.train_architecture(rack, training)
-    return {
-        "parameters": result["parameters"],
-        "num_batches": result["num_batches"],
-        "seconds": result["seconds"],
-        "tokens_per_second": result["tokens_per_second"],
-        "first_loss": result["records"][0].loss,
-        "final_loss": result["final_loss"],
-        "validation_loss": trainer.evaluate(rack, validation),
-    }
+    return training_record(result, trainer.evaluate(rack, validation))
 
 
 def run_tests() -> int:

@@ -20,14 +20,14 @@ def trained_rack():
 
 
 class ForgetfulAttention(Attention):
-    """Gives each new token position 0, also if it follows tokens in a cache."""
+    """Attention with a bug: each new token gets position 0, also if it follows tokens in a cache."""
 
     def project(self, x_BTC, layout):
         return super().project(x_BTC, Layout(x_BTC))
 
 
 def rack_with_a_bug():
-    """Loss and gradients are correct, because training uses no cache. Generated text is wrong."""
+    """Return a Rack with a bug that loss and gradients do not show, because training uses no cache."""
     rack = trained_rack()
     rack.stacks[1].blocks[0].attention.__class__ = ForgetfulAttention
     return rack

@@ -78,5 +78,5 @@ class GPT(nn.Module):
 
 
 def gpt():
-    """A tiny model for the checks: they test the code, not the weights."""
+    """Return a tiny model for the checks, which test the code and not the weights."""
     return GPT(GPTConfig())

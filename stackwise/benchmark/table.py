@@ -211,20 +211,8 @@ class ComparisonTable:
         figure.savefig(path)
         return path
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write a self-contained page: speed-ups with their intervals, the table and the settings.
-
-        Returns:
-            `path`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self.page().write(Path(path))
-        return Path(path)
-
     def page(self) -> Page:
-        """Return the page that `to_html` writes."""
+        """Return a page with plots, the table and the notes: `page().write("report.html")`."""
         shown = [name for name in _SHOWN if name not in _KEYS and self._is_known(name)]
         keys = [name for name in _KEYS if name in self.columns]
         rows = [dict(row) | {"speed_up_interval": _interval(row)} for row in self.rows]

@@ -24,10 +24,6 @@ OnProgress = Callable[[int, int, str], object]
 __all__ = ["Declared", "broken_off", "check_model", "check_trainer"]
 
 
-def _ignored(done: int, total: int, name: str) -> None:
-    """Show no progress."""
-
-
 def check_model(
     model: Any,
     *,
@@ -38,7 +34,7 @@ def check_model(
     strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    on_progress: OnProgress = _ignored,
+    on_progress: OnProgress | None = None,
 ) -> list[CheckResult]:
     """Run every check of a suite on a model, and continue after one that raises.
 
@@ -75,7 +71,7 @@ def check_trainer(
     strict: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    on_progress: OnProgress = _ignored,
+    on_progress: OnProgress | None = None,
 ) -> list[CheckResult]:
     """Run every check of a suite on a training step: anything that `TrainerSpec.of` understands.
 
@@ -93,12 +89,13 @@ def _run(
     declared: Declared,
     device: torch.device | str,
     seed: int,
-    on_progress: OnProgress,
+    on_progress: OnProgress | None,
 ) -> list[CheckResult]:
     declared.refuse_unmatched([c.name for c in selected])
     results = []
     for number, one in enumerate(selected):
-        on_progress(number, len(selected), one.name)
+        if on_progress is not None:
+            on_progress(number, len(selected), one.name)
         with shown_once() as shown:
             shown.next_round()
             try:

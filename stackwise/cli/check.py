@@ -94,9 +94,8 @@ class Check:
                 block.enter_context(shown_once())
             else:
                 hidden = block.enter_context(hidden_output())
-            progress = block.enter_context(
-                ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
-            )
+            progress = ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
+            block.callback(progress.close)
             asked["on_progress"] = progress.update
             spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
             is_trainer = isinstance(spec, TrainerSpec)

@@ -15,7 +15,7 @@ __all__ = ["HiddenOutput", "hidden_output"]
 
 @dataclass
 class HiddenOutput:
-    """Output that was not shown.
+    """Output that was collected and not shown.
 
     Attributes:
         terminal: standard error as it is outside of the block, for the command's own lines.

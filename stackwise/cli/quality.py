@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ class Quality:
             on_progress=progress.update,
         )
         report = QualityReport(self.model)
-        with progress, threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
+        with closing(progress), threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
             for run in runs:
                 run(scorer, names, report)
         report.notes.append(f"prefixes: {scorer.model.reuse_note}")

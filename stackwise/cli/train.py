@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -115,23 +114,11 @@ def _write_report(
     files: Sequence[Path], config: StackWiseConfig, result: TrainingResult, validation_loss: float | None
 ) -> None:
     from stackwise.device import fingerprint
-    from stackwise.report import Report
+    from stackwise.report import Report, training_record
 
     if not files:
         return
-    records = result["records"]
-    training = {
-        "parameters": result["parameters"],
-        "num_batches": result["num_batches"],
-        "seconds": result["seconds"],
-        "tokens_per_second": result["tokens_per_second"],
-        "first_loss": records[0].loss if records else math.nan,
-        "final_loss": result["final_loss"],
-        "validation_loss": validation_loss,
-        "predicted": _predicted(config),
-        "records": [record.to_dict() for record in records],
-        "alarms": [alarm.to_dict() | {"text": str(alarm)} for alarm in result.get("alarms", ())],
-    }
+    training = training_record(result, validation_loss, _predicted(config))
     device = config.training.device
     report = Report(training=training, environment=fingerprint(None if device == "auto" else device))
     for file in files:

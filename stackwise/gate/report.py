@@ -24,6 +24,7 @@ __all__ = [
     "CODE_QUALITY",
     "change_text",
     "code_quality",
+    "counted",
     "each_cost",
     "github_annotations",
     "interval_text",
@@ -110,7 +111,7 @@ def markdown(result: GateResult) -> str:
         blocks.append(markdown_table(header, table))
     if result.notes:
         blocks.append("\n".join(f"- {note}" for note in result.notes))
-    details = [f"{_counted(result.rounds, 'round')} in {result.seconds:.0f} s, seed {result.seed}"]
+    details = [f"{counted(result.rounds, 'round')} in {result.seconds:.0f} s, seed {result.seed}"]
     if result.order_bias is not None and math.isfinite(result.order_bias):
         details.append(f"Being first in a pair was worth {result.order_bias:+.2%}, which the turns take out")
     blocks.append(". ".join(details) + ".")
@@ -262,13 +263,14 @@ def summary(result: GateResult) -> str:
     told = told if result.compared else f"nothing was compared: {told}"
     if result.suite is not None:
         told = f"{told}, all tests together {result.suite.verdict}"
-    rounds = _counted(result.rounds, "round")
+    rounds = counted(result.rounds, "round")
     return (
         f"{result.verdict}: {result.head} against {result.base}: {told}; {rounds} in {result.seconds:.0f} s"
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 test" or "3 tests"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

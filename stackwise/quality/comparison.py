@@ -150,20 +150,8 @@ class ModelComparison:
         notes = "".join(f"- {_plain(note)}\n" for note in self.notes)
         return f"{table}\n\n{self._how()}\n" + (f"\n{notes}" if notes else "")
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write a self-contained page: differences with their intervals, the table and the notes.
-
-        Returns:
-            `path`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self.page().write(Path(path))
-        return Path(path)
-
     def page(self) -> Page:
-        """Return the page that `to_html` writes."""
+        """Return a page with plots, the table and the notes: `page().write("report.html")`."""
         header, rows = self._table()
         table = Table("Speed and quality", header, [Row(row) for row in rows], right=header[1:])
         title = f"Difference to {self.baseline}"

@@ -45,7 +45,7 @@ _NO_PLOTS = "This report has no plots. To get them, run: pip install 'stackwise[
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a reader has to look at. It is shown in full.
+    """Failure or warning. The page shows it in full.
 
     Attributes:
         status: "failed" or "warning".
@@ -151,12 +151,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a report shows.
+    """Content of an HTML report.
 
     Attributes:
         title: what the report is about: "Checks of gpt", "Performance of b against a".
         verdict: the result in one word.
-        status: status that the verdict has.
+        status: status of the verdict, which sets the colour of the page.
         summary: the result in one line.
         sections: in the order in which they are shown. Their titles differ.
         environment: facts about the machine, as `stackwise.device.fingerprint` returns them.
@@ -171,13 +171,14 @@ class Page:
     environment: Mapping[str, Any] | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def write(self, path: Path) -> None:
-        """Write the page as one HTML file that needs no other file and no network.
+    def write(self, path: str | Path) -> Path:
+        """Write the page as one HTML file that needs no other file and no network, and return its path.
 
         Raises:
             OSError: the file cannot be written.
         """
-        write_whole(path, self.html())
+        write_whole(Path(path), self.html())
+        return Path(path)
 
     def html(self) -> str:
         """Return the page as HTML. Without matplotlib it has no plots, and a line says how to get them."""

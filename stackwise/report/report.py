@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from stackwise.report.row_text import (
 )
 from stackwise.text_file import parse_json, write_whole
 
-__all__ = ["Report", "report_files"]
+__all__ = ["Report", "report_files", "training_record"]
 
 _WIDTH = 100  # columns of the text of a finding
 _SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
@@ -310,6 +310,31 @@ class Report:
             [first, *_] = error.errors()
             key = ".".join(map(str, first["loc"]))
             raise ValueError(f"{path}: {key}: got {first['input']!r:.200}; {first['msg']}") from None
+
+
+def training_record(
+    result: Mapping[str, Any], validation_loss: float | None = None, predicted: str = "byte"
+) -> dict[str, Any]:
+    """Return the value of `Report.training` for a training run.
+
+    Args:
+        result: result of `ArchitectureTrainer.train_architecture`.
+        validation_loss: in nats per predicted unit. None: not measured.
+        predicted: the unit that the model predicts, such as "byte" or "token".
+    """
+    records = result["records"]
+    return {
+        "parameters": result["parameters"],
+        "num_batches": result["num_batches"],
+        "seconds": result["seconds"],
+        "tokens_per_second": result["tokens_per_second"],
+        "first_loss": records[0].loss if records else math.nan,
+        "final_loss": result["final_loss"],
+        "validation_loss": validation_loss,
+        "predicted": predicted,
+        "records": [record.to_dict() for record in records],
+        "alarms": [alarm.to_dict() | {"text": str(alarm)} for alarm in result.get("alarms", ())],
+    }
 
 
 def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iterator[str]:

@@ -130,7 +130,7 @@ def check_text(row: dict[str, Any]) -> str:
 
 
 def finding_texts(row: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a check's subject, the place and the advice, one paragraph each."""
+    """Return the message of a failed check, the place and the advice, one paragraph each."""
     found = [row["meaning"], f"where: {row['where']}" if row["where"] else "", row["advice"]]
     return [text if text.endswith((".", "!", "?", ")", "]")) else f"{text}." for text in found if text]
 

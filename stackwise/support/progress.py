@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 __all__ = ["ProgressLine", "duration_text"]
 
@@ -20,7 +19,7 @@ class ProgressLine:
 
     On a terminal it is one line, which is overwritten and deleted at the end. Elsewhere, for example in the
     log of a CI job, it is a new line every 10 seconds. The remaining time is extrapolated from the share of
-    the work that is done.
+    the work that is done. Call `close` at the end, for example with `contextlib.closing`.
 
     Args:
         label: start of the line, such as "checking".
@@ -37,14 +36,6 @@ class ProgressLine:
         self._began = clock()
         self._next = self._began + _FIRST
         self._is_visible = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def update(self, done: int, total: int, detail: str = "") -> None:
         """Show how much is done.

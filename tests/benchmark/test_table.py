@@ -234,7 +234,7 @@ def test_page_has_speed_ups_with_intervals(table, tmp_path):
     [found] = measurements.tables
     assert found.rows[0].cells[found.header.index("95 %")] == "1.200 to 1.300"
     assert settings.folded
-    assert table.to_html(tmp_path / "t.html").read_text().count("<tr data-entry") == 3
+    assert table.page().write(tmp_path / "t.html").read_text().count("<tr data-entry") == 3
 
 
 def test_page_without_rows_is_a_page(table):

@@ -682,6 +682,7 @@ def test_numbers_of_arrays(tmp_path, metric, asynchronous):
             "^metric: got 1000.*; allowed: a number that a float can hold",
         ),
         (lambda m: m.save(1, {}, metric=torch.ones(2)), "^metric: got tensor"),
+        (lambda m: m.save(1, {"s": {"\ud800": torch.ones(2)}}), "got a key that is no UTF-8"),
         (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
         (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),
         (lambda m: m.restore({}, 4), r"^step: got 4; allowed: one of those in .*: \[\]"),

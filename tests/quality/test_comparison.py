@@ -194,7 +194,7 @@ def test_compared(racks, tasks, tmp_path):
     assert "letters (acc)" in _text(found.plot(tmp_path / "plot.svg"))
     page = found.page()
     assert (page.title, page.summary) == ("Comparison with plain", "2 models, 2 tasks, baseline plain")
-    assert "letters (acc)" in _text(found.to_html(tmp_path / "page.html"))
+    assert "letters (acc)" in _text(found.page().write(tmp_path / "page.html"))
     without = ModelComparison(found.quality, "plain")
     assert "speed-up" not in without.to_markdown()
     assert without.plot(tmp_path / "alone.png").stat().st_size > 1000

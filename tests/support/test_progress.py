@@ -1,6 +1,7 @@
 """A progress line: nothing for short commands, one line on a terminal, some lines in a log."""
 
 import io
+from contextlib import closing
 
 import pytest
 
@@ -22,7 +23,7 @@ class Terminal(io.StringIO):
 def shown(stream, *times, total=40):
     """What a command writes that finishes one part at each of the times, in seconds since its start."""
     clock = Clock()
-    with ProgressLine("checking", stream=stream, clock=clock) as line:
+    with closing(ProgressLine("checking", stream=stream, clock=clock)) as line:
         for done, seconds in enumerate(times, start=1):
             clock.now = 100.0 + seconds
             line.update(done, total, f"part {done}")

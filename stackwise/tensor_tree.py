@@ -46,6 +46,7 @@ def too_deep(path: Path) -> ValueError:
 
 
 def shown_path(path: Path) -> str:
-    """Return the text of a path for an error, without the end of a long one."""
+    """Return a path as printable text for an error, without the end of a long one."""
     keys = ["[...]" if isinstance(key, Tensor) else str(key)[:80] for key in path[:_SHOWN]]
-    return ".".join([*keys, *(["..."] if len(path) > _SHOWN else [])])
+    text = ".".join([*keys, *(["..."] if len(path) > _SHOWN else [])])
+    return text.encode("utf-8", "backslashreplace").decode()  # a terminal refuses half of a surrogate pair

@@ -188,7 +188,7 @@ def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[A
         return known[identity]
     name = wanted = ".".join(map(str, path))
     if not wanted.isascii() and wanted.encode("utf-8", "replace").decode() != wanted:
-        raise _refused(path, "a key that is no UTF-8")
+        raise _refused(path, "a key that UTF-8 cannot encode")
     number = 1
     while name in tensors:
         number += 1

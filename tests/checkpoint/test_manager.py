@@ -682,7 +682,7 @@ def test_numbers_of_arrays(tmp_path, metric, asynchronous):
             "^metric: got 1000.*; allowed: a number that a float can hold",
         ),
         (lambda m: m.save(1, {}, metric=torch.ones(2)), "^metric: got tensor"),
-        (lambda m: m.save(1, {"s": {"\ud800": torch.ones(2)}}), "got a key that is no UTF-8"),
+        (lambda m: m.save(1, {"s": {"\ud800": torch.ones(2)}}), r"^s\.\\ud800: got a key that UTF-8 "),
         (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
         (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),
         (lambda m: m.restore({}, 4), r"^step: got 4; allowed: one of those in .*: \[\]"),
@@ -1358,19 +1358,11 @@ def test_more_tensors_than_a_reader_accepts_are_refused(tmp_path, asynchronous, 
     assert manager.restore({}).step == 1
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [
-        {"objects": {"state": {"\ud800": torch.ones(1)}}},
-        {"objects": {}, "files": {"x.safetensors": {"__metadata__": torch.ones(1)}}},
-    ],
-    ids=["name that is no text", "name of the header"],
-)
-def test_what_its_reader_refuses_is_not_published(tmp_path, saved):
+def test_a_tensor_with_the_name_of_the_header_is_not_published(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {})
     with pytest.warns(CheckpointWarning, match="step 2 is not written"):
-        manager.save(2, **saved)
+        manager.save(2, {}, files={"x.safetensors": {"__metadata__": torch.ones(1)}})
     assert names_in(tmp_path) == ["step-1"]
     with pytest.raises(OSError, match="the last checkpoint"):
         manager.close()

@@ -8,6 +8,7 @@ import os
 import sys
 import zlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 __all__ = ["TRUST", "load_factory"]
@@ -51,16 +52,24 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
             raise ValueError(
-                f"{target}: {module_name} has no {attribute}; it has {', '.join(public) or 'none'}"
+                f"{target}: {module_name} has no {attribute}; it defines {', '.join(_defined(module)) or 'none'}"
             )
         found = getattr(found, part)
     return found
 
 
+def _defined(module: ModuleType) -> list[str]:
+    """Return the public names of the callables that a module defines and does not only import."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_" and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
 def _load_file(path: Path) -> Any:
-    """The module in a file; its folder can be imported from, as where Python runs the file itself."""
+    """Return the module in a file. Its folder joins `sys.path`, as when Python runs the file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     path = path.resolve()
@@ -85,5 +94,5 @@ def _load_file(path: Path) -> Any:
 
 
 def _import_plainly(name: str) -> Any:
-    """As an import statement does, through whatever hooks there are (pytest's, for assertions)."""
+    """Import a module through all import hooks, such as pytest's for assertions."""
     return importlib.import_module(name) if name.isidentifier() else None

@@ -13,7 +13,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
     (tmp_path / "shelf_of_models.py").write_text(
-        "class Family:\n    member = staticmethod(lambda: 'member')\n"
+        "from json import dumps\nclass Family:\n    member = staticmethod(lambda: 'member')\n"
         "def small():\n    return 'small'\n"
         "def _hidden():\n    return 'hidden'\n"
         "size = 3\n"
@@ -74,7 +74,7 @@ def test_load_of_a_missing_module(folder, target):
 
 @pytest.mark.parametrize("attribute", ["large", "Family.other", "small.a.b"])
 def test_load_of_a_missing_name_lists_what_there_is(folder, attribute):
-    with pytest.raises(ValueError, match=f"has no {attribute}; it has Family, small$"):
+    with pytest.raises(ValueError, match=f"has no {attribute}; it defines Family, small$"):
         load_factory(f"shelf_of_models:{attribute}", search=folder)
 
 

@@ -119,12 +119,12 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"surely costs less {after}",
+                f"lower cost, significant {after}",
             )
         if passes and mean < -minimum_effect and not last:  # it may be faster, which more rounds can tell
             return None
         if passes:
-            why = f"surely less than the tolerance {after}"
+            why = f"below the tolerance, significant {after}"
             return decided(Verdict.PASS, to_pass, to_pass, 1 - 2 * self.miss, why)
         if slower:
             return decided(
@@ -132,11 +132,11 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"surely costs more {after}",
+                f"higher cost, significant {after}",
             )
         if not last:
             return None
-        why = f"open {after}, which differ by {spread:.2%} (sd)"
+        why = f"undecided {after} with a standard deviation of {spread:.2%}"
         return decided(Verdict.INCONCLUSIVE, to_flag, to_pass, 1 - self.alpha - self.miss, why)
 
 
@@ -155,5 +155,5 @@ def surely_differs(
 
 
 def _after(rounds: int, left_out: int) -> str:
-    """When it was decided, as the end of a sentence."""
-    return f"after {rounds} rounds" + (f", {left_out} of them left out as far off" if left_out else "")
+    """Return the number of rounds as the end of a sentence."""
+    return f"after {rounds} rounds" + (f" ({left_out} removed as outliers)" if left_out else "")

@@ -125,7 +125,7 @@ class Trial:
             if found is None:
                 rounds = self._stage() or self._differences
                 mean = math.expm1(statistics.fmean(rounds)) if rounds else math.nan
-                few = f"{len(self._stage())} rounds are too few to say anything"
+                few = f"{len(self._stage())} rounds are too few for a decision"
                 found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
             decision = (self._together() if together else None) or self._final(found)
             reason = f"{decision.reason}; {why}" if self._differences else why
@@ -152,7 +152,7 @@ class Trial:
             return None
         estimate, low, high = map(math.expm1, found)
         rounds = len(self._differences)
-        reason = f"{self._flag.reason}, and after all {rounds} together"
+        reason = f"{self._flag.reason}, and over all {rounds} together"
         return Decision(self._flag.verdict, estimate, low, high, 1 - 2 * chance, rounds, True, reason)
 
     def _rule(self) -> Rule:
@@ -168,9 +168,9 @@ class Trial:
         if self._flag is None:
             return replace(found, rounds=rounds)
         if found.verdict == self._flag.verdict:
-            reason = f"{self._flag.reason}, and again after {found.rounds} fresh ones"
+            reason = f"{self._flag.reason}, confirmed by {found.rounds} new ones"
             return replace(found, rounds=rounds, confirmed=True, reason=reason)
-        said = replace(found, rounds=rounds, reason=f"{self._flag.reason}; of fresh ones: {found.reason}")
+        said = replace(found, rounds=rounds, reason=f"{self._flag.reason}; in new rounds: {found.reason}")
         match self._flag.verdict, found.verdict:
             case _, Verdict.PASS:
                 return said

@@ -64,5 +64,5 @@ def test_one_stray_round_keeps_nothing_from_being_found(change, verdict):
         if trial.decided:
             break
     assert trial.decision.verdict == verdict
-    assert "after 8 rounds, 1 of them left out as far off" in trial.decision.reason
+    assert "after 8 rounds (1 removed as outliers)" in trial.decision.reason
     assert trial.decision.estimate == pytest.approx(change, abs=0.004)

@@ -30,7 +30,7 @@ SLOWER = TestResult(
     "bench/test_step.py::test_step[a|b]",
     trials={
         "memory": trial(Verdict.PASS, 0.0, 3 * 2.0**20, "B"),
-        "time": trial(Verdict.REGRESSED, 0.05, confirmed=True, reason="surely costs more"),
+        "time": trial(Verdict.REGRESSED, 0.05, confirmed=True, reason="higher cost"),
     },
     file="bench/test_step.py",
     line=12,
@@ -52,7 +52,7 @@ RESULT = gate(SLOWER, OPEN, FINE, CRASHED, NEW, notes=("a is b on the head",), o
 def test_the_worst_of_a_test_is_told_first():
     first, second = test_text(SLOWER).splitlines()
     assert first == (
-        "time REGRESSED: 1.2 ms -> 1.26 ms, +5.00% [+4.00%, +6.00%] at 97.0%, tolerance 2%: surely costs more"
+        "time REGRESSED: 1.2 ms -> 1.26 ms, +5.00% [+4.00%, +6.00%] at 97.0%, tolerance 2%: higher cost"
     )
     assert second.startswith("memory PASS: 3 MiB -> 3 MiB, +0.00%")
 
@@ -296,13 +296,13 @@ def test_short_text_is_change_and_limit_or_the_reason(test, text):
 
 
 def test_suite_that_is_slower_is_shown_like_a_failed_test():
-    decision = Decision(Verdict.REGRESSED, 0.05, 0.04, 0.06, 0.998, 5, True, "the mean surely costs more")
+    decision = Decision(Verdict.REGRESSED, 0.05, 0.04, 0.06, 0.998, 5, True, "the mean cost is higher")
     trial = TrialResult(decision, "s", 0.02, 0.01, (math.log(1.05),) * 5, (), ())
     found = replace(gate(FINE), suite=TestResult("(all tests together)", trials={"time": trial}))
     row, last = terminal_lines(found)[-2:]
     assert row.split() == ["REGRESSED", "(all", "tests", "together)", "time", "+5.00%", ">", "2%"]
     assert last.startswith("REGRESSED: feature against main: 1 PASS, all tests together REGRESSED; ")
-    text = "time REGRESSED: +5.00% [+4.00%, +6.00%] at 99.8%, tolerance 2%: the mean surely costs more"
+    text = "time REGRESSED: +5.00% [+4.00%, +6.00%] at 99.8%, tolerance 2%: the mean cost is higher"
     assert f"### Failed\n\n- `(all tests together)`: {text}" in markdown(found)
     assert github_annotations(found) == [
         f"::error title=REGRESSED%3A (all tests together)::{text.replace('%', '%25')}"

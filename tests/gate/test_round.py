@@ -823,7 +823,7 @@ def test_tests_are_given_up_where_later_rounds_are_slower(sides, tmp_path, clock
     assert [test.verdict for test in found.tests] == [Verdict.PASS] * 2 + [Verdict.INCONCLUSIVE] * 2
     assert [test.trials["time"].decision.rounds for test in found.tests] == [4, 4, 2, 2]
     assert found.seconds <= 34.0
-    assert found.tests[3].trials["time"].decision.reason.endswith("too few to say anything; the time is up")
+    assert found.tests[3].trials["time"].decision.reason.endswith("too few for a decision; the time is up")
 
 
 def test_what_a_lost_process_took_is_no_part_of_later_rounds(sides, tmp_path, clock):
@@ -1113,7 +1113,7 @@ def test_a_metric_that_a_later_round_lacks_is_open(sides, tmp_path):
     [found] = gate(tmp_path, (A,)).tests
     tpot = found.trials["tpot"]
     assert tpot.decision.verdict == found.verdict == Verdict.INCONCLUSIVE
-    assert tpot.decision.reason == "2 rounds are too few to say anything; round 3 had no tpot"
+    assert tpot.decision.reason == "2 rounds are too few for a decision; round 3 had no tpot"
     assert len(tpot.head) == 2  # the rounds from the first on, as whatever is kept of each round
     assert found.trials["time"].decision.verdict == Verdict.PASS
 

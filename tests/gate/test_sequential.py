@@ -92,7 +92,7 @@ def test_the_last_look_decides():
     values = np.random.default_rng(0).normal(0.01, 0.05, 25)
     decision = Rule().look(list(values), TOLERANCE, LEAST)
     assert decision.verdict == Verdict.INCONCLUSIVE
-    assert f"differ by {values.std(ddof=1):.2%}" in decision.reason
+    assert f"a standard deviation of {values.std(ddof=1):.2%}" in decision.reason
 
 
 def test_many_tests_are_confirmed_more_strictly():

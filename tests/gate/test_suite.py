@@ -94,7 +94,7 @@ def test_result_names_change_and_interval():
     assert decision.verdict == Verdict.REGRESSED
     assert decision.low < 0.5 < decision.high
     assert decision.rounds == ROUNDS + 1
-    assert "mean of 40 tests" in decision.reason
+    assert "mean cost of 40 tests" in decision.reason
 
 
 def test_tests_that_have_too_few_rounds_do_not_count():

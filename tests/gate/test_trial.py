@@ -47,7 +47,7 @@ def test_a_change_is_a_flag_until_fresh_rounds_say_the_same(change, verdict):
     give(trial, around(change / 2))
     assert trial.decision.verdict == verdict and trial.decision.confirmed
     assert trial.decision.rounds == 8 and trial.decision.estimate == pytest.approx(change / 2)
-    assert "and again after 4 fresh ones" in trial.decision.reason
+    assert "confirmed by 4 new ones" in trial.decision.reason
 
 
 def test_a_flag_that_fresh_rounds_deny_passes():
@@ -71,7 +71,7 @@ def test_slower_and_then_undecided_is_inconclusive():
     give(trial, around(0.05))
     give(trial, (*WILD, 0.1, -0.1))
     assert trial.decision.verdict == Verdict.INCONCLUSIVE and trial.decision.rounds == 10
-    assert trial.decision.reason.startswith("surely costs more after 4 rounds; of fresh ones: open after 6")
+    assert trial.decision.reason.startswith("higher cost, significant after 4 rounds; in new rounds: undecided after 6")
 
 
 def test_faster_and_then_undecided_passes():
@@ -124,7 +124,7 @@ def test_time_that_is_up_decides_nothing_by_itself():
     assert trial.decided and trial.decision is decision
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.estimate == pytest.approx(math.expm1(0.05))
     assert (decision.low, decision.high, decision.level) == (-math.inf, math.inf, 0.0)
-    assert decision.reason == "2 rounds are too few to say anything; the time is up"
+    assert decision.reason == "2 rounds are too few for a decision; the time is up"
     assert Trial(Limit()).conclude("round 1 had no tpot").reason == "round 1 had no tpot"
 
 
@@ -133,7 +133,7 @@ def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
     give(trial, around(0.05))
     decision = trial.conclude("the time is up")
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.rounds == 4
-    assert "surely costs more after 4 rounds" in decision.reason and "the time is up" in decision.reason
+    assert "higher cost, significant after 4 rounds" in decision.reason and "the time is up" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_all_rounds_together_may_say_what_there_was_no_time_to_say_again(change,
     assert (decision.low, decision.high) == pytest.approx(tuple(map(math.expm1, ends)))
     assert decision.estimate == pytest.approx(math.expm1(statistics.fmean(rounds)))
     assert decision.level == 1 - 2 * chance
-    assert decision.reason.endswith("after 4 rounds, and after all 6 together; the time is up")
+    assert decision.reason.endswith("after 4 rounds, and over all 6 together; the time is up")
 
 
 def test_all_rounds_are_judged_together_only_where_that_is_asked():

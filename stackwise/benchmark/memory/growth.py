@@ -201,10 +201,10 @@ class MemoryGrowth:
         lines = [f"memory {noun} over {self.steps} steps, after {self.warmup} of warm-up"]
         lines += [f"  {reason}" for reason in self.reasons]
         if self.verdict == "grows" and self.types:
-            lines.append("what grows:")
+            lines.append("types that grow:")
             lines += [f"  {each}" for each in self.types]
         if self.verdict == "grows" and self.places:
-            lines.append("made at, and still held:")
+            lines.append("allocated at these lines and not freed:")
             lines += [f"  {each}" for each in self.places]
         return "\n".join(lines)
 

@@ -150,28 +150,39 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
             "needs batches with input_ids and labels, and a model that gives logits"
         )
     found, limit = evaluated(run, batches), _limit(run, batches)
-    powers = {"exp": math.exp(exact), "2 to the power": 2**exact}
-    power = next(
-        (name for name, each in powers.items() if _apart(found, each) <= limit * max(1.0, exact)), ""
+    ignored = _NO_LABEL if subject.spec.ignored_label is None else subject.spec.ignored_label
+    averages = subject.averages_batches(run, "evaluate")
+    means = [_exact_loss(run, [batch], ignored) or math.nan for batch in batches]
+    counts = [int((batch["labels"][:, 1:] != ignored).sum()) for batch in batches]
+    n_labels = [int((batch["labels"] != ignored).sum()) for batch in batches]
+    sums = [mean * count for mean, count in zip(means, counts, strict=True)]
+    by_labels = (
+        sum(total / n for total, n in zip(sums, n_labels, strict=True)) / len(sums)
+        if averages
+        else sum(sums) / sum(n_labels)
+    )
+    mistakes = {
+        "exp of that. Report a perplexity through perplexity(batches)": math.exp(exact),
+        "2 to the power of that": 2**exact,
+        "the sum divided by the number of labels. The first label of a row is no target": by_labels,
+    }
+    mistake = next(
+        (name for name, each in mistakes.items() if _apart(found, each) <= limit * max(1.0, exact)), ""
     )
     result = subject.at_most(
         _apart(found, exact),
         limit,
         where="what evaluate(batches) returns",
-        meaning="The evaluation loss is not the mean over all targets: it is "
-        f"{found:.6g} nats per target; summed over the targets themselves it is {exact:.6g}"
-        + (f", of which that is {power}: a perplexity is for perplexity(batches)." if power else "."),
-        advice="Divide by the number of targets, T - 1 of T tokens less the ignored ones; count each "
+        meaning=f"evaluate(batches) returned {found:.6g}; the mean loss of all targets is {exact:.6g} nats."
+        + (f" The returned value is {mistake}." if mistake else ""),
+        advice="Divide by the number of targets: T - 1 of T tokens, less the ignored ones. Count each "
         "token of overlapping windows once.",
     )
     if result.ok:
         return result
-    averages = subject.averages_batches(run, "evaluate")
-    means = [_exact_loss(run, [batch], subject.spec.ignored_label) or math.nan for batch in batches]
     if averages and _apart(found, sum(means) / len(means)) <= limit:
         return _warned(subject, result, _AVERAGES)
     if (trained := _trained_losses(run, batches)) is not None:
-        counts = [int((batch["labels"][:, 1:] != subject.spec.ignored_label).sum()) for batch in batches]
         weights = [1] * len(batches) if averages else counts
         own = sum(w * loss for w, loss in zip(weights, trained, strict=True)) / sum(weights)
         if _apart(found, own) <= limit:

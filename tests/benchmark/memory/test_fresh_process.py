@@ -170,7 +170,7 @@ SLOW = pytest.mark.slow  # each is a process of its own
         pytest.param("fails", ("setting up",), "KeyError: 'no such weights' (fresh_calls.py:", marks=SLOW),
         pytest.param("no_function", (), "TypeError: returned int; wanted what is measured", marks=SLOW),
         pytest.param("a_model", (), "TypeError: returned Linear(), an nn.Module; wanted", marks=SLOW),
-        pytest.param("missing", (), "fresh_calls.py has no missing; it has", marks=SLOW),
+        pytest.param("missing", (), "fresh_calls.py has no missing; it defines", marks=SLOW),
         pytest.param("hold", (), "TypeError: hold() missing 1 required positional", marks=SLOW),
         pytest.param("leaves", (3,), "its process ended with status 3\na last word", marks=SLOW),
     ],

@@ -618,7 +618,7 @@ def test_text_of_a_leak_says_what_to_do():
     lines = str(memory_growth(KeepsGraph(), steps=9, warmup=3)).splitlines()
     assert lines[0] == "memory grows over 9 steps, after 3 of warm-up"
     assert any("`total += loss`" in line and "loss.detach()" in line for line in lines)
-    assert "what grows:" in lines
+    assert "types that grow:" in lines
     assert any(line.startswith("  autograd AddBackward0: +1 a step") for line in lines)
 
 

@@ -179,7 +179,27 @@ def test_a_perplexity_where_a_loss_is_wanted():
             return math.exp(super().evaluate(batches))
 
     result = ask(loop_spec_of(Exponential), "evaluation_exact")
-    assert result.status == "failed" and "that is exp" in result.meaning
+    assert result.status == "failed" and "returned value is exp of that" in result.meaning
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_loss_that_is_divided_by_the_number_of_labels(averages):
+    """As transformers 5.23 divides it for GPT2LMHeadModel, whose loss_type is None (pull request 46204)."""
+
+    class ByLabels(Loop):
+        averages_batches = ("evaluate",) if averages else ()
+
+        def evaluate(self, batches):
+            counts = [float((batch["labels"] != -100).sum()) for batch in batches]
+            targets = [float((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+            means = [Loop.evaluate(self, [batch]) for batch in batches]
+            sums = [mean * n for mean, n in zip(means, targets, strict=True)]
+            if averages:
+                return sum(total / n for total, n in zip(sums, counts, strict=True)) / len(sums)
+            return sum(sums) / sum(counts)
+
+    result = ask(loop_spec_of(ByLabels), "evaluation_exact")
+    assert result.status == "failed" and "divided by the number of labels" in result.meaning
 
 
 class Routed(GPT):

@@ -1,4 +1,4 @@
-"""The options: each on the command line and in the configuration file."""
+"""Options of the plugin, on the command line and in the configuration file."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _GATE = (
     "history",
 )
 _GATE_SECONDS = 600.0
-_GPU_HELP = "run the tests marked gpu, and measure on CUDA; the run stops where there is no CUDA device"
+_GPU_HELP = "run the tests marked gpu, and measure on CUDA; without a CUDA device the run stops"
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """All but `--gpu`."""
-    group = parser.getgroup(_GROUP, "stackwise: is a transformer architecture right, stable, fast?")
+    """Add all options except `--gpu`."""
+    group = parser.getgroup(_GROUP, "stackwise: check, stress and measure PyTorch models and training loops")
     group.addoption(
         "--stackwise-device",
         metavar="DEVICE",
-        help="where models run: auto, cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
+        help="device of the models: auto, cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
     )
     group.addoption(
         "--stackwise-seed",
@@ -70,20 +70,20 @@ def add_options(parser: pytest.Parser) -> None:
         "--stackwise-model",
         metavar="MODULE:FACTORY",
         action="append",
-        help="check this model, without a line of code: FACTORY() in MODULE (or path/to/file.py) returns "
-        "an nn.Module or a ModelSpec; may be given several times",
+        help="check this model without a test file: FACTORY() in MODULE or path/to/file.py returns an "
+        "nn.Module or a ModelSpec; or hf:NAME_OR_FOLDER, hf-tiny:NAME_OR_FOLDER; can be repeated",
     )
     group.addoption(
         "--stackwise-trainer",
         metavar="MODULE:FACTORY",
         action="append",
-        help="check this training step in the same way: FACTORY() returns an object with model, optimizer "
-        "and step(batch), or a TrainerSpec; may be given several times",
+        help="check this training loop without a test file: FACTORY() returns an object with model, "
+        "optimizer and step(batch), a transformers or Lightning trainer, or a TrainerSpec; can be repeated",
     )
     group.addoption(
         "--stackwise-checks",
         metavar="NAMES",
-        help="ask only these checks or families, such as causality,loss (default: all of the suite)",
+        help="run only these checks or families, such as causality,loss (default: all of the suite)",
     )
     group.addoption(
         "--stackwise-suite",
@@ -93,12 +93,12 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-trust-remote-code",
         action="store_true",
-        help="allow hf: names of --stackwise-model to run code of the hub",
+        help="allow hf: models to run code from the Hugging Face hub",
     )
     group.addoption(
         "--stackwise-strict",
         action="store_true",
-        help="fail a test for each finding that is otherwise a warning: a check that warns, an unstable run",
+        help="warnings fail the test: a check that warns, an unstable run",
     )
     group.addoption(
         "--stackwise-report",
@@ -108,44 +108,44 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-against",
         metavar="BASE",
-        help="gate: compare the tests that use benchmark or throughput with BASE, in turns: a revision, "
-        "./FOLDER, a wheel, or 'callable': what each names as `against`",
+        help="gate: measure the tests with the benchmark or throughput fixture on BASE and on this tree, in "
+        "turns. BASE: a git revision, ./FOLDER, a wheel, or 'callable' for the `against` of each test",
     )
     group.addoption(
         "--stackwise-head",
         metavar="REVISION",
-        help="gate: what is compared with the base (default: the files as they are)",
+        help="gate: the revision to compare with the base (default: the working tree)",
     )
     group.addoption(
         "--stackwise-gate",
         metavar="LIMITS",
-        help="gate: limits of tests whose marker `gate` does not say, such as time=2%%,memory=1%%,floor=50us",
+        help="gate: limits for tests without the marker `gate`, such as time=2%%,memory=1%%,floor=50us",
     )
     group.addoption(
         "--stackwise-missing",
         metavar="WHAT",
-        help="gate: how to treat a test that the base does not have: fail, warn or create (default: warn)",
+        help="gate: action for a test that the base lacks: fail, warn or create (default: warn)",
     )
     group.addoption(
         "--stackwise-build",
         metavar="COMMAND",
-        help="gate: run this in both trees before, to compile extensions, say",
+        help="gate: command that runs in both trees first, for example to compile extensions",
     )
     group.addoption(
         "--stackwise-gate-seconds",
         metavar="SECONDS",
-        help="gate: time limit; what cannot be told within it is INCONCLUSIVE (default: no limit)",
+        help="gate: time limit; tests that are undecided at its end are INCONCLUSIVE (default: no limit)",
     )
     group.addoption(
         "--stackwise-gate-timeout",
         metavar="SECONDS",
-        help="gate: a process that says nothing for this time hangs (default: 600)",
+        help="gate: end a process that reports nothing for this time (default: 600)",
     )
     group.addoption(
         "--stackwise-history",
         metavar="STORE",
-        help="gate: keep what was found of the head, beside a pinned reference: the path of an SQLite file, "
-        "or postgresql://USER:PASSWORD@HOST/DATABASE",
+        help="gate: store the results of the head for comparison over time: the path of an SQLite file, or "
+        "postgresql://USER:PASSWORD@HOST/DATABASE",
     )
     group.addoption(
         "--stackwise-gate-report",
@@ -155,9 +155,9 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_gpu", "as --gpu", type="bool", default=False)
     parser.addini("stackwise_device", "as --stackwise-device")
     parser.addini("stackwise_seed", "as --stackwise-seed")
-    parser.addini("stackwise_model", "as --stackwise-model, one a line", type="linelist")
-    parser.addini("stackwise_trainer", "as --stackwise-trainer, one a line", type="linelist")
-    parser.addini("stackwise_checks", "as --stackwise-checks, by commas or one a line")
+    parser.addini("stackwise_model", "as --stackwise-model, one per line", type="linelist")
+    parser.addini("stackwise_trainer", "as --stackwise-trainer, one per line", type="linelist")
+    parser.addini("stackwise_checks", "as --stackwise-checks, separated by commas or lines")
     parser.addini("stackwise_suite", "as --stackwise-suite")
     parser.addini("stackwise_strict", "as --stackwise-strict", type="bool", default=False)
     parser.addini("stackwise_report", "as --stackwise-report")
@@ -175,9 +175,9 @@ def are_set(config: pytest.Config) -> bool:
 
 
 def ini(config: pytest.Config, name: str) -> Any:
-    """Return an option of the configuration file; text also where `[tool.pytest]` has a number or a list.
+    """Return an option of the configuration file as text.
 
-    Values of `[tool.pytest]` have types, and `getini` refuses those that are no text.
+    Values of `[tool.pytest]` have types, and `getini` raises for numbers and lists.
     """
     try:
         return config.getini(name)
@@ -187,8 +187,8 @@ def ini(config: pytest.Config, name: str) -> Any:
 
 
 def is_gated(config: pytest.Config) -> bool:
-    """Return True if this run compares with a base: not in the process of a side."""
-    # First: a side has those of `addopts` too, without --stackwise-against of the command line.
+    """Return True if this run compares with a base. A process that measures one side does not."""
+    # A side inherits `addopts`, but not the --stackwise-against of the command line.
     if config.pluginmanager.hasplugin("stackwise_side.plugin"):
         return False
     given = config.known_args_namespace.stackwise_against
@@ -196,7 +196,7 @@ def is_gated(config: pytest.Config) -> bool:
 
 
 def add_gpu_option(parser: pytest.Parser) -> None:
-    """`--gpu`, unless a conftest has it: then that one is read."""
+    """Add `--gpu`, unless a conftest defines it; then the conftest's option is used."""
     groups = [getattr(parser, "_anonymous", None), *getattr(parser, "_groups", [])]
     if any("--gpu" in option.names() for group in groups if group for option in group.options):
         return
@@ -207,20 +207,20 @@ def add_gpu_option(parser: pytest.Parser) -> None:
 
 
 def release_gpu_option(config: pytest.Config) -> None:
-    """Once all is parsed, let a conftest that is only found during collection have its own `--gpu`."""
+    """Remove `--gpu` after parsing, because a conftest found during collection may define it."""
     parser = getattr(getattr(config, "_parser", None), "optparser", None)
     getattr(parser, "_option_string_actions", {}).pop("--gpu", None)
 
 
 def gpu_requested(config: pytest.Config) -> bool:
-    """Whether `--gpu`, ours or a conftest's, or its ini twin is on."""
-    # A conftest's own --gpu may take a number or a name: only a flag that is on means what ours does.
+    """Return True if `--gpu`, ours or a conftest's, or `stackwise_gpu` is set."""
+    # A conftest's --gpu may take a number or a name. Only True has our meaning.
     flags = (config.getoption("stackwise_gpu", False), config.getoption("--gpu", False))
     return any(flag is True for flag in flags) or _ini_flag(config, "stackwise_gpu")
 
 
 def device_name(config: pytest.Config) -> str:
-    """Where models run: cpu, cuda or cuda:N; "auto" is resolved."""
+    """Return the device of the models, cpu, cuda or cuda:N, with "auto" resolved."""
     named = config.getoption("stackwise_device") or ini(config, "stackwise_device")
     if named == "auto":
         from stackwise.device import resolve_device
@@ -230,7 +230,11 @@ def device_name(config: pytest.Config) -> str:
 
 
 def seed(config: pytest.Config) -> int:
-    """The seed; UsageError where it is no number, or out of range."""
+    """Return the seed.
+
+    Raises:
+        pytest.UsageError: it is no integer from 0 to 2**63 - 1.
+    """
     given = config.getoption("stackwise_seed")
     if given is None:
         given = ini(config, "stackwise_seed") or 0
@@ -244,7 +248,11 @@ def seed(config: pytest.Config) -> int:
 
 
 def suite(config: pytest.Config) -> Suite:
-    """The suite of checks; UsageError where there is none of that name."""
+    """Return the suite of checks.
+
+    Raises:
+        pytest.UsageError: there is no suite with this name.
+    """
     given = config.getoption("stackwise_suite") or ini(config, "stackwise_suite") or "fast"
     if given not in ("fast", "full"):
         raise pytest.UsageError(f"--stackwise-suite: got {given!r}; allowed: 'fast', 'full'")
@@ -271,7 +279,7 @@ def _ini_flag(config: pytest.Config, name: str) -> bool:
 
 
 def check_names(config: pytest.Config) -> tuple[str, ...] | None:
-    """The checks and families that were asked for, as they were written; None: all."""
+    """Return the requested checks and families as written, or None for all."""
     given = config.getoption("stackwise_checks")
     if given is None:
         given = ini(config, "stackwise_checks") or None
@@ -284,9 +292,9 @@ def check_names(config: pytest.Config) -> tuple[str, ...] | None:
 
 
 def targets(config: pytest.Config, asks: Literal["model", "trainer"]) -> dict[str, Path]:
-    """MODULE:FACTORY of all that is checked without code, and the folder where its module is looked for.
+    """Return the subjects that are checked without a test file, each with the folder to import from.
 
-    That of the configuration file for those that it names, else the one that pytest was started in.
+    The folder is that of the configuration file for its subjects, otherwise the working directory.
     """
     in_file = dict.fromkeys(config.getini(f"stackwise_{asks}"), config.rootpath)
     given = config.getoption(f"stackwise_{asks}") or []
@@ -294,7 +302,11 @@ def targets(config: pytest.Config, asks: Literal["model", "trainer"]) -> dict[st
 
 
 def report_paths(config: pytest.Config) -> list[Path]:
-    """The files to write; UsageError for an ending that is not known, or a folder that cannot be written."""
+    """Return the report files to write.
+
+    Raises:
+        pytest.UsageError: the ending is unknown, or the folder cannot be written.
+    """
     given, folder = config.getoption("stackwise_report"), config.invocation_params.dir
     if not given:
         given, folder = ini(config, "stackwise_report"), config.rootpath
@@ -310,18 +322,18 @@ def report_paths(config: pytest.Config) -> list[Path]:
 
 @dataclass(frozen=True)
 class GateOptions:
-    """What the gate is asked for.
+    """Options of the gate.
 
     Attributes:
         against: the base.
-        head: the revision of the head; None: the files as they are.
-        limits: of tests that say nothing.
-        missing: how to treat a test that the base does not have.
-        build: a command for both trees; None: there is none.
+        head: the revision of the head; None: the working tree.
+        limits: limits for tests without the marker `gate`.
+        missing: action for a test that the base lacks.
+        build: command that runs in both trees first; None: no command.
         seconds: time limit of the run; None: no limit.
         timeout: seconds after which a silent process hangs.
-        report: the files to write.
-        history: path or URL of the store for the results; None: they are not kept.
+        report: files to write.
+        history: path or URL of the store for the results; None: no store.
     """
 
     against: str
@@ -336,27 +348,27 @@ class GateOptions:
 
 
 def gate(config: pytest.Config) -> GateOptions | None:
-    """What the gate is asked for; None where it is not.
+    """Return the options of the gate, or None without --stackwise-against.
 
     Raises:
-        pytest.UsageError: an option without --stackwise-against, or with a value that is not allowed.
+        pytest.UsageError: an option needs --stackwise-against, or its value is not allowed.
     """
     against = _text(config, "against")
     if against is None:
-        # In a configuration file they are for the runs that have one.
+        # The configuration file may set them for runs with --stackwise-against.
         for name in _GATE[1:]:
             if config.getoption(f"stackwise_{name}") is not None:
                 raise pytest.UsageError(
                     f"--stackwise-{name.replace('_', '-')}: allowed with --stackwise-against"
                 )
         return None
-    if not against:  # a variable of the CI that is not set; as a folder it would be this one
+    if not against:  # an unset variable of the CI; as a folder it would be this one
         allowed = "a revision, ./FOLDER, a wheel, 'callable'"
         raise pytest.UsageError(f"--stackwise-against: got {against!r}; allowed: {allowed}")
     for name in ("head", "build"):
         if against == "callable" and config.getoption(f"stackwise_{name}") is not None:
             raise pytest.UsageError(
-                f"--stackwise-{name}: allowed with a base of its own, not with 'callable': there is one tree"
+                f"--stackwise-{name}: not allowed with --stackwise-against=callable, which has only one tree"
             )
     from stackwise.gate.limit import Limits, parse_limits
 

@@ -52,9 +52,8 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
     found = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(
-                f"{target}: {module_name} has no {attribute}; it defines {', '.join(_defined(module)) or 'none'}"
-            )
+            defined = ", ".join(_defined(module)) or "no callable"
+            raise ValueError(f"{target}: {module_name} has no {attribute}; it defines {defined}")
         found = getattr(found, part)
     return found
 

@@ -29,7 +29,8 @@ Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
 # Attributes that call the model. Each gets contiguous tensors.
 _CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "auxiliary_loss")
-# Whose exceptions say that something was to be fetched.
+_TRAINER_HINT = "; a training loop is checked with TrainerSpec.of, check_trainer or --stackwise-trainer"
+# Packages whose exceptions mean that a download failed.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
 
@@ -174,7 +175,7 @@ class ModelSpec:
             raise TypeError(
                 f"model: got {type(subject).__name__}; wanted a function that takes no arguments and returns "
                 "an nn.Module or a ModelSpec, an nn.Module, a transformers or litgpt configuration, or a "
-                "ModelSpec"
+                "ModelSpec" + _TRAINER_HINT * hasattr(subject, "model")
             )
         if not declared:
             return subject

@@ -449,6 +449,12 @@ def test_factory_that_returns_something_else(made):
         ModelSpec.of(lambda: made)
 
 
+def test_a_training_loop_is_referred_to_trainer_specs():
+    loop = types.SimpleNamespace(model=nn.Linear(2, 2), optimizer=None, step=None)
+    with pytest.raises(TypeError, match="a training loop is checked with TrainerSpec"):
+        ModelSpec.of(lambda: loop)
+
+
 @pytest.mark.parametrize("subject", [None, 3, "model", {"model": 1}])
 def test_subject_that_is_something_else(subject):
     with pytest.raises(TypeError, match=f"got {type(subject).__name__}; wanted"):

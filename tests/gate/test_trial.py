@@ -71,7 +71,9 @@ def test_slower_and_then_undecided_is_inconclusive():
     give(trial, around(0.05))
     give(trial, (*WILD, 0.1, -0.1))
     assert trial.decision.verdict == Verdict.INCONCLUSIVE and trial.decision.rounds == 10
-    assert trial.decision.reason.startswith("higher cost, significant after 4 rounds; in new rounds: undecided after 6")
+    assert trial.decision.reason.startswith(
+        "higher cost, significant after 4 rounds; in new rounds: undecided after 6"
+    )
 
 
 def test_faster_and_then_undecided_passes():
@@ -133,7 +135,9 @@ def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
     give(trial, around(0.05))
     decision = trial.conclude("the time is up")
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.rounds == 4
-    assert "higher cost, significant after 4 rounds" in decision.reason and "the time is up" in decision.reason
+    assert (
+        "higher cost, significant after 4 rounds" in decision.reason and "the time is up" in decision.reason
+    )
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_help_lists_the_options_in_their_group(run):
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
-            "stackwise: is a transformer architecture right, stable, fast?*",
+            "stackwise: check, stress and measure PyTorch models and training loops*",
             "  --stackwise-device=DEVICE*",
             "  --stackwise-seed=N*",
             "  --stackwise-model=MODULE:FACTORY*",

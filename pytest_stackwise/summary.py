@@ -64,8 +64,9 @@ class Summary:
                 self._notes.append(f"not written: {path}: {error}")
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Show the records, where there are any."""
+        """Show the records and the verdict, after the tables of other plugins such as pytest-benchmark."""
         if not self._reports and not self._notes:
             return
         terminalreporter.section("stackwise")

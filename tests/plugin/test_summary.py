@@ -45,6 +45,14 @@ def test_section_has_every_kind_of_record(pytester, run):
     )
 
 
+def test_section_follows_the_table_of_pytest_benchmark(pytester, run):
+    pytester.makepyfile(MIXED)
+    lines = run().stdout.str().splitlines()
+    [table] = [n for n, line in enumerate(lines) if "benchmark: 1 tests" in line]
+    [verdict] = [n for n, line in enumerate(lines) if line.startswith("verdict: ")]
+    assert table < verdict
+
+
 def test_section_comes_once(pytester, run):
     pytester.makepyfile(SOUND)
     text = run().stdout.str()

@@ -28,7 +28,7 @@ _OTHER_STEP = 1e-3
 # Stands for padding where no label is ignored; no token has it.
 _NO_LABEL = -100
 _REASON = "needs evaluate(batches)"
-_AVERAGES = "batches are meant to weigh the same: this trainer averages them, whatever they hold"
+_AVERAGES = "all batches have the same number of targets: this trainer averages the losses of batches"
 
 
 @trainer_check
@@ -123,17 +123,21 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         apart = _apart(other, whole)
         if not apart <= value:
             value, where, found = apart, name, other
+    averages = subject.averages_batches(run, "evaluate")
+    declare = (
+        " If all batches have the same number of targets, declare it with averages_batches = ("
+        '"evaluate",) on the run. This is then a warning.'
+    )
     result = subject.at_most(
         value,
         _limit(run, rows),
         where=where,
         meaning="The evaluation loss depends on how rows are put into batches: it is "
         f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
-        advice="Sum the losses of all targets and divide once by their number: a mean of the means of "
-        "batches weighs targets of short batches more. If all batches have the same number of targets, let "
-        'the run say averages_batches = ("evaluate",): this is then a warning.',
+        advice="Sum the losses of all targets and divide once by their number. A mean over batches gives "
+        "more weight to the targets of short batches." + declare * (not averages),
     )
-    return _warned(subject, result, _AVERAGES) if subject.averages_batches(run, "evaluate") else result
+    return _warned(subject, result, _AVERAGES) if averages else result
 
 
 @trainer_check

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,13 +95,25 @@ def main() -> int:
     return claim.conclude()
 
 
-def answers(make: Callable[[], Any], suite: str = "full") -> Iterator[dict[str, Any]]:
-    """First what the subject was taken for, then each check's answer, as plain values."""
+def answers(
+    make: Callable[[], Any], suite: str = "full", families: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the kind and notes of the subject, then the result of each check, as plain values.
+
+    Args:
+        make: returns the subject.
+        suite: "fast" or "full".
+        families: families whose checks of the full suite also run.
+    """
     made = make()
     is_trainer = isinstance(made, TrainerSpec)
     spec = TrainerSpec.of(made) if is_trainer else ModelSpec.of(made)
     yield {"asks": "trainer" if is_trainer else "model", "notes": spec.notes}
-    for each in select_checks(suite=suite, asks="trainer" if is_trainer else "model"):
+    asks = "trainer" if is_trainer else "model"
+    chosen = {each.name for each in select_checks(suite=suite, asks=asks)}
+    for each in select_checks(suite="full", asks=asks):
+        if each.name not in chosen and each.family not in families:
+            continue
         start = time.perf_counter()
         try:
             result = each.run(spec, device="cpu", seed=0)

@@ -1,0 +1,1 @@
+"""Comparison of the behaviour of two revisions: `python -m bench.same BASE`."""

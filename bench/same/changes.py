@@ -1,0 +1,11 @@
+"""Changes: intended differences between the base revision and the current tree, each with its reason."""
+
+from __future__ import annotations
+
+__all__ = ["CHANGES", "RENAMES"]
+
+# Old name -> new name, as whole parts of an observation's name: checks, markers, options, public names.
+RENAMES: dict[str, str] = {}
+
+# Pattern of "group/name/key" (as in fnmatch) -> reason why its value differs.
+CHANGES: dict[str, str] = {}

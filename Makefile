@@ -36,8 +36,8 @@ test-all: .venv/installed
 # The lowest and the newest allowed versions of all libraries, each in its own environment, and the tests that use
 # them: docs/reference/compatibility.md. Another interpreter: make compat-newest PYTHON=python3.13
 COMPAT := build/compat
-COMPAT_TESTS := tests/test_cached_call.py tests/test_capability.py tests/test_lightning_run.py \
-	tests/test_transformers_run.py tests/benchmark/test_llama.py tests/model/test_interop.py tests/model/test_parity.py \
+COMPAT_TESTS := tests/subject/test_cached_call.py tests/subject/test_capability.py tests/subject/test_lightning_run.py \
+	tests/subject/test_transformers_run.py tests/benchmark/test_llama.py tests/model/test_interop.py tests/model/test_parity.py \
 	tests/plugin/test_benchmark_compatibility.py tests/plugin/test_compatibility.py tests/plugin/test_zero_code.py \
 	tests/prototype/search tests/quality/test_cache_rows.py tests/quality/test_harness.py tests/stability/adapters \
 	tests/training/test_cross_entropy.py tests/training/test_objective.py tests/training/test_recompute.py

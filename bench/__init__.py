@@ -3,6 +3,6 @@
 Idle threads sleep in all of them: it is settled here, before any of them loads torch.
 """
 
-from stackwise.wait_policy import default_wait_policy
+from stackwise.support.wait_policy import default_wait_policy
 
 default_wait_policy()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 VOCAB_SIZE, MAX_LENGTH = 61, 64
 

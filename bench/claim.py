@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from stackwise.device import fingerprint, keep_freed_memory
+from stackwise.support.device import fingerprint, keep_freed_memory
 
 _HERE = Path(__file__).parent
 RESULTS = _HERE / "results"

@@ -30,8 +30,8 @@ from bench.mutations import measure_mutations, mutation_bars
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.checks.run import broken_off
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("catalogue", "rivals", "third_party", "cost", "mutations")

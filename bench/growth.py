@@ -22,7 +22,7 @@ from bench import third_party
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
 from stackwise.benchmark.memory import memory_growth
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 SECONDS = 900.0
 SOUND = "sound"

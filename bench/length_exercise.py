@@ -20,14 +20,14 @@ from typing import Any
 from bench.claim import Bar, Claim
 from bench.marked_tables import ROOT, recorded, replaced
 from bench.planted_lengths import growing_logits, window_rack
-from stackwise.spec import ModelSpec
 from stackwise.stability.lengths import first_unstable_length, length_sweep
 from stackwise.stability.lengths.plot import length_svg
 from stackwise.stability.lengths.point import LengthPoint
 from stackwise.stability.lengths.trouble import SeedRun, Trouble
 from stackwise.stability.run import StabilityRun
 from stackwise.stability.telemetry import StepRecord
-from stackwise.text_file import write_whole
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.files import write_whole
 
 __all__ = ["FULL", "PAGE", "PLOTS", "QUICK", "Plan", "measure", "planted_table", "stable_table", "written"]
 

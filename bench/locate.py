@@ -25,9 +25,9 @@ from bench import third_party
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
 from stackwise import create_simple_rack
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.locate import Location, ModuleScales, locate
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 SECONDS = 900.0  # of one subject
 RACK = {"d_model": 32, "d_ff": 48, "n_heads": 4, "vocab_size": 61}

@@ -92,7 +92,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     import torch
 
     from stackwise import ArchitectureTrainer, create_rack_from_config
-    from stackwise.device import keep_freed_memory
+    from stackwise.support.device import keep_freed_memory
     from stackwise.training.block_store import block_writer
     from stackwise.training.storage_meter import StorageMeter
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bench.architectures import MAX_LENGTH, Architecture, Model, architectures, spec_of
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 @dataclass(frozen=True)

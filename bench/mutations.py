@@ -32,8 +32,8 @@ from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
 from bench.mutation_rules import MUTATIONS, Case
 from stackwise.checks import check_model, known_checks
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 
 def observe(spec: ModelSpec) -> dict[str, Tensor]:

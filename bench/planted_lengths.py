@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise import Rack, create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 __all__ = ["PLANTED", "growing_logits", "half_sum", "planted_spec", "untrained_positions", "window_rack"]
 

@@ -37,7 +37,7 @@ from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.config import RecomputeConfig
 from stackwise.model import Rack
 from stackwise.model.compilation import compiled
-from stackwise.tensor_tree import tensors_of
+from stackwise.support.tensor_tree import tensors_of
 from stackwise.training.objective import next_token_loss
 from stackwise.training.recompute import recomputing
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.isolated import isolated
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 __all__ = ["TOOLS", "ask_all", "versions"]
 
@@ -60,7 +60,7 @@ class Plain(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         if attention_mask is not None and self.spec.masked is not None:
-            from stackwise.inference import logits_of
+            from stackwise.subject.inference import logits_of
 
             return logits_of(self.spec.masked(self.inner, input_ids, attention_mask.bool()))
         return self.spec.logits(self.inner, input_ids)
@@ -149,7 +149,7 @@ class _Logits(nn.Module):
         self.inner = inner
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        from stackwise.inference import logits_of
+        from stackwise.subject.inference import logits_of
 
         return logits_of(self.inner(input_ids))
 

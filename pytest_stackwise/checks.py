@@ -192,8 +192,8 @@ class BoundCheck:
         __tracebackhide__ = True
         from stackwise.checks.output import shown_once
         from stackwise.checks.run import Declared, broken_off
-        from stackwise.spec import ModelSpec
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.spec import ModelSpec
+        from stackwise.subject.trainer_spec import TrainerSpec
 
         item = records.current_item()
         if item is None:
@@ -353,7 +353,7 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
     for asks in get_args(Asks):
         targets = options.targets(config, asks)
         if config.getoption("stackwise_trust_remote_code"):
-            from stackwise.factory import TRUST
+            from stackwise.subject.factory import TRUST
 
             os.environ[TRUST] = "1"
         factories = [target.rpartition(":")[2] for target in targets]
@@ -373,7 +373,7 @@ def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pyte
 
 
 def _load(target: str, folder: Path, asks: Asks) -> Any:
-    from stackwise.factory import load_factory
+    from stackwise.subject.factory import load_factory
 
     try:
         return load_factory(target, search=folder)

@@ -38,7 +38,7 @@ def require_what_was_asked(config: pytest.Config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu: this machine has no CUDA device that torch can use")
     if name != "cpu":
-        from stackwise.device import resolve_device
+        from stackwise.support.device import resolve_device
 
         try:
             resolve_device(name)

@@ -451,7 +451,7 @@ class Gate:
         """The machine, where it is to be written down: looking at it loads torch."""
         if not self.asked.report and self.asked.history is None:
             return {}
-        from stackwise.device import fingerprint
+        from stackwise.support.device import fingerprint
 
         return fingerprint(options.device_name(self.config))
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stackwise.amount import parse_seconds, time_text
-from stackwise.argument import check_choice, require
 from stackwise.benchmark.generation import LATENCIES, GenerationMeasurement
 from stackwise.benchmark.timing.measurement import LEAST_CALLS
 from stackwise.benchmark.timing.percentile import least_count
+from stackwise.support.arguments import check_choice, require
+from stackwise.support.units import parse_seconds, time_text
 
 if TYPE_CHECKING:
     from stackwise.benchmark.timing.measurement import Measurement

@@ -351,7 +351,7 @@ def max_memory_of(item: pytest.Item) -> int | None:
     marker = _closest(item, "max_memory")
     if marker is None:
         return None
-    from stackwise.amount import parse_bytes
+    from stackwise.support.units import parse_bytes
 
     with _refused(item, marker):
         return parse_bytes("limit", _only_argument(item, marker, "a size such as '2 GiB'"))
@@ -362,7 +362,7 @@ def min_tokens_per_second_of(item: pytest.Item) -> float | None:
     marker = _closest(item, "min_tokens_per_second")
     if marker is None:
         return None
-    from stackwise.argument import check_number
+    from stackwise.support.arguments import check_number
 
     rate = _only_argument(item, marker, "a number of tokens per second")
     with _refused(item, marker):
@@ -385,8 +385,8 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
     marker = _closest(item, "no_memory_growth")
     if marker is None:
         return {}
-    from stackwise.amount import parse_bytes
     from stackwise.benchmark.memory.growth_trial import check_growth
+    from stackwise.support.units import parse_bytes
 
     arguments = dict(marker.kwargs)
     with _refused(item, marker):
@@ -466,7 +466,7 @@ def _call(
 
 def _check_keys(given: Mapping[str, Any], function: Callable[..., Any], without: Iterable[str]) -> None:
     """Refuse keywords that the function does not have, unless it looks at them itself, and `without`."""
-    from stackwise.argument import check_choice
+    from stackwise.support.arguments import check_choice
 
     parameters = signature(function).parameters
     if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):

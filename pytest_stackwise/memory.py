@@ -240,7 +240,7 @@ def require_within(item: pytest.Item, loads: Sequence[Load]) -> None:
         pytest.skip("max_memory: this system does not tell the most memory that a call used")
     if not beyond:
         return
-    from stackwise.amount import byte_text
+    from stackwise.support.units import byte_text
 
     told = []
     for load in beyond:

@@ -223,7 +223,7 @@ def device_name(config: pytest.Config) -> str:
     """Return the device of the models, cpu, cuda or cuda:N, with "auto" resolved."""
     named = config.getoption("stackwise_device") or ini(config, "stackwise_device")
     if named == "auto":
-        from stackwise.device import resolve_device
+        from stackwise.support.device import resolve_device
 
         return str(resolve_device("auto"))
     return str(named) if named else ("cuda" if gpu_requested(config) else "cpu")

@@ -142,6 +142,6 @@ def pytest_runtest_makereport(
 
 
 def _let_idle_threads_sleep() -> None:
-    from stackwise.wait_policy import default_wait_policy
+    from stackwise.support.wait_policy import default_wait_policy
 
     default_wait_policy()

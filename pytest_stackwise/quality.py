@@ -62,8 +62,8 @@ class QualityMarker:
         Raises:
             ValueError: no task, or what `Requirement` refuses.
         """
-        from stackwise.argument import require
         from stackwise.quality.requirement import Requirement
+        from stackwise.support.arguments import require
 
         require(isinstance(task, str) and bool(task), "task", task, "mmlu, hellaswag, or the name of a file")
         how = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
@@ -106,9 +106,9 @@ class QualityFixtures:
 
         def run(model: Any, tokenizer: Any = None, *, baseline: Any = None, **options: Any) -> Judgement:
             __tracebackhide__ = True
-            from stackwise.argument import require
             from stackwise.quality.scoring import Scorer
             from stackwise.quality.task import load_task
+            from stackwise.support.arguments import require
 
             if not records.first_time(item, "quality"):
                 raise RuntimeError("quality: call it once in a test; parametrize the test for more")

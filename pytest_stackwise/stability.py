@@ -110,8 +110,8 @@ class StabilityFixtures:
 
         def run(model: Any, lengths: Sequence[int] | None = None, **arguments: Any) -> LengthSweep:
             records.pay(item, "length_sweep")
-            from stackwise.spec import ModelSpec
             from stackwise.stability.lengths import length_sweep
+            from stackwise.subject.spec import ModelSpec
 
             chosen = marked if lengths is None else lengths
             sweep = length_sweep(ModelSpec.of(model), chosen, **(_defaults(item) | arguments))
@@ -135,8 +135,8 @@ class StabilityFixtures:
         item = request.node
 
         def run(model: Any, low: int, high: int, **arguments: Any) -> FirstUnstable:
-            from stackwise.spec import ModelSpec
             from stackwise.stability.lengths import first_unstable_length
+            from stackwise.subject.spec import ModelSpec
 
             found = first_unstable_length(ModelSpec.of(model), low, high, **(_defaults(item) | arguments))
             _record_lengths(item, found.points)
@@ -158,8 +158,8 @@ def _record_lengths(item: pytest.Item, points: Sequence[LengthPoint]) -> None:
 
 def _subject(model: Any) -> Any:
     """A ModelSpec or a TrainerSpec: of a function, by what it returns."""
-    from stackwise.spec import ModelSpec
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
 
     if isinstance(model, TrainerSpec):
         return model

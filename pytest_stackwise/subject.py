@@ -42,7 +42,7 @@ class LazySpec:
         asks: Literal["model", "trainer"] | None = None,
         target: str | None = None,
     ) -> None:
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.trainer_spec import TrainerSpec
 
         self.model, self.target = model, target
         self.asks = asks or ("trainer" if isinstance(model, TrainerSpec) else "model")
@@ -70,8 +70,8 @@ class LazySpec:
         return self._found
 
     def _infer(self) -> Any:
-        from stackwise.spec import ModelSpec
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.spec import ModelSpec
+        from stackwise.subject.trainer_spec import TrainerSpec
 
         if self.asks == "model":
             return ModelSpec.of(self.model, **self._declared)

@@ -52,7 +52,7 @@ class Summary:
         paths = options.report_paths(self.config)
         if not paths:
             return
-        from stackwise.device import fingerprint
+        from stackwise.support.device import fingerprint
 
         report = self._report()
         report.environment = fingerprint(options.device_name(self.config))

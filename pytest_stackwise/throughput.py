@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stackwise.benchmark.memory.peak import PeakMemory
     from stackwise.benchmark.timing.measurement import Measurement
     from stackwise.benchmark.workload import Workload
-    from stackwise.spec import ModelSpec
+    from stackwise.subject.spec import ModelSpec
 
     Found = Measurement | GenerationMeasurement
 
@@ -185,7 +185,7 @@ class WithBenchmark(Gated):
 
     def _fingerprint(self) -> dict[str, Any]:
         """What the machine is; no clock, no temperature and no load: files are compared as a whole."""
-        from stackwise.device import fingerprint
+        from stackwise.support.device import fingerprint
 
         return fingerprint(max(self._measured.values(), default=None))  # of "cpu" and "cuda:N" a GPU
 
@@ -241,7 +241,7 @@ def _measure(
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
-    from stackwise.device import resolve_device
+    from stackwise.support.device import resolve_device
 
     if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
@@ -317,8 +317,8 @@ def _shape(item: pytest.Item, seq_len: int | None, arguments: dict[str, Any]) ->
 def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
     """What is to be measured, and what the record says that it is."""
     from stackwise.benchmark.workload import Workload, check_shape, model_workload, trainer_workload
-    from stackwise.spec import ModelSpec
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
 
     seed = options.seed(item.config)
     if isinstance(subject, Workload):

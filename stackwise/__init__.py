@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         create_stack_from_spec,
     )
     from stackwise.report import Report
-    from stackwise.spec import ModelSpec
     from stackwise.stability import Guard, GuardPolicy, StabilityRun, stability_run
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
@@ -46,13 +46,13 @@ _HOMES = {
     "Measurement": "stackwise.benchmark",
     "Guard": "stackwise.stability",
     "GuardPolicy": "stackwise.stability",
-    "ModelSpec": "stackwise.spec",
+    "ModelSpec": "stackwise.subject.spec",
     "Rack": "stackwise.model",
     "Report": "stackwise.report",
     "StabilityRun": "stackwise.stability",
     "Stack": "stackwise.model",
     "StackWiseConfig": "stackwise.config",
-    "TrainerSpec": "stackwise.trainer_spec",
+    "TrainerSpec": "stackwise.subject.trainer_spec",
     "check_model": "stackwise.checks",
     "check_trainer": "stackwise.checks",
     "compare_architectures": "stackwise.benchmark",

@@ -9,7 +9,7 @@ from torch import nn
 
 from stackwise.checks import check_model
 from stackwise.model import create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 def ask(model, name, **arguments):

@@ -19,10 +19,10 @@ from stackwise.cli import main
 from stackwise.cli.keys import configuration_keys
 from stackwise.cli.overrides import load_configuration, split_overrides
 from stackwise.config import StackWiseConfig
+from stackwise.config.yaml import dump_yaml, load_yaml
 from stackwise.report import Report
 from stackwise.training import RackCheckpoints
 from stackwise.training.memory_planner import plan_memory
-from stackwise.yaml12 import dump_yaml, load_yaml
 
 # Without surrogates, of which JSON makes two escapes and YAML two characters, and without NUL.
 TEXT = st.text(st.characters(min_codepoint=1, max_codepoint=0xD7FF))
@@ -103,7 +103,7 @@ MODELS = """
         zeroes = False
 
     def loop_spec():
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.trainer_spec import TrainerSpec
         return TrainerSpec.of(Loop, name="declared loop")
 
     declared_loop = loop_spec()
@@ -695,7 +695,7 @@ class TestTrain:
         asked, scope = [], ["--training.training_architecture=blockwise"]
         if on_disk:
             scope += ["--training.scope.offload=disk", "--training.scope.offload_dir=blocks"]
-        monkeypatch.setattr("stackwise.device.keep_freed_memory", asked.append)
+        monkeypatch.setattr("stackwise.support.device.keep_freed_memory", asked.append)
         code, _, _ = call("train", "run.yaml", *scope)
         assert code == 0 and asked == [not on_disk]
         assert (workplace / "blocks").exists() == on_disk

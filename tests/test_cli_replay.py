@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from stackwise.cli import main
-from stackwise.random_states import random_states
 from stackwise.stability.guard import Guard
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.diagnosis import Bundle
+from stackwise.support.random_state import random_states
 
 RUN = """
 import torch

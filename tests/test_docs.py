@@ -28,7 +28,7 @@ from stackwise.checks.check import select_checks
 from stackwise.cli import Command, history, main
 from stackwise.config import ModelConfig
 from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
-from stackwise.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]

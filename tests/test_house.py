@@ -9,45 +9,8 @@ import pytest
 from tests.long_tests import listed
 
 ROOT = Path(__file__).parent.parent
-ROOMS = [
-    "support",
-    "argument",
-    "amount",
-    "text_file",
-    "markdown",
-    "svg",
-    "report",
-    "yaml12",
-    "wait_policy",
-    "config",
-    "seed",
-    "device",
-    "out_of_memory",
-    "disk_error",
-    "tensor_tree",
-    "logit_bound",
-    "hf_model",
-    "factory",
-    "call_form",
-    "cached_call",
-    "capability",
-    "inference",
-    "spec",
-    "random_states",
-    "loader_epoch",
-    "optimizer_state",
-    "transformers_run",
-    "lightning_run",
-    "trainer_adapter",
-    "trainer_spec",
-    "checkpoint",
-    "benchmark",
-    "stability",
-    "checks",
-    "gate",
-    "quality",
-]
-ROOMS += ["data", "model", "training", "prototype", "cli"]
+ROOMS = ["support", "report", "config", "subject", "checkpoint", "benchmark", "stability", "checks", "gate"]
+ROOMS += ["quality", "data", "model", "training", "prototype", "cli"]
 FILES = sorted([*(ROOT / "stackwise").rglob("*.py"), *(ROOT / "pytest_stackwise").rglob("*.py")])
 
 

@@ -46,7 +46,7 @@ from bench.gate.runs import Run, RunLog
 from bench.gate.tools import TOOLS, missing_tools, versions
 from bench.gate.tools.tool import Tool, ToolFailedError
 from bench.marked_tables import ROOT
-from stackwise.device import fingerprint
+from stackwise.support.device import fingerprint
 
 FOLDER = ROOT / "build" / "gate"
 WORK = SUITE / "subject" / "work.py"

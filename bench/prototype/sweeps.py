@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from bench.prototype.part import Work
-from stackwise.argument import require
 from stackwise.prototype import LearningRateSweep, PlannedRun, SweepRun, plan_sweep
 from stackwise.prototype.sweep_plot import draw_sweep
-from stackwise.svg import drawn, write_svg
+from stackwise.support.arguments import require
+from stackwise.support.plot import svg_plot, write_svg
 
 __all__ = ["SweepPlan", "complete", "plotted", "sweep_from"]
 
@@ -85,4 +85,4 @@ def plotted(sweeps: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         for axes, (name, values) in zip(panels, sweeps.items(), strict=True):
             draw_sweep(axes, sweep_from(name, values), name)
 
-    write_svg(path, drawn((4.5 * len(sweeps), 3.6), draw))
+    write_svg(path, svg_plot((4.5 * len(sweeps), 3.6), draw))

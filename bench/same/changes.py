@@ -8,4 +8,7 @@ __all__ = ["CHANGES", "RENAMES"]
 RENAMES: dict[str, str] = {}
 
 # Pattern of "group/name/key" (as in fnmatch) -> reason why its value differs.
-CHANGES: dict[str, str] = {}
+CHANGES: dict[str, str] = {
+    "names/public/stackwise.inference.*": "inference is a part of stackwise.subject",
+    "names/public/stackwise.subject.*": "inference is a part of stackwise.subject",
+}

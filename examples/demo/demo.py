@@ -16,11 +16,11 @@ from rich.console import Console
 
 from stackwise import ArchitectureTrainer, Report, StackWiseConfig, create_rack_from_config
 from stackwise.data import create_data
-from stackwise.device import fingerprint
 from stackwise.gate.page import gate_page
 from stackwise.gate.result import GateResult
 from stackwise.report import training_record
 from stackwise.report.html import report_page
+from stackwise.support.device import fingerprint
 
 HERE = Path("examples/demo")
 BUILD = Path("build/demo")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.benchmark.generation import GenerationMeasurement, measure_generation
 from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.benchmark.table import ComparisonTable
@@ -17,8 +16,9 @@ from stackwise.benchmark.timing.interleaved import Interleaved, interleave
 from stackwise.benchmark.timing.measurement import Measurement, measure
 from stackwise.benchmark.token_stream import ALL_AGAIN, LOOPS
 from stackwise.benchmark.workload import PEAKS, Workload, check_shape, model_workload
-from stackwise.device import fingerprint, resolve_device
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+from stackwise.support.device import fingerprint, resolve_device
 
 __all__ = ["ArchitectureBenchmark", "Case", "ComparisonConfig", "compare_architectures"]
 

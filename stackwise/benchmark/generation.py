@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.benchmark.timing.clock import CLOCKS, HostClock, timing_event
 from stackwise.benchmark.timing.conditions import Conditions, notes_of
@@ -27,6 +26,7 @@ from stackwise.benchmark.timing.measurement import LEAST_CALLS, collect_new, unc
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import warm_up
 from stackwise.benchmark.workload import Workload, check_workload
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
 __all__ = ["LATENCIES", "GenerationMeasurement", "generate_once", "measure_generation"]
 

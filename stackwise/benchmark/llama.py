@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from stackwise.argument import require
 from stackwise.benchmark.flops.shape_reader import read_shape, weights_dtype
 from stackwise.benchmark.flops.transformer_shape import SoftmaxShape
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import require
 
 __all__ = ["LlamaSize", "llama_baseline", "llama_size"]
 

@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from stackwise.amount import byte_text
-from stackwise.argument import check_choice, require
 from stackwise.report.page import Page, Row, Section, Table
 from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
-from stackwise.text_file import parse_json, write_whole
+from stackwise.support.arguments import check_choice, require
+from stackwise.support.files import parse_json, write_whole
+from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.call_form import forward_parameters, unwrapped
-from stackwise.inference import cast, logits_of
-from stackwise.out_of_memory import is_out_of_memory
-from stackwise.spec import ModelSpec
+from stackwise.subject.call_form import forward_parameters, unwrapped
+from stackwise.subject.inference import cast, logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
     "ALL_AGAIN",

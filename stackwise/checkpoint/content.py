@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.folder import (
     TENSORS,
@@ -42,7 +41,8 @@ from stackwise.checkpoint.tensor_file import (
     write_bytes,
     write_tensors,
 )
-from stackwise.random_states import random_states, random_states_kept, set_random_states
+from stackwise.support.arguments import require
+from stackwise.support.random_state import keep_random_states, random_states, set_random_states
 
 __all__ = ["Content", "Loaded", "check_readable", "tensors_of"]
 
@@ -308,7 +308,7 @@ class _Reader:
     def random(self, rank: int) -> dict[str, Any]:
         states = tree.decode(self._state_of(rank)[_RANDOM], self._own_fetch(rank))
         try:
-            with random_states_kept():
+            with keep_random_states():
                 set_random_states(states)
         except (
             KeyError,

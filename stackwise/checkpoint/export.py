@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.checkpoint.content import tensors_of
 from stackwise.checkpoint.folder import DamagedCheckpointError, Manifest, flush, verify_files
 from stackwise.checkpoint.tensor_file import MalformedFileError, write_read
+from stackwise.support.arguments import require
 
 __all__ = ["export"]
 

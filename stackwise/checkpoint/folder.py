@@ -30,9 +30,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from stackwise.argument import require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.tensor_file import FileEntry, is_damage, write_bytes
+from stackwise.support.arguments import require
 
 __all__ = [
     "DamagedCheckpointError",

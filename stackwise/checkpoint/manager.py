@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 import stackwise
-from stackwise.argument import check_sizes, require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.content import Content, Loaded, check_readable
 from stackwise.checkpoint.folder import (
@@ -59,6 +58,7 @@ from stackwise.checkpoint.runs import (
 from stackwise.checkpoint.tensor_file import FileEntry
 from stackwise.checkpoint.upload import DirectoryUpload, Uploader
 from stackwise.checkpoint.writer import Staging, Writer
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["CheckpointManager", "CheckpointWarning", "Restored"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stackwise.argument import require
 from stackwise.checkpoint.tree import is_sharded
-from stackwise.optimizer_state import check_kept, is_optimizer, states_of, unsaved, warn_once
-from stackwise.tensor_tree import Path, leaves
+from stackwise.support.arguments import require
+from stackwise.support.optimizer_state import check_kept, is_optimizer, states_of, unsaved, warn_once
+from stackwise.support.tensor_tree import Path, leaves
 
 __all__ = ["Objects", "as_many_groups", "equal_bits", "plain_name", "unwrapped"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from stackwise.argument import check_sizes, require
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["Retention"]
 

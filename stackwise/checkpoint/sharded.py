@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.checkpoint.tensor_file import Part, TensorIndex
 from stackwise.checkpoint.tree import is_sharded
+from stackwise.support.arguments import require
 
 __all__ = ["Place", "own_parts", "part_of", "read_like"]
 

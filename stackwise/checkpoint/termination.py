@@ -10,8 +10,8 @@ from mmap import mmap
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from stackwise.argument import require
 from stackwise.checkpoint.ranks import Ranks
+from stackwise.support.arguments import require
 
 __all__ = ["EXIT_CODE", "Termination"]
 

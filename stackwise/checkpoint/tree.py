@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stackwise.tensor_tree import LEVELS, Path, shown_path, too_deep
+from stackwise.support.tensor_tree import LEVELS, Path, shown_path, too_deep
 
 __all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "no_tensor"]
 

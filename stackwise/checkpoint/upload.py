@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stackwise.argument import check_sizes
 from stackwise.checkpoint.folder import (
     TENSORS,
     DamagedCheckpointError,
@@ -25,6 +24,7 @@ from stackwise.checkpoint.folder import (
 )
 from stackwise.checkpoint.runs import of_run, saved_in
 from stackwise.checkpoint.tensor_file import write_bytes
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["DirectoryUpload", "Uploader"]
 

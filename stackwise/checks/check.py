@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from stackwise.argument import check_choice, require
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.device import threads_for
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
+from stackwise.support.arguments import check_choice, require
+from stackwise.support.device import threads_for
 
 __all__ = ["Check", "Suite", "check", "known_checks", "refuse_unknown", "select_checks", "trainer_check"]
 

@@ -14,8 +14,8 @@ import torch
 from stackwise.checks.check import Check, Suite, select_checks
 from stackwise.checks.output import shown_once
 from stackwise.checks.result import CheckResult, Status
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 

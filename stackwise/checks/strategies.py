@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.config import BlockConfig, ModelConfig
 from stackwise.stability.faults import Fault, GradientExplosion, NanInjection
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 try:
     from hypothesis import HealthCheck, settings

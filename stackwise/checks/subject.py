@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import Examined
-from stackwise.inference import logits_of
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
+from stackwise.subject.inference import logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 __all__ = ["Subject"]
 

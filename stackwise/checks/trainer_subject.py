@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from stackwise.checks.result import Examined
-from stackwise.seed import seeded
-from stackwise.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.support.random_state import seeded
 
 __all__ = ["TrainerSubject"]
 

@@ -18,7 +18,7 @@ from stackwise.cli.quality import Quality
 from stackwise.cli.replay import Replay
 from stackwise.cli.search import Search
 from stackwise.cli.train import Train
-from stackwise.wait_policy import default_wait_policy
+from stackwise.support.wait_policy import default_wait_policy
 
 __all__ = ["main"]
 

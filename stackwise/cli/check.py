@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from stackwise.cli.hidden_output import HiddenOutput, hidden_output
-from stackwise.factory import TRUST
+from stackwise.subject.factory import TRUST
 from stackwise.support.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from stackwise.spec import ModelSpec
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
 
 __all__ = ["Check"]
 
@@ -67,10 +67,10 @@ class Check:
         """Run the checks, print the findings and the verdict, and return the exit code."""
         from stackwise.checks import check_model, check_trainer, refuse_unknown
         from stackwise.checks.output import shown_once
-        from stackwise.device import fingerprint, resolve_device
-        from stackwise.factory import load_factory
         from stackwise.report import Report, report_files
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.factory import load_factory
+        from stackwise.subject.trainer_spec import TrainerSpec
+        from stackwise.support.device import fingerprint, resolve_device
 
         if self.trust_remote_code:
             os.environ[TRUST] = "1"
@@ -135,8 +135,8 @@ def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | 
     """The spec of what `target` names: of a model, or, by what it returns, of a training step."""
     from torch import nn
 
-    from stackwise.spec import ModelSpec
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
 
     is_factory = callable(found) and not isinstance(found, nn.Module)
     made: list[Any] = [] if is_factory else [found]
@@ -171,8 +171,8 @@ def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
     """Whether `made`, which as a model gave `error` or none, is to be asked as a training step."""
     from torch import nn
 
-    from stackwise.lightning_run import is_lightning_module
-    from stackwise.spec import ModelSpec
+    from stackwise.subject.lightning_run import is_lightning_module
+    from stackwise.subject.spec import ModelSpec
 
     if is_lightning_module(made):  # it may have no forward
         return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import tyro
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from stackwise.gate.result import Missing
@@ -80,11 +80,11 @@ class Gate:
 
     def _compare_saved(self, base: Path) -> int:
         """Compare what was saved, which knows nothing of what the machine did then."""
-        from stackwise.argument import check_choice
         from stackwise.gate.limit import Limits, parse_limits
         from stackwise.gate.report import publish, terminal_lines
         from stackwise.gate.stored import compare_stored
         from stackwise.report import report_files
+        from stackwise.support.arguments import check_choice
 
         head, missing = self.head or "", self.missing or "warn"
         require(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from stackwise.amount import byte_text, time_text
-from stackwise.text_file import parse_json
+from stackwise.support.files import parse_json
+from stackwise.support.units import byte_text, time_text
 
 if TYPE_CHECKING:
     from stackwise.gate.history.machine import Machine

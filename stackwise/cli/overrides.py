@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stackwise.argument import shown
 from stackwise.cli.keys import configuration_keys, keys_of_a_kind
 from stackwise.config import ConfigError, StackWiseConfig
-from stackwise.yaml12 import load_yaml, read_yaml
+from stackwise.config.yaml import load_yaml, read_yaml
+from stackwise.support.arguments import shown
 
 __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 

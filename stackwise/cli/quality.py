@@ -65,11 +65,11 @@ class Quality:
 
     def run(self) -> int:
         """Print every figure."""
-        from stackwise.argument import require
-        from stackwise.device import threads_for
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
+        from stackwise.support.arguments import require
+        from stackwise.support.device import threads_for
         from stackwise.support.progress import ProgressLine
 
         names = [name for some in self.tasks for name in some.split(",") if name]
@@ -140,9 +140,9 @@ class Quality:
             ValueError: programs may not be run, or numbers out of range.
             stackwise.quality.sandbox.SandboxError: no sandbox can be made here.
         """
-        from stackwise.argument import check_sizes, require
         from stackwise.quality.human_eval import evaluate_completions, generate_completions, load_problems
         from stackwise.quality.sandbox import Sandbox
+        from stackwise.support.arguments import check_sizes, require
 
         require(
             self.execute_generated_code,
@@ -182,7 +182,7 @@ class Quality:
         return run
 
     def _device(self) -> Any:
-        from stackwise.device import resolve_device
+        from stackwise.support.device import resolve_device
 
         return resolve_device(self.device)
 
@@ -192,8 +192,8 @@ class Quality:
         Raises:
             ValueError: the model is neither a folder nor MODULE:FACTORY, or no tokenizer is named.
         """
-        from stackwise.argument import require
-        from stackwise.factory import load_factory
+        from stackwise.subject.factory import load_factory
+        from stackwise.support.arguments import require
 
         folder = Path(self.model)
         if folder.is_dir():

@@ -31,9 +31,9 @@ class Replay:
 
     def run(self) -> int:
         """Print the alarm, and what the step gives now."""
-        from stackwise.device import resolve_device, threads_for
-        from stackwise.factory import load_factory
         from stackwise.stability.guard.diagnosis import Bundle, replay
+        from stackwise.subject.factory import load_factory
+        from stackwise.support.device import resolve_device, threads_for
 
         bundle = Bundle.read(self.bundle)
         device = resolve_device(self.device)
@@ -61,8 +61,8 @@ def _said(found: StepReplay, alarm: Mapping[str, Any]) -> str:
 def _training_of(factory: Any, subject: str) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
     from torch import nn
 
-    from stackwise.seed import seeded
-    from stackwise.spec import ModelSpec
+    from stackwise.subject.spec import ModelSpec
+    from stackwise.support.random_state import seeded
 
     with seeded(0):
         made = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory

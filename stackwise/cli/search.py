@@ -60,7 +60,7 @@ class Search:
 
         Returns 1 where no trial succeeded, 130 where it was interrupted.
         """
-        from stackwise.argument import require
+        from stackwise.support.arguments import require
 
         if self.show:
             from stackwise.prototype.search import load_search

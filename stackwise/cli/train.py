@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from stackwise.cli.overrides import Override, load_configuration
-from stackwise.yaml12 import dump_yaml
+from stackwise.config.yaml import dump_yaml
 
 if TYPE_CHECKING:
     from stackwise.config import StackWiseConfig
@@ -55,9 +55,9 @@ class Train:
         import torch
 
         from stackwise.data import Prefetched, create_data
-        from stackwise.device import keep_freed_memory, threads_for
         from stackwise.model import create_rack_from_config
         from stackwise.report import report_files
+        from stackwise.support.device import keep_freed_memory, threads_for
         from stackwise.training import ArchitectureTrainer, TrainingTerminated
         from stackwise.training.block_store import block_writer
         from stackwise.training.processes import Processes
@@ -113,8 +113,8 @@ def _print_result(config: StackWiseConfig, result: TrainingResult, validation_lo
 def _write_report(
     files: Sequence[Path], config: StackWiseConfig, result: TrainingResult, validation_loss: float | None
 ) -> None:
-    from stackwise.device import fingerprint
     from stackwise.report import Report, training_record
+    from stackwise.support.device import fingerprint
 
     if not files:
         return

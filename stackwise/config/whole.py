@@ -11,8 +11,8 @@ from stackwise.config.data import DataConfig
 from stackwise.config.model import ModelConfig
 from stackwise.config.section import ConfigError, Section
 from stackwise.config.training import TrainingConfig
-from stackwise.text_file import write_whole
-from stackwise.yaml12 import dump_yaml, read_yaml
+from stackwise.config.yaml import dump_yaml, read_yaml
+from stackwise.support.files import write_whole
 
 __all__ = ["StackWiseConfig"]
 

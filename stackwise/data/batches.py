@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from stackwise.argument import check_sizes, require
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["IGNORED", "Batch", "Batches"]
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.config import StackWiseConfig
 from stackwise.data.batches import Batches
 from stackwise.data.shards import TokenShards
@@ -17,6 +16,7 @@ from stackwise.data.text import documentation_pages, documentation_text, standar
 from stackwise.data.token_sequence import TokenArray, TokenSequence
 from stackwise.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, create_tokenizer
 from stackwise.data.windows import TokenWindows
+from stackwise.support.arguments import require
 
 __all__ = ["TokenWindows", "create_data", "documentation_text", "standard_library_text"]
 

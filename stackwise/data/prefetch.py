@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from stackwise.argument import check_sizes
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["Loader", "Prefetched"]
 

@@ -29,11 +29,11 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.folder import flush
 from stackwise.data.token_sequence import TokenSequence
-from stackwise.disk_error import told_as_os_error
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.files import parse_json
+from stackwise.support.system_errors import safetensors_as_os_error
 
 __all__ = ["MANIFEST", "TokenShards", "write_shards"]
 
@@ -318,7 +318,7 @@ def _write_shard(path: Path, tokens: Integers, document_starts: Integers) -> dic
         for i in range(0, len(under), CHUNK)
     ]
     stored = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, 32)
-    with told_as_os_error(path):
+    with safetensors_as_os_error(path):
         save_file({"tokens": tokens, "document_starts": document_starts, "checksums": stored}, path)
     flush(path)
     with path.open("rb") as file:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stackwise.argument import check_sizes, require
 from stackwise.config import TaskKind
 from stackwise.data.batches import IGNORED, Batch, Batches
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["CopyTask", "InductionTask", "MarkovTask", "ShiftTask", "Task", "TaskBatches", "create_task"]
 Array = npt.NDArray[Any]

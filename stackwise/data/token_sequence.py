@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["TokenArray", "TokenSequence"]
 

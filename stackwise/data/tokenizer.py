@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from stackwise.argument import check_choice, require
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_choice, require
+from stackwise.support.files import parse_json
 
 __all__ = ["ByteTokenizer", "HuggingFaceTokenizer", "Tokenizer", "check_vocabulary", "create_tokenizer"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
 from stackwise.data.batches import Batch, Batches
 from stackwise.data.token_sequence import TokenArray, TokenSequence
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["TokenWindows"]
 

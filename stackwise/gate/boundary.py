@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import betainc, betaln, ndtr, ndtri, stdtrit
 
-from stackwise.argument import check_number, check_sizes, require
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["check_looks", "crossing", "quantiles"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stackwise.argument import check_number
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.sequential import Rule
 from stackwise.gate.side.clock import real_time
 from stackwise.gate.trial import LEAST_FRESH
+from stackwise.support.arguments import check_number
 
 __all__ = ["Budget"]
 

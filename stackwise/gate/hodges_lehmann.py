@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from stackwise.argument import check_number
+from stackwise.support.arguments import check_number
 
 __all__ = ["HodgesLehmann", "hodges_lehmann"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from stackwise.amount import parse_bytes, parse_seconds
-from stackwise.argument import check_choice, check_number, require
+from stackwise.support.arguments import check_choice, check_number, require
+from stackwise.support.units import parse_bytes, parse_seconds
 
 __all__ = ["METRICS", "Limit", "Limits", "parse_limits", "parse_share"]
 

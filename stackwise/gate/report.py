@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stackwise.amount import byte_text, time_text
-from stackwise.argument import require
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
-from stackwise.markdown import markdown_table
-from stackwise.text_file import write_whole
+from stackwise.support.arguments import require
+from stackwise.support.files import write_whole
+from stackwise.support.markdown import markdown_table
+from stackwise.support.units import byte_text, time_text
 
 __all__ = [
     "CODE_QUALITY",

@@ -7,9 +7,9 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, get_args
 
-from stackwise.argument import check_choice, require
 from stackwise.gate.hodges_lehmann import HodgesLehmann, hodges_lehmann
 from stackwise.gate.verdict import Decision, Verdict
+from stackwise.support.arguments import check_choice, require
 
 __all__ = [
     "EXIT_INCONCLUSIVE",
@@ -239,7 +239,7 @@ class GateResult:
         seconds: that the comparison took, the start of processes and what came before (`spent`) included.
         rounds: that were made.
         missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" no matter.
-        environment: of the machine and its software (`stackwise.device.fingerprint`).
+        environment: of the machine and its software (`stackwise.support.device.fingerprint`).
         seed: of the random orders.
         order_bias: what being first in a pair was worth: 0.01 means 1 % faster; None: not known. The turns
             take it out; it tells of a machine on which order matters.

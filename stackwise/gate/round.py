@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.gate.mixing import STRAY, Used, why_mixed, written_by_both
 from stackwise.gate.process import SideFailedError, SideProcess
 from stackwise.gate.side.clock import real_time
 from stackwise.gate.turns import ORDERS, difference, standard_error, turns
+from stackwise.support.arguments import check_choice, check_number, check_sizes
 
 __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from stackwise.argument import check_number, check_sizes
 from stackwise.gate.boundary import check_looks, quantiles
 from stackwise.gate.outlier import without_outliers
 from stackwise.gate.verdict import Decision, Verdict
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["Rule", "surely_differs"]
 

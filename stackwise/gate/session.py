@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stackwise.argument import check_number, check_sizes
 from stackwise.gate import side as side_package
 from stackwise.gate.budget import Budget
 from stackwise.gate.limit import Limits
@@ -34,6 +33,7 @@ from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
 from stackwise.gate.verdict import Verdict
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 

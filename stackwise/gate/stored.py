@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from stackwise.argument import check_number, require
 from stackwise.gate.history.interval import ONE_LOOK, decide
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import GateResult, Missing, TestResult, TrialResult
 from stackwise.gate.sequential import Rule
 from stackwise.gate.verdict import Decision, Verdict
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_number, require
+from stackwise.support.files import parse_json
 
 __all__ = ["compare_stored"]
 

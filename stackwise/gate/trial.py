@@ -6,10 +6,10 @@ import math
 import statistics
 from dataclasses import replace
 
-from stackwise.argument import check_number, check_sizes
 from stackwise.gate.limit import Limit
 from stackwise.gate.sequential import Rule, surely_differs
 from stackwise.gate.verdict import Decision, Verdict
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["LEAST_FRESH", "Trial"]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["Decision", "Verdict"]
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stackwise.argument import check_choice
-from stackwise.logit_bound import note_logits
 from stackwise.model.compilation import is_constant
 from stackwise.model.mask import AttentionMask
 from stackwise.model.sliced import sliced_attention
+from stackwise.support.arguments import check_choice
+from stackwise.support.logit_bound import note_logits
 
 __all__ = ["attend", "rules_in_force", "tuning", "using"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.config import BlockConfig
 from stackwise.model.attention import Attention
 from stackwise.model.cache import BlockCache
@@ -18,6 +17,7 @@ from stackwise.model.kernel import KernelAttention
 from stackwise.model.latent import LatentAttention
 from stackwise.model.layout import Layout
 from stackwise.model.norm import create_norm
+from stackwise.support.arguments import require
 
 __all__ = ["Block", "create_attention"]
 

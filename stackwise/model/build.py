@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stackwise.argument import check_sizes, require
 from stackwise.config import AttentionMode, AttentionType, BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.initialization import initialize_block
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = [
     "create_block_spec",

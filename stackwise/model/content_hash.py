@@ -21,9 +21,9 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from stackwise.argument import require
 from stackwise.model.attention import Attention
 from stackwise.model.latent import LatentAttention
+from stackwise.support.arguments import require
 
 __all__ = ["ContentHash", "from_elsewhere", "plain_tensors", "tensor_digest"]
 

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.compilation import Replayable
 from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
 from stackwise.model.mode import evaluating
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.argument import check_number, check_sizes
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["BoundedEmbedding", "TokenEmbedding"]
 

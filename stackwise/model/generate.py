@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.model.cache import RackCache
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generation_options import GenerationKeywords, GenerationOptions
 from stackwise.model.mask import padding_mask
 from stackwise.model.mode import evaluating
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack

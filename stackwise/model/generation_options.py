@@ -14,8 +14,8 @@ from typing import Any, Required, TypedDict
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
 from stackwise.model.sampling import Sampler
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["GenerationKeywords", "GenerationOptions"]
 

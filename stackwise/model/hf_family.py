@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.config import BlockConfig
 from stackwise.model.rack import Rack
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["FAMILIES", "HfFamily", "family_for", "family_named"]
 

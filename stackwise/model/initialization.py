@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.config import BlockConfig, InitializationKind
 from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.latent import LatentAttention
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack

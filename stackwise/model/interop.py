@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.config import BlockConfig
 from stackwise.model.block import Block
 from stackwise.model.embedding import BoundedEmbedding
@@ -27,6 +26,7 @@ from stackwise.model.norm import create_norm
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
 from stackwise.model.weight_folder import FLOATS, check_tensors, read_config, read_weights, write_folder
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["load_pretrained", "save_pretrained"]
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.model.compilation import is_constant
 from stackwise.model.mask import AttentionMask, Keys, document_runs, padding_mask
 from stackwise.model.rotary import Rotary, constant_tables
+from stackwise.support.arguments import require
 
 __all__ = ["Layout"]
 

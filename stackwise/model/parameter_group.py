@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from stackwise.argument import require
 from stackwise.model.attention import Attention
 from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
-from stackwise.optimizer_state import optimizers_in
+from stackwise.support.arguments import require
+from stackwise.support.optimizer_state import optimizers_in
 
 __all__ = ["Optimizers", "ParameterGroups", "block_matrices"]
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.model.content_hash import plain_tensors
 from stackwise.model.latent import LatentAttention
 from stackwise.model.linear import Linear
@@ -22,6 +21,7 @@ from stackwise.model.mode import evaluating
 from stackwise.model.parameter_group import Optimizers, ParameterGroups
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["QuantizationReport", "QuantizedDtype", "QuantizedLinear", "quantize_stack"]
 

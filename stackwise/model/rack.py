@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_range, check_sizes, require
 from stackwise.model.block import Block
 from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.embedding import BoundedEmbedding, TokenEmbedding
@@ -24,6 +23,7 @@ from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
 from stackwise.model.norm import create_norm
 from stackwise.model.stack import Stack
+from stackwise.support.arguments import check_range, check_sizes, require
 
 __all__ = ["Rack"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, require
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["Sampler"]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from stackwise.argument import check_range, require
 from stackwise.model.block import Block
 from stackwise.model.cache import BlockCache
 from stackwise.model.layout import Layout
+from stackwise.support.arguments import check_range, require
 
 __all__ = ["Stack"]
 

@@ -23,14 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.model.attention import Attention
 from stackwise.model.backend import rules_in_force
 from stackwise.model.content_hash import ContentHash, from_elsewhere, tensor_digest
 from stackwise.model.latent import LatentAttention
 from stackwise.model.mask import document_runs, padding_mask
 from stackwise.model.rack import Rack
-from stackwise.random_states import random_states, random_states_equal
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.random_state import random_states, random_states_equal
 
 __all__ = ["StackCache", "StackCacheStatistics"]
 

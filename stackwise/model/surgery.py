@@ -12,12 +12,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.model.block import Block
 from stackwise.model.parameter_group import Optimizers, ParameterGroups
 from stackwise.model.quantization import QuantizedLinear
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = [
     "append_stack",

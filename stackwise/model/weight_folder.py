@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.folder import flush, lives, publish, this_process
 from stackwise.checkpoint.tensor_file import write_bytes, write_read
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.files import parse_json
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 

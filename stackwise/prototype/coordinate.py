@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.checks.model.width import training_at_width
 from stackwise.checks.probe.coordinate import (
     LIMIT,
@@ -31,9 +30,10 @@ from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 from stackwise.prototype.coordinate_plot import coordinate_svg
 from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
-from stackwise.seed import chosen_seeds, seeded
-from stackwise.spec import ModelSpec
-from stackwise.svg import write_svg
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+from stackwise.support.plot import write_svg
+from stackwise.support.random_state import choose_seeds, seeded
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer
 from stackwise.training.phase_model import PhaseModel
@@ -198,7 +198,7 @@ def coordinate_check(
     """
     check_sizes(steps=steps, batch_size=batch_size, **({} if seq_len is None else {"seq_len": seq_len}))
     check_sizes(minimum=0, seed=seed)
-    chosen = chosen_seeds(seeds, seed)
+    chosen = choose_seeds(seeds, seed)
     check_choice("parametrization", parametrization, get_args(Parametrization))
     for width in widths:
         check_sizes(widths=width)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.checks.probe.coordinate import Slope
-from stackwise.svg import drawn
+from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
     """Sizes at the start, and changes after each step, over the width, both on logarithmic axes.
 
     The same text each time. A line is the geometric mean over seeds of one module, from light to dark in the
-    order in which modules run; the module of `worst` is red. What is not finite is not drawn.
+    order in which modules run; the module of `worst` is red. What is not finite is not svg_plot.
 
     Args:
         slopes: of the modules.
@@ -58,7 +58,7 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
         figure.suptitle(title, x=0.01, ha="left", parse_math=False)
         figure.legend(list(lines.values()), list(lines), loc="outside right upper", frameon=False, fontsize=6)
 
-    return drawn((2.3 * len(steps) + 3.4, max(3.2, 0.17 * len(modules) + 0.8)), draw, font_size=8)
+    return svg_plot((2.3 * len(steps) + 3.4, max(3.2, 0.17 * len(modules) + 0.8)), draw, font_size=8)
 
 
 def _colours(modules: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from stackwise.argument import check_number, require
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["Estimate"]
 

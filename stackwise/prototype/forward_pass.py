@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stackwise.amount import byte_text
 from stackwise.benchmark.timing.measurement import Measurement
+from stackwise.support.units import byte_text
 
 __all__ = ["ForwardPass"]
 

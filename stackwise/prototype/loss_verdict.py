@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from stackwise.argument import check_number, check_sizes
 from stackwise.prototype.prototype_run import Status
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "in_place_of_a_nat", "loss_verdict"]
 

@@ -22,9 +22,9 @@ from stackwise.model.kernel import KernelAttention
 from stackwise.model.latent import LatentAttention
 from stackwise.model.layout import Layout
 from stackwise.model.mode import evaluating
-from stackwise.random_states import random_states_kept
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.telemetry.attention_logit import are_attention_scores
+from stackwise.support.random_state import keep_random_states
 
 __all__ = ["Observation", "RowStatistics", "observe"]
 
@@ -108,7 +108,7 @@ def observe(
     own = {name: m for name, m in model.named_modules() if isinstance(m, Attention | LatentAttention)}
     watch: _RackWatch | _SoftmaxWatch = _RackWatch(own) if own else _SoftmaxWatch(model)
     try:
-        with torch.no_grad(), random_states_kept(), evaluating(model), watch.watching():
+        with torch.no_grad(), keep_random_states(), evaluating(model), watch.watching():
             output = call()
             largest = output.detach().abs().amax().float()
     finally:

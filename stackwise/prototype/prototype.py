@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory.peak import watch_peak
 from stackwise.benchmark.timing.measurement import measure
 from stackwise.benchmark.workload import model_workload
 from stackwise.config import StackWiseConfig
-from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.forward_pass import ForwardPass
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule
@@ -24,11 +22,12 @@ from stackwise.prototype.prototype_training import Data, PrototypeTraining, chec
 from stackwise.prototype.rack_training import RackTraining
 from stackwise.prototype.spec_training import SpecTraining
 from stackwise.prototype.trial import ENOUGH, OnStep, Trial
-from stackwise.random_states import random_states_kept
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Fault, broken
 from stackwise.stability.run import shortest_length
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.device import resolve_device
+from stackwise.support.random_state import keep_random_states, seeded
 from stackwise.training.precision import autocast, check_precision, float8_layers
 
 __all__ = ["ArchitecturePrototype", "with_learning_rate"]
@@ -145,7 +144,7 @@ class ArchitecturePrototype:
         check_sizes(steps=steps)
         every = max(1, steps // 50) if observe_every is None else observe_every
         check_sizes(observe_every=every)
-        with random_states_kept(), seeded(self.seed, self.device), torch.enable_grad():
+        with keep_random_states(), seeded(self.seed, self.device), torch.enable_grad():
             with watch_peak(self.device) as making:
                 training = self._training(steps)
             with closing(training):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from stackwise.amount import byte_text
+from stackwise.support.units import byte_text
 
 __all__ = ["PrototypeRun", "Status", "end_of"]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.prototype.observation import Observation
+from stackwise.support.arguments import require
 from stackwise.training.batch_stream import Batch
 
 __all__ = ["Data", "PrototypeTraining", "Update", "check_data"]

@@ -9,13 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.config import StackWiseConfig
 from stackwise.data.create import create_data
-from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.observation import Observation, observe
 from stackwise.prototype.prototype_training import Data, Update
+from stackwise.support.arguments import require
+from stackwise.support.device import resolve_device
 from stackwise.training.batch_stream import Batch, BatchStream, as_mapping
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import Objective

@@ -17,7 +17,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.prototype import with_learning_rate
 from stackwise.prototype.prototype_training import Data, check_data
@@ -25,8 +24,9 @@ from stackwise.prototype.sweep_result import LearningRateSweep
 from stackwise.prototype.sweep_run import PlannedRun, SweepRun, name_of
 from stackwise.prototype.sweep_store import SweepStore
 from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
-from stackwise.seed import chosen_seeds
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+from stackwise.support.random_state import choose_seeds
 
 __all__ = ["LEARNING_RATES", "learning_rate_sweep", "plan_sweep"]
 
@@ -152,7 +152,7 @@ def plan_sweep(
     all that came of them. Args and Raises as of `learning_rate_sweep`.
     """
     learning_rates = LEARNING_RATES if learning_rates is None else tuple(learning_rates)
-    widths, chosen = tuple(widths), chosen_seeds(seeds)
+    widths, chosen = tuple(widths), choose_seeds(seeds)
     check_data(data)
     if data_name is not None:
         require(data is not None, "data_name", data_name, "None without data")

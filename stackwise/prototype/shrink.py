@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stackwise.argument import check_sizes, require
 from stackwise.config import ModelConfig, StackWiseConfig
 from stackwise.prototype.widen import (
     as_mup,
@@ -17,6 +16,7 @@ from stackwise.prototype.widen import (
     scaled_latent,
     whole_base,
 )
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["SmallVariant", "create_small_variant"]
 

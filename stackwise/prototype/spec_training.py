@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.data.batches import IGNORED
 from stackwise.data.tasks import TaskBatches, create_task
 from stackwise.data.text import documentation_text
 from stackwise.data.windows import TokenWindows
-from stackwise.inference import logits_of
 from stackwise.prototype.observation import Observation, observe
 from stackwise.prototype.prototype_training import Data, Update
 from stackwise.prototype.rack_training import shape_of, split_rows
-from stackwise.spec import ModelSpec
 from stackwise.stability.telemetry import global_norm, gradient_norms
+from stackwise.subject.inference import logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import require
 from stackwise.training.batch_stream import BatchStream
 
 __all__ = ["SpecTraining"]

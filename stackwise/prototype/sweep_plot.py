@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stackwise.svg import drawn
+from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from stackwise.prototype.sweep_result import LearningRateSweep
@@ -26,7 +26,7 @@ def sweep_svg(sweep: LearningRateSweep) -> str:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    return drawn((7, 4.2), lambda figure: draw_sweep(figure.subplots(), sweep))
+    return svg_plot((7, 4.2), lambda figure: draw_sweep(figure.subplots(), sweep))
 
 
 def draw_sweep(axes: Any, sweep: LearningRateSweep, title: str | None = None) -> None:

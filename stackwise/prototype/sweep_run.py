@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stackwise.argument import check_number
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.prototype import ArchitecturePrototype
 from stackwise.prototype.prototype_run import PrototypeRun, Status, end_of
+from stackwise.support.arguments import check_number
 
 __all__ = ["PlannedRun", "SweepRun", "name_of"]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from stackwise.prototype.sweep_run import PlannedRun, SweepRun
-from stackwise.text_file import parse_json
+from stackwise.support.files import parse_json
 
 __all__ = ["SweepStore"]
 

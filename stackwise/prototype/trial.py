@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, in_place_of_a_nat, loss_verdict
 from stackwise.prototype.observation import Observation
@@ -16,6 +15,7 @@ from stackwise.prototype.prototype_run import PrototypeRun, end_of
 from stackwise.prototype.prototype_training import PrototypeTraining
 from stackwise.prototype.update_clock import UpdateClock
 from stackwise.stability.telemetry import StepBuffer, StepRecord
+from stackwise.support.arguments import require
 
 __all__ = ["ENOUGH", "OnStep", "Trial"]
 

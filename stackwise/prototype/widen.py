@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from stackwise.argument import check_sizes, require
 from stackwise.config import LatentConfig, ModelConfig, StackWiseConfig
 from stackwise.model.initialization import embedding_std
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = [
     "Parametrization",

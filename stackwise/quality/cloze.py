@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import require
 from stackwise.quality.proportion import Proportion
 from stackwise.quality.request import Request, Score
 from stackwise.quality.scoring import Scorer
+from stackwise.support.arguments import require
 
 __all__ = ["ClozeResult", "score_cloze"]
 

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stackwise.argument import check_choice, check_number, require
 from stackwise.benchmark.table import ComparisonTable
-from stackwise.markdown import markdown_table
 from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.paired import PairedDifference, difference_of_means, difference_of_shares
@@ -28,7 +26,9 @@ from stackwise.quality.scoring import Scorer
 from stackwise.quality.task import Task, TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
 from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, label_text, style_axes
-from stackwise.text_file import write_whole
+from stackwise.support.arguments import check_choice, check_number, require
+from stackwise.support.files import write_whole
+from stackwise.support.markdown import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

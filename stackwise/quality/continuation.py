@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.quality.language_model import LanguageModel
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.text_tokenizer import TextTokenizer
-from stackwise.seed import seeded
+from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.random_state import seeded
 
 __all__ = ["Sampling", "continue_texts"]
 

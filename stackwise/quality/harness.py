@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.scoring import Scorer
+from stackwise.support.arguments import check_sizes, require
 
 if TYPE_CHECKING:
     from stackwise.quality.harness_model import HarnessModel

@@ -8,11 +8,11 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from stackwise.argument import require
 from stackwise.quality.continuation import Sampling, continue_texts
 from stackwise.quality.perplexity import rolling_windows
 from stackwise.quality.request import TokenRequest
 from stackwise.quality.scoring import Scorer
+from stackwise.support.arguments import require
 
 __all__ = ["ALLOWED_OPTIONS", "HarnessModel", "new_tokens", "refused_options"]
 

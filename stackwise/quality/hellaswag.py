@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stackwise.argument import require
 from stackwise.quality.multiple_choice import Question
 from stackwise.quality.task_file import in_place, text_of, texts_of
+from stackwise.support.arguments import require
 
 __all__ = ["clean_text", "hellaswag_questions"]
 

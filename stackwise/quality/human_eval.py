@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.continuation import Sampling, continue_texts
 from stackwise.quality.pass_at_k import PassAtK, estimate_pass_at_k
 from stackwise.quality.sandbox import Execution, Sandbox
 from stackwise.quality.scoring import Scorer
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.files import parse_json
 
 __all__ = [
     "STOPS",

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.benchmark.token_stream import empty_cache
-from stackwise.call_form import forward_parameters
-from stackwise.inference import infer, logits_of
-from stackwise.out_of_memory import is_out_of_memory
 from stackwise.quality.cache_rows import CacheRows
 from stackwise.quality.packed_ends import PackedEnds, Stem
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
+from stackwise.subject.call_form import forward_parameters
+from stackwise.subject.inference import infer, logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.random_state import seeded
+from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["LanguageModel"]
 

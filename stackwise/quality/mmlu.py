@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.multiple_choice import Question
 from stackwise.quality.task_file import in_place, index_of, text_of, texts_of
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["SUBJECTS", "mmlu_questions"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.proportion import Proportion
 from stackwise.quality.request import Request
 from stackwise.quality.scoring import Scorer
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["MultipleChoiceResult", "Question", "score_questions"]
 

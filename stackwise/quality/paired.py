@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import bdtr, ndtri, stdtrit
 
-from stackwise.argument import check_number, require
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["PairedDifference", "Standing", "difference_of_means", "difference_of_shares"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtri
 
-from stackwise.argument import check_sizes, require
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["PassAtK", "estimate_pass_at_k", "pass_at_k"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.request import TokenRequest
 from stackwise.quality.scoring import Scorer
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["PerplexityResult", "TextScore", "rolling_windows", "score_texts"]
 

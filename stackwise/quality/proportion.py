@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["Proportion"]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stackwise.markdown import markdown_table
 from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.human_eval import HumanEvalResult
 from stackwise.quality.multiple_choice import MultipleChoiceResult
 from stackwise.quality.perplexity import PerplexityResult
 from stackwise.quality.task import TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
-from stackwise.text_file import write_whole
+from stackwise.support.files import write_whole
+from stackwise.support.markdown import markdown_table
 
 __all__ = ["Figure", "QualityReport"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stackwise.argument import require
 from stackwise.quality.text_tokenizer import TextTokenizer
+from stackwise.support.arguments import require
 
 __all__ = ["Request", "Score", "TokenRequest", "encode_request"]
 

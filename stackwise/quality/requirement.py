@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stackwise.argument import check_number, require
 from stackwise.quality.comparison import paired_difference
 from stackwise.quality.paired import PairedDifference
 from stackwise.quality.perplexity import PerplexityResult
 from stackwise.quality.task import TaskResult
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["Judgement", "Requirement"]
 

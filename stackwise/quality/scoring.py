@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.language_model import LanguageModel
 from stackwise.quality.packed_ends import PackedEnds, Stem
 from stackwise.quality.prefix import Family, Group, group_by_prefix
 from stackwise.quality.request import Request, Score, TokenRequest, encode_request
 from stackwise.quality.text_tokenizer import TextTokenizer
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["Scorer", "loglikelihoods"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stackwise.argument import check_sizes, require
 from stackwise.quality.cloze import ClozeResult, score_cloze
 from stackwise.quality.hellaswag import hellaswag_questions
 from stackwise.quality.mmlu import SUBJECTS, mmlu_questions
@@ -17,6 +16,7 @@ from stackwise.quality.perplexity import PerplexityResult, score_texts
 from stackwise.quality.request import Request
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task_file import Dataset, Row, in_place, read_rows, text_of, texts_of
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["Task", "TaskResult", "cut_note", "load_task", "load_tasks"]
 

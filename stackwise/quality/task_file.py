@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stackwise.argument import require
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import require
+from stackwise.support.files import parse_json
 
 __all__ = ["Dataset", "in_place", "index_of", "read_rows", "text_of", "texts_of"]
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stackwise.argument import check_sizes
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["TextTokenizer"]
 

@@ -14,9 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from stackwise.amount import byte_text
 from stackwise.report.plot import Plot
-from stackwise.text_file import write_whole
+from stackwise.support.files import write_whole
+from stackwise.support.units import byte_text
 
 __all__ = ["Finding", "Page", "Row", "Section", "Status", "Table"]
 
@@ -29,7 +29,7 @@ _STATUSES: dict[Status, str] = {
     "neutral": "Measured",
     "not applicable": "Not applicable",
 }
-# Facts of the machine as `stackwise.device.fingerprint` names them.
+# Facts of the machine as `stackwise.support.device.fingerprint` names them.
 _FACTS = {
     "cpu": "Processor",
     "cpu_count": "Cores",
@@ -159,7 +159,7 @@ class Page:
         status: status of the verdict, which sets the colour of the page.
         summary: the result in one line.
         sections: in the order in which they are shown. Their titles differ.
-        environment: facts about the machine, as `stackwise.device.fingerprint` returns them.
+        environment: facts about the machine, as `stackwise.support.device.fingerprint` returns them.
         created: ISO 8601, UTC.
     """
 

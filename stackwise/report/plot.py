@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
-from stackwise.svg import drawn
+from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -86,7 +86,7 @@ class Plot:
         with warnings.catch_warnings():
             # The page draws text with fonts of the reader's system, which may have the glyph.
             warnings.filterwarnings("ignore", r"Glyph .* missing from font")
-            text = drawn((6.6, self.height), self.draw, font_size=10)
+            text = svg_plot((6.6, self.height), self.draw, font_size=10)
         root = ET.fromstring(text)  # noqa: S314 - matplotlib's output
         for parent in list(root.iter()):
             for child in list(parent):

@@ -13,8 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from stackwise.argument import require
-from stackwise.markdown import markdown_table
 from stackwise.report.row_text import (
     MARKS,
     asked_and_not,
@@ -32,7 +30,9 @@ from stackwise.report.row_text import (
     shape_text,
     throughput_table,
 )
-from stackwise.text_file import parse_json, write_whole
+from stackwise.support.arguments import require
+from stackwise.support.files import parse_json, write_whole
+from stackwise.support.markdown import markdown_table
 
 __all__ = ["Report", "report_files", "training_record"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stackwise.amount import byte_text
+from stackwise.support.units import byte_text
 
 __all__ = [
     "MARKS",

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.faults import Acted, Anatomy, Fault, TargetNotReachedError
 from stackwise.stability.recomputation import is_reference
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 __all__ = ["BrokenSteps"]
 

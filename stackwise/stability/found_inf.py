@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["check_leaves_out", "reads_found_inf", "start_momentum"]
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.stability.telemetry.gradient_monitor import GradientMonitor
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["GradientController", "GradientWarning"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from stackwise.argument import check_number, check_sizes, require
-from stackwise.spec import ModelSpec
 from stackwise.stability.run import StabilityRun, run_of_trainer, stability_run
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["Recovery", "check_recovery", "recovery_run"]
 

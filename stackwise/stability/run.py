@@ -11,17 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
-from stackwise.random_states import random_states_kept
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.broken_steps import BrokenSteps
 from stackwise.stability.faults import Fault, Injection, TargetNotReachedError, broken
 from stackwise.stability.guard import Alarm, Guard, GuardError, GuardPolicy
 from stackwise.stability.telemetry import StepRecord
 from stackwise.stability.update_watch import UpdateWatch
 from stackwise.stability.weight_path import WeightPath
-from stackwise.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.random_state import keep_random_states, seeded
 
 __all__ = ["StabilityRun", "Verdict", "stability_run"]
 
@@ -191,7 +190,7 @@ def stability_run(
     length = subject.seq_len if seq_len is None else seq_len
     check_sizes(batch_size=rows)
     check_sizes(shortest_length(subject), seq_len=length)
-    with random_states_kept():
+    with keep_random_states():
         return _run_of_model(
             subject, steps, faults, rows, length, torch.device(device), seed, policy or GuardPolicy()
         )

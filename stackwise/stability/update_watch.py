@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stackwise.stability.faults.subject import Subject
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
 
 __all__ = ["UpdateWatch"]
 

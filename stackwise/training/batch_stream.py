@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.data.batches import Batches
 from stackwise.data.prefetch import Prefetched
-from stackwise.loader_epoch import (
-    all_parts_of,
-    begun_again,
-    check_draws_each_epoch,
+from stackwise.support.arguments import require
+from stackwise.support.dataloader import (
+    all_parts,
+    epoch_start,
     generator_states,
-    generators_of,
+    own_generators,
+    resume_epoch,
     set_generators,
-    start_of,
-    tell_epoch,
+    set_loader_epoch,
+    warn_if_not_resumable,
 )
 
 __all__ = ["Batch", "BatchStream", "as_mapping", "check_apart", "check_restarts"]
@@ -86,14 +86,14 @@ class BatchStream:
         """
         generators = state.get("generators")  # older states have none
         if not _has_state(self._dataloader):
-            check_draws_each_epoch(self._dataloader)
+            warn_if_not_resumable(self._dataloader)
         if not reads:
-            if len(generators_of(self._dataloader)) < len(generators or []):
+            if len(own_generators(self._dataloader)) < len(generators or []):
                 next(iter(self._dataloader), None)  # a sampler may make its own when it is gone through
             set_generators(self._dataloader, generators)
             return
         self._epoch, self._index = state["epoch"], state["batch"]
-        tell_epoch(self._dataloader, self._epoch)
+        set_loader_epoch(self._dataloader, self._epoch)
         if _has_state(self._dataloader):
             kind = type(self._dataloader).__name__
             require("loader" in state, "dataloader", kind, "one without a state, as when this was saved")
@@ -103,7 +103,7 @@ class BatchStream:
         self._began = state["began"]
         if self._began is None:
             return
-        self._batches = begun_again(self._dataloader, self._began, self._index, self._epoch)
+        self._batches = resume_epoch(self._dataloader, self._began, self._index, self._epoch)
         set_generators(self._dataloader, generators)
 
     def _leave_out(self, count: int) -> None:
@@ -121,9 +121,9 @@ class BatchStream:
     def _take(self) -> Batch:
         while True:
             if self._batches is None:
-                tell_epoch(self._dataloader, self._epoch)
+                set_loader_epoch(self._dataloader, self._epoch)
                 if not _has_state(self._dataloader):
-                    self._began = start_of(self._dataloader)
+                    self._began = epoch_start(self._dataloader)
                 self._batches, self._index = iter(self._dataloader), 0
             for batch in self._batches:
                 self._index += 1
@@ -148,8 +148,8 @@ def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, sav
             one object that keeps its place.
     """
     kind, keeps = type(validation).__name__, saves and _has_state(dataloader)
-    kept = [part for part in all_parts_of(dataloader) if _has_state(part)] if keeps else []
-    others = {id(part) for part in all_parts_of(validation)}
+    kept = [part for part in all_parts(dataloader) if _has_state(part)] if keeps else []
+    others = {id(part) for part in all_parts(validation)}
     shared = [type(part).__name__ for part in kept if id(part) in others]
     allowed = f"batches of its own: the dataloader keeps its place in the same {', '.join(shared)}"
     require(not shared, "validation", kind, allowed)

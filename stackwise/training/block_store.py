@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stackwise.argument import require
-from stackwise.disk_error import told_as_os_error
 from stackwise.model.block import Block
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.support.arguments import require
+from stackwise.support.system_errors import safetensors_as_os_error
 from stackwise.training.phase_model import blocks_of
 from stackwise.training.targets import Targets
 
@@ -226,7 +226,7 @@ def _write(block: Block, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with told_as_os_error(path):
+        with safetensors_as_os_error(path):
             save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, partial)
         partial.replace(path)
     finally:

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
-from stackwise.argument import require
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
 from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
 from stackwise.checkpoint.runs import newest, of_last_run, saved_in
@@ -22,8 +21,8 @@ from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
-from stackwise.random_states import random_states_kept
-from stackwise.seed import seeded
+from stackwise.support.arguments import require
+from stackwise.support.random_state import keep_random_states, seeded
 from stackwise.training.run_state import check_same_run
 
 __all__ = ["ParameterNames", "RackCheckpoints", "latest_checkpoint", "load_rack"]
@@ -141,7 +140,7 @@ class RackCheckpoints:
         Raises:
             ValueError: it is of a run with another configuration, naming each key.
         """
-        with random_states_kept():
+        with keep_random_states():
             restored = self._manager.restore({})
         if restored is None:
             return None

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stackwise.argument import check_sizes
 from stackwise.model.linear import Linear
+from stackwise.support.arguments import check_sizes
 from stackwise.training.targets import IGNORED
 
 __all__ = ["chunked_cross_entropy", "cross_entropy", "plain_weight"]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stackwise.argument import check_choice, require
 from stackwise.config import TrainingConfig
 from stackwise.data.batches import Batches
 from stackwise.model.rack import Rack
+from stackwise.support.arguments import check_choice, require
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of
 from stackwise.training.processes import Processes

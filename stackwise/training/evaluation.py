@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stackwise.config import TrainingConfig
-from stackwise.loader_epoch import generators_of, tell_epoch
-from stackwise.seed import seeded
+from stackwise.support.dataloader import own_generators, set_loader_epoch
+from stackwise.support.random_state import seeded
 from stackwise.training.batch_stream import Batch, as_mapping
 from stackwise.training.objective import Objective
 from stackwise.training.precision import autocast, frozen_precision
@@ -90,9 +90,9 @@ class Evaluation:
         """
         device, seed = self._processes.device, self._processes.seed(self._settings.seed)
         precision = frozen_precision(self._settings.precision) if precision is None else precision
-        tell_epoch(batches, 0)
+        set_loader_epoch(batches, 0)
         loss, count = torch.zeros(2, dtype=torch.float64, device=device)
-        with seeded(seed, device), _from_their_seeds(generators_of(batches)):
+        with seeded(seed, device), _from_their_seeds(own_generators(batches)):
             taken: Iterable[Batch | None] = islice(batches, limit)
             if self._together:
                 taken = self._until_all_end(taken)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from stackwise.config import TrainingConfig
 from stackwise.model.rack import Rack
-from stackwise.random_states import random_states, random_states_equal, set_random_states
 from stackwise.stability.guard import Alarm, Decision, Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
 from stackwise.stability.telemetry import StepRecord, global_norm
+from stackwise.support.random_state import random_states, random_states_equal, set_random_states
 from stackwise.training.batch_stream import BatchStream
 from stackwise.training.processes import Processes
 from stackwise.training.step import MicroBatch, TrainStep

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
-from stackwise.text_file import parse_json
+from stackwise.support.files import parse_json
 from stackwise.training.record_log import ClosingLog, free_place
 
 __all__ = ["JsonLinesLog", "LoggedLines", "read_json_lines"]

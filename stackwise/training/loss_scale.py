@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes
+from stackwise.support.arguments import check_number, check_sizes
 from stackwise.training.precision import compute_dtype
 
 __all__ = ["LossScale", "create_loss_scale"]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from stackwise.argument import check_sizes, require
 from stackwise.config import StackWiseConfig, TrainingConfig
 from stackwise.model.backend import using
 from stackwise.model.block import Block
@@ -28,7 +27,8 @@ from stackwise.model.build import create_rack_from_config
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
 from stackwise.stability.guard.snapshot import Snapshot
-from stackwise.tensor_tree import tensors_of
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.tensor_tree import tensors_of
 from stackwise.training.cross_entropy import chunked_cross_entropy
 from stackwise.training.guard import RackPart
 from stackwise.training.memory_plan import MemoryPlan, PhasePlan

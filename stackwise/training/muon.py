@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from stackwise.argument import check_choice, require
+from stackwise.support.arguments import check_choice, require
 
 __all__ = ["Muon", "orthogonalised"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.config.training import ObjectiveConfig
 from stackwise.model.rack import Rack
+from stackwise.support.arguments import require
 from stackwise.training.cross_entropy import chunked_cross_entropy, cross_entropy, plain_weight
 from stackwise.training.masking import mask_diffusion_targets, masked_token_targets
 from stackwise.training.targets import IGNORED, Targets, check_ids, next_token_targets

@@ -9,7 +9,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.checkpoint.object_state import as_many_groups
 from stackwise.config import OptimizerConfig
 from stackwise.model.block import Block
@@ -17,6 +16,7 @@ from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.model.parameter_group import block_matrices
 from stackwise.model.rack import Rack
 from stackwise.stability.telemetry import clip_divisor
+from stackwise.support.arguments import check_sizes, require
 from stackwise.training.master import MasterAdamW
 from stackwise.training.muon import Muon
 

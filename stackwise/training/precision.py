@@ -10,11 +10,11 @@ from typing import get_args
 import torch
 from torch import nn
 
-from stackwise.argument import check_choice, require
 from stackwise.config import Precision
 from stackwise.model.block import Block
 from stackwise.model.linear import Linear
 from stackwise.model.quantization import QuantizedLinear
+from stackwise.support.arguments import check_choice, require
 
 __all__ = [
     "autocast",

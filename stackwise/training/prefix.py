@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stackwise.disk_error import told_as_os_error
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.support.system_errors import safetensors_as_os_error
 from stackwise.training.block_store import BlockStore
 from stackwise.training.targets import Targets
 
@@ -159,7 +159,7 @@ class PrefixOutputs:
         else:
             place = self._folder / key
             try:
-                with told_as_os_error(place):
+                with safetensors_as_os_error(place):
                     save_file({"hidden": x_BTC.cpu().contiguous()}, place)
             except OSError as error:
                 place.unlink(missing_ok=True)

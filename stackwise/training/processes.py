@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from stackwise.argument import require
 from stackwise.config import TrainingConfig
-from stackwise.device import resolve_device
+from stackwise.support.arguments import require
+from stackwise.support.device import resolve_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

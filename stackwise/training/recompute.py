@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from stackwise.argument import require
-from stackwise.cached_call import names_cache
 from stackwise.config import RecomputeConfig
 from stackwise.model.block import Block
+from stackwise.subject.cached_call import names_cache
+from stackwise.support.arguments import require
 
 __all__ = ["find_layers", "recomputing"]
 

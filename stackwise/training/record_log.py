@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from stackwise.argument import require
 from stackwise.config.training import TelemetryConfig
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
+from stackwise.support.arguments import require
 
 __all__ = ["EVENT_FILES", "ClosingLog", "RecordLog", "check_places", "free_place"]
 

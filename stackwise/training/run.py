@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from stackwise.config import StackWiseConfig
 from stackwise.data.create import create_data
-from stackwise.device import resolve_device
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
+from stackwise.support.device import resolve_device
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.precision import autocast

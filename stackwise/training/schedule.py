@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import get_args
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.config import ScheduleKind, TrainingConfig
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["get_lr_with_warmup", "learning_rate"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from stackwise.argument import require
 from stackwise.config import TrainingConfig
+from stackwise.support.arguments import require
 
 __all__ = ["Phase", "Unit", "plan_phases", "units_of"]
 

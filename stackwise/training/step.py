@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.config import TrainingConfig
-from stackwise.logit_bound import LogitBound, watching
 from stackwise.model.compilation import compiled
 from stackwise.model.rack import Rack
 from stackwise.stability.telemetry import clip_divisor, global_norm, gradient_norms, norms_by_rows
+from stackwise.support.logit_bound import LogitBound, watching
 from stackwise.training.distributed import gradient_sync, is_sharded
 from stackwise.training.loss_scale import create_loss_scale
 from stackwise.training.optimizer import create_optimizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.benchmark.flops.counted import operation_flops
-from stackwise.tensor_tree import tensors_of
+from stackwise.support.tensor_tree import tensors_of
 from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import TrainStep
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 
-from stackwise.argument import require
 from stackwise.data.batches import IGNORED
+from stackwise.support.arguments import require
 
 __all__ = ["IGNORED", "Targets", "next_token_targets"]
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from stackwise.argument import check_sizes, require
 from stackwise.benchmark.memory.peak import high_water_mark
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["Throughput", "ThroughputMeter", "peak_memory_so_far"]
 

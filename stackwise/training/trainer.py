@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.peak_rate import peak_flops
 from stackwise.checkpoint import Termination
@@ -26,9 +25,10 @@ from stackwise.model.latent import LatentAttention
 from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.model.surgery import residual_ends
-from stackwise.seed import seeded
 from stackwise.stability.guard import GuardError
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
+from stackwise.support.arguments import require
+from stackwise.support.random_state import seeded
 from stackwise.training.batch_stream import Batch, check_apart, check_restarts
 from stackwise.training.block_store import BlockStore, hidden_states
 from stackwise.training.checkpoint import RackCheckpoints

@@ -14,7 +14,7 @@ from bench.claim import Claim
 from bench.isolated import all_isolated, isolated
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.forked import HANG_SECONDS
 
 

@@ -9,7 +9,7 @@ import torch
 from bench import claim
 from bench.plan_70b import SHAPE, WAYS, main, planned, recorded, table
 from stackwise.config import StackWiseConfig
-from stackwise.yaml12 import load_yaml
+from stackwise.config.yaml import load_yaml
 
 ROOT = Path(__file__).parents[2]
 WIDTH, INNER, VOCAB, HEAD = 8192, 28672, 128256, 128

@@ -26,7 +26,7 @@ from stackwise.benchmark.timing.interleaved import Interleaved
 from stackwise.benchmark.timing.measurement import Measurement
 from stackwise.benchmark.timing.warmup import WarmUp
 from stackwise.benchmark.workload import workload
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 @pytest.fixture(autouse=True)

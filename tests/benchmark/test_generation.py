@@ -13,7 +13,7 @@ from stackwise.benchmark import Workload, generation, model_workload
 from stackwise.benchmark.generation import GenerationMeasurement, generate_once, measure_generation
 from stackwise.benchmark.timing.gpu_state import GpuState
 from stackwise.benchmark.timing.warmup import WarmUp
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 CPU = torch.device("cpu")
 FREE, HELD = (GpuState(1980, 2619, 40, 300.0, reasons) for reasons in ((), ("power cap",)))

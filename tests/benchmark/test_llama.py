@@ -6,7 +6,7 @@ from torch import nn
 
 from stackwise.benchmark.llama import LlamaSize, llama_baseline, llama_size
 from stackwise.model import create_block_spec, create_rack_from_specs, create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 def count(model):

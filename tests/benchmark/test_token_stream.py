@@ -9,7 +9,7 @@ from torch import nn
 from stackwise.benchmark import model_workload
 from stackwise.benchmark.token_stream import empty_cache, of_last, token_stream
 from stackwise.model import Rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 N_NEW = 6
 

@@ -35,7 +35,7 @@ from stackwise.checkpoint.folder import MANIFEST, Manifest, _mark, entries_of
 from stackwise.checkpoint.tensor_file import Part
 from stackwise.checkpoint.writer import Staging
 from stackwise.data import TokenWindows
-from stackwise.tensor_tree import leaves
+from stackwise.support.tensor_tree import leaves
 from tests.optimizer_kinds import PLACES, Contained, Held, Lookahead, Momentum, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stackwise.checkpoint.tree import MalformedTreeError, decode, encode
-from stackwise.tensor_tree import leaves
+from stackwise.support.tensor_tree import leaves
 
 Pair = namedtuple("Pair", "first second")
 Renamed = namedtuple("Renamed", "first class first", rename=True)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import stackwise.checks.model
-from stackwise.argument import check_sizes
 from stackwise.checks import Check, CheckResult, check_model, check_trainer, known_checks
 from stackwise.checks import check as check_module
 from stackwise.checks.check import select_checks
 from stackwise.checks.run import Declared, broken_off
 from stackwise.checks.subject import Subject
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
+from stackwise.support.arguments import check_sizes
 
 STATUSES = ["passed", "failed", "warned", "accepted warning", "not applicable", "expected failure", "error"]
 

@@ -7,7 +7,7 @@ import torch
 
 from stackwise.checks.result import listed
 from stackwise.checks.subject import Subject
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 SUBJECT = Subject(ModelSpec(lambda: torch.nn.Linear(2, 2), "linear", "vectors", 2), torch.device("cpu"))
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stackwise.checks import strategies
 from stackwise.config import BlockConfig, ConfigError, ModelConfig, StackWiseConfig
 from stackwise.model import create_rack_from_config
-from stackwise.spec import ModelSpec
 from stackwise.stability import GradientExplosion, NanInjection, stability_run
+from stackwise.subject.spec import ModelSpec
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FEW = settings(QUICK, max_examples=15)

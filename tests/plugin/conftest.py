@@ -114,7 +114,7 @@ def piling():
     return Piling()
 
 def loop_spec():
-    from stackwise.trainer_spec import TrainerSpec
+    from stackwise.subject.trainer_spec import TrainerSpec
     return TrainerSpec.of(loop, batch_size=2)
 """
 

@@ -376,8 +376,7 @@ def test_training_steps_are_asked_what_is_asked_of_these(pytester, run, every_ch
 def test_training_step_that_is_wrong_fails(pytester, run, every_check, report):
     checked(
         pytester,
-        "[ModelSpec and __import__('stackwise.trainer_spec').trainer_spec.TrainerSpec.of(models.piling)], "
-        "checks=['fresh_gradients']",
+        "[ModelSpec and __import__('stackwise').TrainerSpec.of(models.piling)], checks=['fresh_gradients']",
     )
     result = run("--stackwise-report=out.json")
     result.assert_outcomes(failed=1)

@@ -25,7 +25,9 @@ def cuda(monkeypatch, _machine_without_gpu):
     """A machine that says it has a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("stackwise.random_states._cuda_devices_in_use", list)  # it has no state to ask for
+    monkeypatch.setattr(
+        "stackwise.support.random_state._cuda_devices_in_use", list
+    )  # it has no state to ask for
 
 
 def refused(result):

@@ -54,7 +54,7 @@ def loaded(folder):
 
 def heavy(modules):
     # The wait policy has to be set before anything loads torch, and loads nothing itself.
-    ours = {name for name in modules if name.startswith("stackwise.")} - {"stackwise.wait_policy"}
+    ours = {name for name in modules if name.startswith("stackwise.")} - {"stackwise.support.wait_policy"}
     return ours | (HEAVY & modules)
 
 
@@ -93,7 +93,7 @@ def test_watch_sees_torch_where_a_test_needs_it(pytester, folder, run_apart):
     )
     run_apart().assert_outcomes(passed=1)
     (modules,) = loaded(folder)
-    assert heavy(modules) >= {"torch", "stackwise.spec", "stackwise.stability"}
+    assert heavy(modules) >= {"torch", "stackwise.subject.spec", "stackwise.stability"}
 
 
 def test_plugin_import_adds_only_the_plugin():

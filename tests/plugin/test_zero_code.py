@@ -378,7 +378,7 @@ class TestTrainer:
     @pytest.mark.parametrize("target", ["models.py:loop", "models:loop", "models:loop_spec"])
     def test_factory_is_known_to_other_processes(self, folder, run, monkeypatch, target):
         from stackwise.checks.check import known_checks
-        from stackwise.trainer_spec import TrainerSpec
+        from stackwise.subject.trainer_spec import TrainerSpec
 
         seen = []
         before = TrainerSpec.create

@@ -12,7 +12,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.prototype import CoordinateCheck, coordinate_check, widened
 from stackwise.prototype.widen import as_mup
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from stackwise.training import optimizer as training_optimizer
 
 LATENT = {

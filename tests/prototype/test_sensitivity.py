@@ -28,7 +28,7 @@ from stackwise.prototype import (
 )
 from stackwise.prototype.sweep_run import PlannedRun, SweepRun
 from stackwise.prototype.sweep_store import SweepStore
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.forked import HANG_SECONDS
 
 STEPS = 20

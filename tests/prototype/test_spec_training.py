@@ -10,9 +10,9 @@ from torch import nn
 from stackwise.data import documentation_text
 from stackwise.prototype import ArchitecturePrototype, DivergenceRule, SpikeRule
 from stackwise.prototype.spec_training import SpecTraining
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.faults import GradientExplosion, NanInjection
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 
 @pytest.fixture

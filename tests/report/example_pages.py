@@ -22,8 +22,8 @@ from stackwise.quality.quality_report import QualityReport
 from stackwise.quality.requirement import Judgement
 from stackwise.report import Report
 from stackwise.report.html import report_page
-from stackwise.spec import ModelSpec
 from stackwise.stability import GradientExplosion, NanInjection, stability_run
+from stackwise.subject.spec import ModelSpec
 from tests.subjects import TinyLM
 
 ENVIRONMENT = {

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from stackwise.benchmark import measure, model_workload
 from stackwise.checks import CheckResult, check_model
-from stackwise.device import fingerprint
 from stackwise.report import Report, report_files
-from stackwise.spec import ModelSpec
 from stackwise.stability import GradientExplosion, stability_run
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.device import fingerprint
 
 TRAINING = {
     "parameters": 1234567,

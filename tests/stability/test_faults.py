@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
 from stackwise.stability import Fault, GradientExplosion, NanInjection, stability_run
 from stackwise.stability.faults import Anatomy
+from stackwise.subject.spec import ModelSpec
 
 
 def hooks_of(model):

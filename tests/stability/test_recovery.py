@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
 from stackwise.stability import Alarm, GradientExplosion, NanInjection, StabilityRun, StepRecord
 from stackwise.stability.recovery import Recovery, recovery_run
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 STEPS = 8
 

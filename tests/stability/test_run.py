@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
 from stackwise.stability import (
     Alarm,
     GradientExplosion,
@@ -18,6 +17,7 @@ from stackwise.stability import (
     stability_run,
 )
 from stackwise.stability.faults import GradientScale
+from stackwise.subject.spec import ModelSpec
 
 # Model: a module that forward() calls, and a parameter.
 MODELS = {

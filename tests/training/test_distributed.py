@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise import cli
 from stackwise.config import StackWiseConfig, TrainingConfig
+from stackwise.config.yaml import load_yaml
 from stackwise.data import create_data
 from stackwise.model import create_rack_from_config, quantize_stack
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.checkpoint import load_rack
 from stackwise.training.loop import NonFiniteStepError
 from stackwise.training.processes import Processes
-from stackwise.yaml12 import load_yaml
 from tests.forked import HANG_SECONDS, end_of, start
 
 RANKS, ROWS, STEPS = 2, 2, 20

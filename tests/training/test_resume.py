@@ -544,7 +544,7 @@ def test_what_others_drew_from_its_generator_since_the_pass_began():
 def test_workers_that_stay_are_told_of(reads):
     loader = DataLoader(torch.arange(18).view(6, 3), num_workers=1, persistent_workers=True)
     stream = BatchStream(loader)
-    with pytest.warns(UserWarning, match="persistent_workers draw once for all passes"):
+    with pytest.warns(UserWarning, match="persistent_workers draw their seeds once"):
         stream.load_state_dict(stream.state_dict(), reads=reads)
 
 
@@ -616,7 +616,7 @@ def test_our_batches_are_not_made_to_be_left_out(monkeypatch, steps, reads_ahead
 def test_too_few_batches_are_refused():
     stream = BatchStream([torch.ones(1, 2)] * 3)
     islice_(stream, 3)
-    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in pass 0"):
+    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in epoch 0"):
         BatchStream([torch.ones(1, 2)] * 2).load_state_dict(stream.state_dict())
 
 

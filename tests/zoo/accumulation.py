@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.loop import Loop, loop_spec_of
 from tests.zoo.mutant import mutant
 

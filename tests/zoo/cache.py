@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Placed, Windowed, gpt, placed, spec_of
 from tests.zoo.mutant import mutant
 

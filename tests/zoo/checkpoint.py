@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
-from stackwise.seed import seeded
+from stackwise.support.random_state import seeded
 from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant
 

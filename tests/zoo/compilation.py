@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 from tests.zoo.gpt import GPT, gpt, spec_of
 from tests.zoo.mutant import mutant
 

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from stackwise.seed import seeded
+from stackwise.support.random_state import seeded
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 
-from stackwise.seed import seeded
+from stackwise.support.random_state import seeded
 from tests.forked import HANG_SECONDS
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop_spec_of

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant
 

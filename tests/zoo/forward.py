@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stackwise import create_simple_rack
 from stackwise.model.attention import Attention
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused, fused
 from tests.zoo.gpt import GPT, Encoder, Placed, Windowed, encoder, gpt, placed, spec_of, windowed
 from tests.zoo.mutant import mutant

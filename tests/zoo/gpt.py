@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 __all__ = ["GPT", "Encoder", "Placed", "Windowed", "encoder", "gpt", "placed", "spec_of", "windowed"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stackwise.model import create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.forward import logits
 from tests.zoo.gpt import GPT, gpt, spec_of
 from tests.zoo.mutant import mutant

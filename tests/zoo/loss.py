@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, gpt, spec_of
 from tests.zoo.mutant import mutant
 

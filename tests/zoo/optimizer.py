@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant

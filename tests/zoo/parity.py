@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.model import create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, spec_of
 from tests.zoo.loss import llama, tiny_llama
 from tests.zoo.mutant import mutant

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.loop import Loop, loop_spec_of
 from tests.zoo.mutant import mutant
 

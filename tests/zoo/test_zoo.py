@@ -8,7 +8,7 @@ import torch
 
 from stackwise.checks import check_model, check_trainer
 from stackwise.checks.check import select_checks
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.mutant import MUTANTS
 
 for path in sorted(Path(__file__).parent.glob("*.py")):

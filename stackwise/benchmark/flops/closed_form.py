@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from stackwise.argument import check_choice, check_sizes
 from stackwise.benchmark.flops.shape_reader import read_shape
 from stackwise.benchmark.flops.transformer_shape import (
     AttentionShape,
@@ -28,6 +27,7 @@ from stackwise.benchmark.flops.transformer_shape import (
     SoftmaxShape,
     TransformerShape,
 )
+from stackwise.support.arguments import check_choice, check_sizes
 
 __all__ = [
     "FlopCount",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.benchmark.flops.shape_reader import looked_up, matrices, read_shape
 from stackwise.benchmark.flops.transformer_shape import (
     AttentionShape,
@@ -18,6 +17,7 @@ from stackwise.benchmark.flops.transformer_shape import (
     SoftmaxShape,
     TransformerShape,
 )
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["DecodeBytes", "decode_bytes"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, rate_name
 from stackwise.benchmark.timing.cache_state import last_level_cache_bytes
 from stackwise.benchmark.timing.clock import time_call
-from stackwise.seed import seeded
+from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.random_state import seeded
 
 __all__ = ["measure_peak", "measured_peak", "product_rate", "stream_rate"]
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stackwise.argument import check_number
 from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.decode_bytes import decode_bytes
 from stackwise.benchmark.flops.peak_rate import PeakRate
 from stackwise.benchmark.flops.transformer_shape import TransformerShape
+from stackwise.support.arguments import check_number
 
 __all__ = ["Roofline", "decode_floor", "roofline"]
 

@@ -20,8 +20,8 @@ from stackwise.benchmark.flops.transformer_shape import (
     SoftmaxShape,
     TransformerShape,
 )
-from stackwise.call_form import unwrapped
 from stackwise.config import BlockConfig, KernelConfig, LatentConfig
+from stackwise.subject.call_form import unwrapped
 
 __all__ = ["RACK_CHUNK", "ShapeReading", "looked_up", "matrices", "read_shape", "weights_dtype"]
 

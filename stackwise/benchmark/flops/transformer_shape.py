@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stackwise.argument import check_sizes, require
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = [
     "AttentionShape",

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stackwise.argument import check_number, check_sizes
 from stackwise.benchmark.flops.closed_form import FlopCount, Pairs, Recompute, model_flops
 from stackwise.benchmark.flops.decode_bytes import DecodeBytes, decode_bytes
 from stackwise.benchmark.flops.peak_rate import PeakRate
 from stackwise.benchmark.flops.shape_reader import read_shape
 from stackwise.benchmark.flops.transformer_shape import TransformerShape
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["Utilization", "hfu", "mbu", "mfu", "utilization"]
 

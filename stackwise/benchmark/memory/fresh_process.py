@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from stackwise.argument import check_number, require
 from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, watch_peak
 from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
-from stackwise.factory import load_factory
+from stackwise.subject.factory import load_factory
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from stackwise.amount import byte_text
 from stackwise.benchmark.memory.trend import Trend
+from stackwise.support.units import byte_text
 
 __all__ = ["GrowingPlace", "GrowingType", "MemoryGrowth"]
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import live_memory
 from stackwise.benchmark.memory.growth import GrowingPlace, GrowingType, MemoryGrowth
 from stackwise.benchmark.memory.live_memory import Bytes, Earlier, bytes_now, census
 from stackwise.benchmark.memory.trend import LEAST_STEPS, Trend, trend
 from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["check_growth", "memory_growth"]
 

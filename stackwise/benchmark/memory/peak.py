@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
-from stackwise.device import release_freed_memory
+from stackwise.support.device import release_freed_memory
 
 __all__ = [
     "PeakMemory",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["LEAST_STEPS", "Trend", "trend"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from stackwise.argument import check_sizes, require
-from stackwise.tensor_tree import tensors_of
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.tensor_tree import tensors_of
 
 __all__ = ["CACHE_STATES", "CacheFlush", "RotatingCall", "last_level_cache_bytes", "rotating_inputs"]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from stackwise.argument import check_choice, check_sizes, require
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = [
     "CLOCKS",

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from stackwise.argument import check_sizes
 from stackwise.benchmark.workload import Workload, check_workload
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["graph_replay"]
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.benchmark.timing.conditions import notes_of
 from stackwise.benchmark.timing.gpu_state import GpuSensor, GpuState
 from stackwise.benchmark.timing.host_state import host_state
 from stackwise.benchmark.timing.measurement import Measurement, Sampler, collect_new, uncollected
 from stackwise.benchmark.timing.percentile import percentile
 from stackwise.benchmark.workload import Workload, check_workload
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
 __all__ = ["Interleaved", "Ratio", "interleave"]
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.benchmark.memory.peak import peak_memory_bytes
 from stackwise.benchmark.plain_call import checked_call
 from stackwise.benchmark.timing.cache_state import CACHE_STATES, CacheFlush, RotatingCall
@@ -23,6 +22,7 @@ from stackwise.benchmark.timing.host_state import HostState, host_state
 from stackwise.benchmark.timing.percentile import Percentile, percentile
 from stackwise.benchmark.timing.warmup import WarmUp, warm_up
 from stackwise.benchmark.workload import Workload, check_workload
+from stackwise.support.arguments import check_choice, check_number, check_sizes
 
 __all__ = ["LEAST_CALLS", "Measurement", "Sampler", "call_once", "collect_new", "measure", "uncollected"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stackwise.argument import check_number
+from stackwise.support.arguments import check_number
 
 __all__ = ["Percentile", "least_count", "percentile"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from stackwise.argument import check_number
 from stackwise.benchmark.plain_call import checked_call
 from stackwise.benchmark.timing.clock import Call, Clock
+from stackwise.support.arguments import check_number
 
 __all__ = ["COLD_START", "WarmUp", "warm_up"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 __all__ = ["COMPILE_MODES", "compile_now", "compiled_spec"]
 

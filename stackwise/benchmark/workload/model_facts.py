@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.benchmark.flops.closed_form import Recompute
-from stackwise.call_form import unwrapped
-from stackwise.optimizer_state import states_of
+from stackwise.subject.call_form import unwrapped
+from stackwise.support.optimizer_state import states_of
 
 __all__ = ["execution", "held_bytes", "recomputed_by", "weight_notes"]
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
 from stackwise.benchmark.token_stream import (
     ALL_AGAIN,
@@ -29,9 +28,10 @@ from stackwise.benchmark.token_stream import (
 from stackwise.benchmark.workload.compiled_spec import COMPILE_MODES, compile_now, compiled_spec
 from stackwise.benchmark.workload.model_facts import execution, held_bytes, recomputed_by, weight_notes
 from stackwise.benchmark.workload.workload import Workload
-from stackwise.device import resolve_device
-from stackwise.inference import logits_of
-from stackwise.spec import ModelSpec
+from stackwise.subject.inference import logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_choice, check_sizes, require
+from stackwise.support.device import resolve_device
 
 __all__ = ["DTYPES", "MODES", "check_shape", "model_workload"]
 

@@ -7,7 +7,7 @@ import torch
 from stackwise.benchmark.workload.model_facts import execution, weight_notes
 from stackwise.benchmark.workload.of_model import check_shape
 from stackwise.benchmark.workload.workload import Workload
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 __all__ = ["trainer_workload"]
 

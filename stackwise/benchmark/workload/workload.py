@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.benchmark.flops.closed_form import Recompute
 from stackwise.benchmark.flops.measured_peak import measured_peak
 from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, published_peak
@@ -19,7 +18,8 @@ from stackwise.benchmark.flops.roofline import Roofline, decode_floor
 from stackwise.benchmark.flops.shape_reader import weights_dtype
 from stackwise.benchmark.flops.utilization import Utilization, utilization
 from stackwise.benchmark.token_stream import OnToken
-from stackwise.device import resolve_device
+from stackwise.support.arguments import check_choice, check_sizes, require
+from stackwise.support.device import resolve_device
 
 __all__ = ["PEAKS", "Workload", "callable_workload", "check_workload"]
 

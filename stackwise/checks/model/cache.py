@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.cached_call import cache_tensors
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
     decoded,
@@ -26,7 +25,8 @@ from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_diffe
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.inference import cast, logits_of
+from stackwise.subject.cached_call import cache_tensors
+from stackwise.subject.inference import cast, logits_of
 
 _LENGTH = 12
 _LONGEST_WINDOW = 64

@@ -22,7 +22,7 @@ from stackwise.checks.probe.difference import (
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.support.system_errors import is_out_of_memory
 
 _MAX_ELEMENTS = 2**24  # of one output (R, T, V)
 # Lengths beyond the chunks, blocks and windows that are common, and no multiple of them.

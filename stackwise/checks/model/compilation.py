@@ -17,7 +17,7 @@ from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.support.system_errors import is_out_of_memory
 
 # Traces forward and backward and takes operations apart as the default compiler does, without its code.
 _BACKEND = "aot_eager_decomp_partition"

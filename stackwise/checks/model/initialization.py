@@ -22,7 +22,7 @@ from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.support.system_errors import is_out_of_memory
 
 # A sound model stays well below the first; beyond the second with widely spread logits none does.
 USUAL, LIMIT = 0.25, 2.0

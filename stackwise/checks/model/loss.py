@@ -9,7 +9,6 @@ import math
 
 import torch
 
-from stackwise.call_form import forward_parameters
 from stackwise.checks.check import check
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
@@ -24,7 +23,8 @@ from stackwise.checks.probe.loss_formula import (
 )
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.subject.call_form import forward_parameters
+from stackwise.support.system_errors import is_out_of_memory
 
 _UNKNOWN = "the loss fits no known formula: see loss_formula"
 _REFUSED = "the loss refuses ignored labels: see ignored_labels"

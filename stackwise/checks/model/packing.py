@@ -12,7 +12,7 @@ from stackwise.checks.check import check
 from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.inference import cast
+from stackwise.subject.inference import cast
 
 _LENGTH = 15
 

@@ -12,8 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from stackwise.call_form import ContiguousCall
-from stackwise.capability import masked_with_positions
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
     dtype_of,
@@ -27,7 +25,9 @@ from stackwise.checks.probe.call import (
 from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
-from stackwise.inference import cast, logits_of
+from stackwise.subject.call_form import ContiguousCall
+from stackwise.subject.capability import masked_with_positions
+from stackwise.subject.inference import cast, logits_of
 
 _LENGTH = 12
 
@@ -178,7 +178,7 @@ def _ignores_mask(subject: Subject) -> bool:
     """Whether an argument's name is all that tells of a mask, on the right only, and it hides nothing."""
     by_mask = subject.spec.masked
     function = by_mask.function if isinstance(by_mask, ContiguousCall) else None
-    inferred = getattr(function, "__module__", "") == "stackwise.capability"
+    inferred = getattr(function, "__module__", "") == "stackwise.subject.capability"
     if not inferred or subject.spec.padding_sides != ("right",):
         return False
     model, inputs = subject.model(fill_zeros=True), real_inputs(subject, 1, min(subject.seq_len, _LENGTH))

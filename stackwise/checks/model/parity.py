@@ -22,7 +22,7 @@ from stackwise.checks.probe.difference import (
 )
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.inference import logits_of
+from stackwise.subject.inference import logits_of
 
 __all__ = ["Divergence", "first_divergence"]
 

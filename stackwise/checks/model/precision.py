@@ -15,7 +15,7 @@ from stackwise.checks.probe.call import dtype_of, reason_of, refusals
 from stackwise.checks.probe.shadow import Kind, Loss, Shadow
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.inference import cast
+from stackwise.subject.inference import cast
 
 # bfloat16 counts to 256 without a gap: what goes wrong with positions shows beyond.
 _LENGTH = 320

@@ -17,7 +17,7 @@ from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.support.system_errors import is_out_of_memory
 
 _ADVICE = (
     "Look for tensors that reach the recomputed part by an attribute or a closure instead of an argument, "

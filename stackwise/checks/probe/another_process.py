@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from stackwise.factory import load_factory
-from stackwise.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.subject.factory import load_factory
+from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 
 __all__ = ["Outcome", "Recipe", "run_elsewhere"]
 

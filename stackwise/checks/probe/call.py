@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.cached_call import cache_tensors
 from stackwise.checks.subject import Subject
-from stackwise.inference import cast, logits_of
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.subject.cached_call import cache_tensors
+from stackwise.subject.inference import cast, logits_of
+from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
     "REFUSALS",

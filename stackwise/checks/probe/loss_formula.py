@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.subject import Subject
-from stackwise.inference import logits_of
-from stackwise.out_of_memory import is_out_of_memory
+from stackwise.subject.inference import logits_of
+from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
     "IGNORED",

@@ -27,9 +27,9 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.probe.update import each_update, norm
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.seed import seeded
-from stackwise.trainer_adapter import with_one_optimizer
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_adapter import with_one_optimizer
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.random_state import seeded
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import listed
-from stackwise.optimizer_state import states_of
-from stackwise.random_states import random_states_kept
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.optimizer_state import states_of
+from stackwise.support.random_state import keep_random_states
 
 __all__ = [
     "Trace",
@@ -93,14 +93,14 @@ def _own_batches(run: Any) -> Iterator[Any]:
     while True:
         place = _place(run)
         assert place is not None
-        with random_states_kept():
+        with keep_random_states():
             batches = iter(run.epoch(place[0]))
             batch = next(islice(batches, place[1], None), None)
         if batch is None:
             raise ValueError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
         while batch is not None:
             yield batch
-            with random_states_kept():
+            with keep_random_states():
                 batch = next(batches, None)
 
 

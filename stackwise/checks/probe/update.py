@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.trainer_adapter import JoinedOptimizers
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_adapter import JoinedOptimizers
+from stackwise.subject.trainer_spec import TrainingRun
 
 __all__ = ["Observation", "Update", "distance", "each_update", "norm", "observed", "rates_of"]
 

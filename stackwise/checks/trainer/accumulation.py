@@ -16,7 +16,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import distance, norm, observed
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 2
 _MICRO_BATCHES = 3

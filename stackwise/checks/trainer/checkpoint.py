@@ -24,11 +24,10 @@ from stackwise.checks.probe.run_state import (
 )
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.out_of_memory import is_out_of_memory
-from stackwise.random_states import random_states, set_random_states
-from stackwise.seed import seeded
-from stackwise.trainer_adapter import with_one_optimizer
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_adapter import with_one_optimizer
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.random_state import random_states, seeded, set_random_states
+from stackwise.support.system_errors import is_out_of_memory
 
 _NEEDS = "needs save(folder) and load(folder)"
 _PLACE = (

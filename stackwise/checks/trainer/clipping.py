@@ -10,7 +10,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import Observation, distance, norm, observed
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
 
 _ABOVE = 20.0
 _BELOW = 0.1

@@ -21,8 +21,8 @@ from stackwise.checks.probe.batch import named_tensors, tensors_in
 from stackwise.checks.probe.run_state import drive, next_batches
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.seed import seeded
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.random_state import seeded
 
 _NEEDS = "needs epoch(number)"
 _MOST_BATCHES = 256

@@ -18,7 +18,7 @@ from stackwise.checks.probe.run_state import different, state_of
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 4
 _EXACT = 1e-5

@@ -12,7 +12,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import labels_in, with_labels
+from stackwise.subject.trainer_spec import labels_in, with_labels
 
 _ROWS = 4
 # Of losses in float32; in narrower formats, of which a mean is made.

@@ -14,9 +14,9 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import Observation, Update, distance, norm, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.optimizer_state import optimizers_in
-from stackwise.out_of_memory import is_out_of_memory
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.optimizer_state import optimizers_in
+from stackwise.support.system_errors import is_out_of_memory
 
 _STEPS = 3
 _NARROW = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.update import each_update, observed, rates_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
 
 _STEPS = 12
 _SMALL = {"batch_size": 1, "seq_len": 4}

@@ -15,8 +15,8 @@ from stackwise.checks.probe.run_state import different, number_in
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.out_of_memory import is_out_of_memory
-from stackwise.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.system_errors import is_out_of_memory
 
 _STEPS = 3
 _STALE = 1e-3

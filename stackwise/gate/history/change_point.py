@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stackwise.argument import check_number, check_sizes, require
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["ChangePoint", "change_points", "latest_segment"]
 

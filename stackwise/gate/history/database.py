@@ -11,9 +11,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from stackwise.argument import check_number
 from stackwise.gate.history import schema
 from stackwise.gate.history.store_url import HistoryError, StoreUrl
+from stackwise.support.arguments import check_number
 
 __all__ = ["Database"]
 

@@ -10,8 +10,8 @@ from typing import Self
 
 from scipy.special import stdtrit
 
-from stackwise.argument import check_number
 from stackwise.gate.history.reference import ReferenceTime
+from stackwise.support.arguments import check_number
 
 __all__ = ["MIN_RUNS", "Band"]
 

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stackwise.argument import check_sizes, require
 from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.change_point import latest_segment
 from stackwise.gate.history.interval import ONE_LOOK, decide
@@ -15,6 +14,7 @@ from stackwise.gate.history.point import Point, Result
 from stackwise.gate.limit import Limit
 from stackwise.gate.sequential import Rule
 from stackwise.gate.verdict import Decision, Verdict
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["MIN_POINTS", "WINDOW", "Judgement", "judge"]
 

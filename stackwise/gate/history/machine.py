@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from stackwise.argument import require
 from stackwise.gate.history.reference import REFERENCE_VERSION
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class Machine:
 
     @classmethod
     def of(cls, fingerprint: Mapping[str, Any]) -> Self:
-        """From what `stackwise.device.fingerprint` says: what decides speed, and nothing else of it.
+        """From what `stackwise.support.device.fingerprint` says: what decides speed, and nothing else of it.
 
         Raises:
             ValueError: it does not name the processor.
@@ -62,7 +62,7 @@ class Machine:
         Args:
             device: that is measured on, where there are several GPUs.
         """
-        from stackwise.device import fingerprint
+        from stackwise.support.device import fingerprint
 
         return cls.of(fingerprint(device))
 

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import require
 from stackwise.gate.history.change_point import change_points
 from stackwise.gate.history.judgement import WINDOW
 from stackwise.gate.history.point import Point
 from stackwise.gate.history.store_url import HistoryError
-from stackwise.svg import drawn
+from stackwise.support.arguments import require
+from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
         below.set_xlabel(f"result, {shown[0].created:%Y-%m-%d} to {shown[-1].created:%Y-%m-%d}")
 
     try:
-        return drawn((9, 5 if referenced else 3.6), draw)
+        return svg_plot((9, 5 if referenced else 3.6), draw)
     except ImportError as error:
         raise HistoryError(str(error)) from None
 

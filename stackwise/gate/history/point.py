@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from stackwise.argument import require
 from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.reference import Referenced, ReferenceTime
 from stackwise.gate.verdict import Verdict
+from stackwise.support.arguments import require
 
 __all__ = ["Point", "Result", "Run", "Series"]
 

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stackwise.argument import require
 from stackwise.gate.history.drift import Band
 from stackwise.gate.history.judgement import WINDOW, Judgement, judge
 from stackwise.gate.history.machine import Machine
@@ -16,6 +15,7 @@ from stackwise.gate.history.reference import ReferenceTime, log_ratio, median_ti
 from stackwise.gate.history.store import Store
 from stackwise.gate.limit import Limits
 from stackwise.gate.result import GateResult
+from stackwise.support.arguments import require
 
 __all__ = ["judge_run", "judged_results", "results_of"]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import check_sizes, require
+from stackwise.support.arguments import check_sizes, require
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from sqlalchemy import func, select, update
 
-from stackwise.argument import check_sizes, require
 from stackwise.gate.history import schema
 from stackwise.gate.history.baseline import Baseline, Standing
 from stackwise.gate.history.database import Database
@@ -27,6 +26,7 @@ from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.sample_bytes import packed, unpacked
 from stackwise.gate.history.store_url import HistoryError, StoreUrl
 from stackwise.gate.verdict import Verdict
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["HistoryError", "Store"]
 

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from stackwise.argument import check_sizes
 from stackwise.config import StackWiseConfig
 from stackwise.data.create import create_data
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.search.trial import TrialOutcome
+from stackwise.support.arguments import check_sizes
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer
 from stackwise.training.precision import check_precision

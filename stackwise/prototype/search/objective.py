@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stackwise.argument import check_choice, require
 from stackwise.prototype.search.trial import SearchTrial
+from stackwise.support.arguments import check_choice, require
 
 __all__ = ["OBJECTIVES", "Objective", "read_objectives"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stackwise.argument import check_choice, check_number, check_sizes, require
 from stackwise.prototype.search.parameter_count import count_of
 from stackwise.prototype.search.shape import D_FF_MULTIPLE
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
 __all__ = ["SOLVED_KEYS", "ParameterBudget", "nearest_within"]
 

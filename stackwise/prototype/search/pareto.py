@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["dominates", "hypervolume", "non_dominated"]
 

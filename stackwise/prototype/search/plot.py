@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stackwise.argument import require
 from stackwise.report.plot import ACCENT, BAD, INK, MUTED, style_axes
-from stackwise.svg import drawn
+from stackwise.support.arguments import require
+from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def front_svg(result: SearchResult) -> str:
         ValueError: no trial has both coordinates.
         ImportError: matplotlib is not installed.
     """
-    return drawn((7, 4.5), partial(draw_front, result=result))
+    return svg_plot((7, 4.5), partial(draw_front, result=result))
 
 
 def draw_front(figure: Figure, result: SearchResult) -> None:

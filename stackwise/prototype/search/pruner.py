@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import require
 from stackwise.prototype.search.objective import Objective
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from optuna import Trial

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import require
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

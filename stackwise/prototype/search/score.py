@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from stackwise.argument import check_number, require
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["ScoreWeights", "score_config"]
 

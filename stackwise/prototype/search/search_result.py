@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackwise.amount import byte_text
-from stackwise.argument import require
-from stackwise.markdown import markdown_table
+from stackwise.config.yaml import dump_yaml
 from stackwise.prototype.search.objective import OBJECTIVES, Objective
 from stackwise.prototype.search.pareto import hypervolume, non_dominated
 from stackwise.prototype.search.plot import draw_front, front_svg
 from stackwise.prototype.search.trial import SearchTrial
 from stackwise.report.page import Page, Row, Section, Status, Table
 from stackwise.report.plot import Plot
-from stackwise.svg import write_svg
-from stackwise.text_file import write_whole
-from stackwise.yaml12 import dump_yaml
+from stackwise.support.arguments import require
+from stackwise.support.files import write_whole
+from stackwise.support.markdown import markdown_table
+from stackwise.support.plot import write_svg
+from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -16,11 +16,11 @@ from typing import Any, Self, get_args
 
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.config.section import Section
+from stackwise.config.yaml import read_yaml
 from stackwise.prototype.search.dimension import Choices, Dimension, read_dimension
 from stackwise.prototype.search.parameter_budget import ParameterBudget, nearest_within
 from stackwise.prototype.search.parameter_count import count_of
 from stackwise.prototype.search.shape import DEPENDENT_KEYS, DERIVED_KEYS, base_sizes, shaped, shaped_model
-from stackwise.yaml12 import read_yaml
 
 __all__ = ["Space", "config_digest"]
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import require
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import require
+from stackwise.support.files import parse_json
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -19,9 +19,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.config import ConfigError
-from stackwise.device import resolve_device
 from stackwise.prototype.search.evaluation import (
     Evaluate,
     PrototypeEvaluation,
@@ -40,7 +38,9 @@ from stackwise.prototype.search.search_result import SearchResult
 from stackwise.prototype.search.space import Space
 from stackwise.prototype.search.storage import MEMORY, open_storage, place_of, shown_place
 from stackwise.prototype.search.worker import READY, OnTrial, Task, open_study, work, work_apart
-from stackwise.seed import chosen_seeds
+from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.device import resolve_device
+from stackwise.support.random_state import choose_seeds
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -143,7 +143,7 @@ def search_architecture_space(
     import_optuna()
     check_sizes(budget=budget, steps=steps, jobs=jobs, small_factor=small_factor)
     check_sizes(0, seed=seed)
-    chosen = chosen_seeds(seeds, seed)
+    chosen = choose_seeds(seeds, seed)
     check_number("stale_seconds", stale_seconds, "a number above 0", lambda seconds: seconds > 0)
     require(
         evaluate is None or callable(evaluate),

@@ -9,8 +9,8 @@ from numbers import Real
 from statistics import fmean, median
 from typing import Any, Literal, Self, get_args
 
-from stackwise.argument import check_choice, require
 from stackwise.config import StackWiseConfig
+from stackwise.support.arguments import check_choice, require
 
 __all__ = ["Outcome", "SearchTrial", "TrialOutcome", "TrialStatus", "merge_outcomes"]
 

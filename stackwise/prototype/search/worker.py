@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stackwise.config import StackWiseConfig
-from stackwise.out_of_memory import is_out_of_memory
 from stackwise.prototype.search.claims import Claim, Claims
 from stackwise.prototype.search.evaluation import Evaluate, Report
 from stackwise.prototype.search.heartbeat import Heartbeat
@@ -28,6 +27,7 @@ from stackwise.prototype.search.space import Space
 from stackwise.prototype.search.storage import open_storage
 from stackwise.prototype.search.trial import SearchTrial, TrialOutcome, merge_outcomes
 from stackwise.prototype.shrink import create_small_variant
+from stackwise.support.system_errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

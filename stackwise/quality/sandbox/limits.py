@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stackwise.argument import check_number, check_sizes
+from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["SandboxLimits"]
 

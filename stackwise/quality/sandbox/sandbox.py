@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stackwise.argument import check_choice, require
 from stackwise.quality.sandbox.jailed import Jailed, SandboxError
 from stackwise.quality.sandbox.limits import SandboxLimits
+from stackwise.support.arguments import check_choice, require
 
 __all__ = ["WITHOUT_ISOLATION", "Execution", "Sandbox", "Status", "isolation_problem"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stackwise.argument import check_number, require
 from stackwise.stability.adapters.engine import check_engine, scale_of
 from stackwise.stability.guard import Decision, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
+from stackwise.support.arguments import check_number, require
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]

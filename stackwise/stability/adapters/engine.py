@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["check_engine", "scale_of"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import require
-from stackwise.lightning_run import step_arguments
 from stackwise.stability.adapters.engine import scale_of
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 from stackwise.stability.telemetry import AttentionLogit
+from stackwise.subject.lightning_run import step_arguments
+from stackwise.support.arguments import require
 
 try:
     from lightning.pytorch import Callback

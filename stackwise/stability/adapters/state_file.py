@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.tensor_file import Part, write_tensors
+from stackwise.support.arguments import require
 
 __all__ = ["read_state", "write_state"]
 

@@ -14,13 +14,13 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from stackwise.argument import require
 from stackwise.stability.adapters.engine import check_engine, scale_of
 from stackwise.stability.adapters.outer_loop import OuterLoop
 from stackwise.stability.adapters.state_file import read_state, write_state
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 from stackwise.stability.telemetry import AttentionLogit
+from stackwise.support.arguments import require
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped, unused-ignore]

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.output import first_tensor, with_first
 from stackwise.stability.faults.place import breaks
 from stackwise.stability.recomputation import is_reference
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["LogitGrowth"]
 

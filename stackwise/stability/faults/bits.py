@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_sizes, require
 from stackwise.stability.faults.place import PlaceFault, place_of
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["BitFlip"]
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import distributed
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.stability.faults.fault import Fault
 from stackwise.stability.faults.injection import Injection, broken
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["Child", "Inject", "run_children"]
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from stackwise import optimizer_state
-from stackwise.argument import check_sizes
 from stackwise.stability.faults.output import first_tensor
+from stackwise.support import optimizer_state
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["Acted", "Anatomy", "Fault"]
 

@@ -9,9 +9,9 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from stackwise.argument import check_number, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.place import breaks, local
+from stackwise.support.arguments import check_number, require
 
 __all__ = ["GradientExplosion", "GradientScale"]
 

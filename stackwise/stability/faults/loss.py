@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from stackwise.argument import check_number
 from stackwise.stability.faults.fault import Acted, Fault
 from stackwise.stability.faults.place import breaks
+from stackwise.support.arguments import check_number
 
 __all__ = ["LossSpike"]
 

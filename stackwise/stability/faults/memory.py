@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn
 
-from stackwise.argument import check_choice, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.output import first_tensor
+from stackwise.support.arguments import check_choice, require
 
 __all__ = ["OutOfMemory"]
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_choice
 from stackwise.stability.faults.fault import Acted
 from stackwise.stability.faults.place import PlaceFault, place_of
+from stackwise.support.arguments import check_choice
 
 __all__ = ["NanInjection"]
 

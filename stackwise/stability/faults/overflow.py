@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number
 from stackwise.stability.faults.place import PlaceFault
+from stackwise.support.arguments import check_number
 
 __all__ = ["HalfOverflow"]
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.stability.faults.batch import described, parts_of, with_part
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching, states_of
 from stackwise.stability.faults.output import first_tensor, with_first
 from stackwise.stability.recomputation import is_reference
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["PlaceFault", "breaks", "local", "place_of"]
 

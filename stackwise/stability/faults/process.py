@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
 from stackwise.stability.faults.tap import Operation, tapped
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["ProcessSignal", "kill_child"]
 

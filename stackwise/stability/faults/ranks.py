@@ -10,8 +10,8 @@ from typing import ClassVar, Self
 
 from torch import distributed
 
-from stackwise.argument import check_choice, check_number, check_sizes
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault
+from stackwise.support.arguments import check_choice, check_number, check_sizes
 
 __all__ = ["DeadRank", "SlowRank"]
 

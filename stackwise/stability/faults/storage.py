@@ -12,9 +12,9 @@ from typing import ClassVar, Self
 
 import torch
 
-from stackwise.argument import check_choice, check_sizes, require
 from stackwise.stability.faults.fault import Acted, Fault
 from stackwise.stability.faults.tap import Operation, tapped
+from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["BitRot", "DiskFull", "ShortWrite"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from stackwise.checkpoint.object_state import unwrapped
-from stackwise.lightning_run import is_lightning_module
-from stackwise.trainer_adapter import JoinedOptimizers
-from stackwise.trainer_spec import TrainingRun
-from stackwise.transformers_run import is_transformers_trainer
+from stackwise.subject.lightning_run import is_lightning_module
+from stackwise.subject.trainer_adapter import JoinedOptimizers
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.subject.transformers_run import is_transformers_trainer
 
 __all__ = ["IN_PLACE", "Subject", "is_compiled"]
 

@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from stackwise.argument import check_sizes, require
 from stackwise.checkpoint import tree
-from stackwise.loader_epoch import (
-    begun_again,
-    check_draws_each_epoch,
+from stackwise.stability.guard.alarm import hashable
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.dataloader import (
+    epoch_start,
     generator_states,
-    generators_of,
+    own_generators,
+    resume_epoch,
     set_generators,
-    start_of,
+    warn_if_not_resumable,
 )
-from stackwise.random_states import (
+from stackwise.support.random_state import (
+    keep_random_states,
     random_states,
     random_states_equal,
-    random_states_kept,
-    random_states_set,
     set_random_states,
+    use_random_states,
 )
-from stackwise.stability.guard.alarm import hashable
-from stackwise.tensor_tree import tensors_of
+from stackwise.support.tensor_tree import tensors_of
 
 __all__ = ["BatchFeed", "GivenBatch"]
 
@@ -139,14 +139,14 @@ class BatchFeed:
     def _begun(self, loader: Iterable[Any], generators: list[Tensor] | None) -> Iterator[Any]:
         """A new epoch; `generators`: the states of a run that goes on with it."""
         if generators is not None:
-            check_draws_each_epoch(loader)
-            set_generators(loader, generators, all_are_there=False)
+            warn_if_not_resumable(loader)
+            set_generators(loader, generators, complete=False)
         if self._frontier is None:
-            self._began = start_of(loader)
+            self._began = epoch_start(loader)
             return iter(loader)
         # First come batches of the epoch before: this one is begun as if there were none.
-        with random_states_set(self._frontier):
-            self._began = start_of(loader)
+        with use_random_states(self._frontier):
+            self._began = epoch_start(loader)
             source = iter(loader)
             self._frontier = random_states()
         return source
@@ -155,23 +155,23 @@ class BatchFeed:
         self, loader: Iterable[Any], generators: list[Tensor] | None, fast_forward: bool
     ) -> Iterator[Any]:
         """The epoch of a state. Random states stay as they are, whatever is drawn on the way."""
-        with random_states_kept():
+        with keep_random_states():
             if not fast_forward:
                 if self._began is not None:
                     set_random_states(self._began)
                 return iter(loader)
-            check_draws_each_epoch(loader)
+            warn_if_not_resumable(loader)
             if self._began is not None:
-                source = begun_again(loader, self._began, self._index, self._epoch)
-                set_generators(loader, generators, all_are_there=False)
-                count, saved = len(generators_of(loader)), len(generators or [])
+                source = resume_epoch(loader, self._began, self._index, self._epoch)
+                set_generators(loader, generators, complete=False)
+                count, saved = len(own_generators(loader)), len(generators or [])
                 if generators is not None and count != saved:
                     told = f"loader: {saved} of its generators were saved, and {count} are there"
                     warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
                 return source
             before = random_states()
-            source = begun_again(loader, before, self._index, self._epoch)
-            if generators_of(loader) or not random_states_equal(before, random_states()):
+            source = resume_epoch(loader, before, self._index, self._epoch)
+            if own_generators(loader) or not random_states_equal(before, random_states()):
                 told = "loader: the random states with which its epoch began were not saved for this process"
                 warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
             return source

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.stability.guard.log_history import LogHistory
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["DeviceDetector", "SpikeDetector"]
 

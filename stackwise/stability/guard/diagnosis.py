@@ -22,18 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
-from stackwise.argument import check_number, require
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.checkpoint.tensor_file import Part, write_tensors
-from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.buffers import Buffers, elements
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
-from stackwise.text_file import parse_json
+from stackwise.support.arguments import check_number, require
+from stackwise.support.files import parse_json
+from stackwise.support.random_state import keep_random_states, set_random_states
 
 __all__ = [
     "Bundle",
@@ -283,7 +283,7 @@ def rerun(
     # Not by zero_grad: to whoever watches that, the step would be over.
     with buffers.looking(), _forgotten_gradients(model, named):
         known_scales = None if scales is None else scales()
-        with recomputation(), random_states_kept(), torch.enable_grad():
+        with recomputation(), keep_random_states(), torch.enable_grad():
             for given in batches:
 
                 def run(given: GivenBatch = given) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from stackwise.random_states import random_states_kept, set_random_states
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
@@ -19,6 +18,7 @@ from stackwise.stability.guard.blame import blamed
 from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun, scaled
 from stackwise.stability.locate import ModuleScales
 from stackwise.stability.recomputation import recomputation
+from stackwise.support.random_state import keep_random_states, set_random_states
 
 __all__ = ["REFERENCES", "Examination"]
 
@@ -199,7 +199,7 @@ class Examination:
             set_random_states(given.random)
             scaled(loss_of(model, given.batch), loss_scale).backward()  # type: ignore[no-untyped-call]
 
-        with recomputation("sound"), random_states_kept(), torch.enable_grad():
+        with recomputation("sound"), keep_random_states(), torch.enable_grad():
             scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
         forget_gradients(model, self._named())
         self._buffers.restore()

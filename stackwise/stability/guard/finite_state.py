@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from stackwise.optimizer_state import optimizers_in, parameters_of, states_of
 from stackwise.stability.non_finite import examinable, non_finite
-from stackwise.tensor_tree import leaves
+from stackwise.support.optimizer_state import optimizers_in, parameters_of, states_of
+from stackwise.support.tensor_tree import leaves
 
 __all__ = ["FiniteState"]
 

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from stackwise.argument import check_sizes, require
-from stackwise.optimizer_state import is_optimizer, optimizers_in, parameters_of
 from stackwise.stability.buffers import BrokenBuffers, Buffers
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
@@ -44,6 +42,8 @@ from stackwise.stability.guard.snapshot import (
 from stackwise.stability.guard.update_hold import UpdateHold
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.support.arguments import check_sizes, require
+from stackwise.support.optimizer_state import is_optimizer, optimizers_in, parameters_of
 
 __all__ = ["Guard"]
 

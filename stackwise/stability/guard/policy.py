@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from stackwise.argument import check_number, check_sizes, require
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["GuardPolicy"]
 

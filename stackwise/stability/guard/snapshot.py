@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stackwise.argument import require
-from stackwise.optimizer_state import (
+from stackwise.stability.buffers import elements
+from stackwise.support.arguments import require
+from stackwise.support.optimizer_state import (
     check_kept,
     is_optimizer,
     optimizers_in,
@@ -23,8 +24,7 @@ from stackwise.optimizer_state import (
     parameters_of,
     states_of,
 )
-from stackwise.stability.buffers import elements
-from stackwise.tensor_tree import leaves
+from stackwise.support.tensor_tree import leaves
 
 __all__ = ["Moment", "Snapshot", "Stateful", "check_restorable", "check_states"]
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = ["SpikeMemory"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from stackwise.optimizer_state import parameters_of
 from stackwise.stability.found_inf import check_leaves_out, reads_found_inf, start_momentum
 from stackwise.stability.guard.judge import Decision
+from stackwise.support.optimizer_state import parameters_of
 
 __all__ = ["UpdateHold"]
 

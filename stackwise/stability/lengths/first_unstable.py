@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from stackwise.argument import check_sizes, require
-from stackwise.spec import ModelSpec
 from stackwise.stability.lengths.plot import write_length_plot
 from stackwise.stability.lengths.point import LengthPoint, divergence_notes, reference_notes, token_notes
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
 from stackwise.stability.run import shortest_length
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["FirstUnstable", "first_unstable_length"]
 

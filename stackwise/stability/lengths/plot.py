@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stackwise.argument import require
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.svg import drawn, write_svg
+from stackwise.support.arguments import require
+from stackwise.support.plot import svg_plot, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
         axes.set_ylabel("gradient norm")
         axes.spines[["top", "right"]].set_visible(False)
 
-    return drawn((7.5, 4), draw)
+    return svg_plot((7.5, 4), draw)
 
 
 def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:

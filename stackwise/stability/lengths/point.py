@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stackwise.amount import byte_text
 from stackwise.stability.lengths.trouble import DIVERGENCE_STEPS, SeedRun
 from stackwise.stability.run import StabilityRun
+from stackwise.support.units import byte_text
 
 __all__ = ["LengthPoint", "LengthVerdict", "divergence_notes", "reference_notes", "token_notes"]
 

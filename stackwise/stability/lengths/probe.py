@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.benchmark.memory import peak_memory
-from stackwise.device import release_freed_memory
-from stackwise.inference import is_sequence
-from stackwise.out_of_memory import is_out_of_memory
-from stackwise.seed import chosen_seeds, seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability.guard.policy import GuardPolicy
 from stackwise.stability.lengths.point import LengthPoint
 from stackwise.stability.lengths.trouble import LengthLimits, SeedRun, reference_norms, troubles_of
 from stackwise.stability.run import StabilityRun, shortest_length, stability_run
+from stackwise.subject.inference import is_sequence
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.device import release_freed_memory
+from stackwise.support.random_state import choose_seeds, seeded
+from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["LengthProbe", "seeds_of"]
 
@@ -215,7 +215,7 @@ def seeds_of(seeds: int | Sequence[int], first: int, key: str = "seeds") -> tupl
     Raises:
         ValueError: none, or one of them twice.
     """
-    return chosen_seeds(seeds, first, apart=_BETWEEN_SEEDS, key=key)
+    return choose_seeds(seeds, first, step=_BETWEEN_SEEDS, key=key)
 
 
 class _Clock:

@@ -9,10 +9,10 @@ from typing import Literal
 
 from torch import nn
 
-from stackwise.argument import check_number
 from stackwise.stability.locate.module_scales import ModuleScales
 from stackwise.stability.locate.reading import Reading
 from stackwise.stability.locate.trace import Call, Operation, Trace
+from stackwise.support.arguments import check_number
 
 __all__ = ["Location", "locate"]
 

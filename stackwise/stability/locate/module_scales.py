@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from stackwise.argument import require
 from stackwise.stability.locate.trace import SizeKey, Trace
+from stackwise.support.arguments import require
 
 __all__ = ["ModuleScales"]
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from stackwise.logit_bound import LogitBound, watch
 from stackwise.stability.recomputation import is_recomputation
+from stackwise.support.logit_bound import LogitBound, watch
 
 __all__ = ["AttentionLogit", "are_attention_scores"]
 

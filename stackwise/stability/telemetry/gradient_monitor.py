@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import check_sizes, require
 from stackwise.stability.found_inf import check_leaves_out, start_momentum
 from stackwise.stability.telemetry.gradient_norm import (
     GradientNames,
@@ -21,6 +20,7 @@ from stackwise.stability.telemetry.gradient_norm import (
     gradient_norms,
 )
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["GradientMonitor", "GradientRecord", "GradientState"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stackwise.argument import require
+from stackwise.support.arguments import require
 
 __all__ = [
     "GradientNames",

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_number, check_sizes, require
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["LossRecord", "LossState", "LossTracker", "bits_per_byte", "perplexity"]
 

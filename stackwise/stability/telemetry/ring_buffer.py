@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from stackwise.argument import check_sizes
+from stackwise.support.arguments import check_sizes
 
 __all__ = ["RingBuffer"]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stackwise.argument import require
 from stackwise.stability.telemetry.gradient_norm import first_non_finite
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.support.arguments import require
 
 __all__ = ["StepBuffer", "StepRecord", "mean_loss"]
 

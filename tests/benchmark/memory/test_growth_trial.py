@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from stackwise.benchmark.memory import growth_trial
 from stackwise.benchmark.memory.growth_trial import check_growth, memory_growth
 from stackwise.benchmark.memory.live_memory import Bytes, bytes_now
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 WIDTH, STEPS = 16, 24
 needs_glibc = pytest.mark.skipif(

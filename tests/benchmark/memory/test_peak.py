@@ -15,7 +15,7 @@ from stackwise.benchmark.memory.peak import (
     peak_memory_bytes,
     watch_peak,
 )
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.forked import printed
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ needs_reset = pytest.mark.skipif(
 APART = """
 import json, torch
 from stackwise.benchmark.memory.peak import *
-from stackwise.device import keep_freed_memory
+from stackwise.support.device import keep_freed_memory
 
 cpu, seen = torch.device("cpu"), {}
 for name, call in (

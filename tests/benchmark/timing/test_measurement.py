@@ -17,7 +17,7 @@ from stackwise.benchmark.timing.clock import HostClock
 from stackwise.benchmark.timing.gpu_state import GpuState
 from stackwise.benchmark.timing.measurement import uncollected
 from stackwise.benchmark.timing.warmup import WarmUp
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

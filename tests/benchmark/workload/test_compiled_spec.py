@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stackwise.benchmark import model_workload
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 def tables():

@@ -11,7 +11,7 @@ from stackwise.benchmark import call_once, model_workload
 from stackwise.benchmark.workload import callable_workload
 from stackwise.benchmark.workload.model_facts import held_bytes
 from stackwise.model import create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.optimizer_kinds import Contained
 
 

@@ -14,10 +14,10 @@ from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.counted import count_flops
 from stackwise.benchmark.timing import measurement
 from stackwise.benchmark.workload import MODES, callable_workload, check_shape, trainer_workload, workload
-from stackwise.inference import logits_of
 from stackwise.model.backend import using
-from stackwise.spec import ModelSpec
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.inference import logits_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 
 @pytest.fixture

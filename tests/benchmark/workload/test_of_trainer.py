@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stackwise.benchmark.workload import trainer_workload
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 
 def test_a_training_step_of_anybodys_loop(subjects):

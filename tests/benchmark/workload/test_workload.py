@@ -18,7 +18,7 @@ from stackwise.benchmark.timing.graph_replay import graph_replay
 from stackwise.benchmark.timing.interleaved import interleave
 from stackwise.benchmark.workload import callable_workload, workload
 from stackwise.model import create_simple_rack
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 def test_anything_that_can_be_called():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 NAMES = ["auxiliary_gradient", "auxiliary_in_loss", "auxiliary_padding", "auxiliary_value"]
 

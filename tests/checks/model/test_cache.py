@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused, Rolling
 from tests.zoo.gpt import GPT, Encoder, Placed, gpt, placed, spec_of, windowed
 

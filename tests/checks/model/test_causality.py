@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 SEQ_LEN = 16
 NAMED = re.compile(r"position (\d+) reads token (\d+) \((eval|train) mode\)")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 # Not torch's: a generator that no seed of torch reaches, as NumPy's is.
 _draws = itertools.count()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")

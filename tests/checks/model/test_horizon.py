@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stackwise.model.attention import Attention
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Encoder, encoder, spec_of
 
 NAME = "horizon"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from stackwise.checks import check_model
 from stackwise.checks.check import select_checks
 from stackwise.checks.probe.loss_formula import read_loss_formula
 from stackwise.checks.subject import Subject
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from stackwise.training.objective import next_token_loss
 
 NAMES = ["empty_loss", "ignored_labels", "label_shift", "loss_formula", "loss_reduction"]

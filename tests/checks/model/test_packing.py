@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Encoder, Placed, encoder, gpt, placed, spec_of
 
 CHECKS = ["packing_isolation", "packing_alone"]

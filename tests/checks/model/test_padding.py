@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Encoder, Placed, encoder, gpt, placed, spec_of
 
 CHECKS = ["padding_content", "padding_amount", "padding_finite", "padding_empty_row", "padding_gradients"]

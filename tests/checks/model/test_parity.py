@@ -7,7 +7,7 @@ from torch import nn
 
 from stackwise.checks import check_model
 from stackwise.checks.model.parity import Divergence, first_divergence
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 NAMES = ["reference_gradient", "reference_output"]
 

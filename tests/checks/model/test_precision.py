@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stackwise.checks.probe.shadow import Shadow
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 BF16 = torch.finfo(torch.bfloat16).eps
 SOUND = ["tiny", "rack", "dropout_rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"]

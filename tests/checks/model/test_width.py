@@ -6,7 +6,7 @@ from torch import nn
 
 from stackwise.model import create_simple_rack
 from stackwise.model.initialization import initialize_rack, learning_rate_multipliers
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 
 class Wide(nn.Module):

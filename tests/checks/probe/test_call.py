@@ -17,7 +17,7 @@ from stackwise.checks.probe.call import (
     refusals,
 )
 from stackwise.checks.subject import Subject
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Rolling
 from tests.zoo.gpt import GPT, spec_of
 

@@ -18,7 +18,7 @@ from stackwise.checks.probe.difference import (
     relative_difference,
     variation,
 )
-from stackwise.spec import ModelSpec
+from stackwise.subject.spec import ModelSpec
 
 NAN, INF = math.nan, math.inf
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)

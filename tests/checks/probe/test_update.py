@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stackwise.checks.probe.update import each_update
-from stackwise.trainer_adapter import JoinedOptimizers
+from stackwise.subject.trainer_adapter import JoinedOptimizers
 
 
 def optimizers(n=2):

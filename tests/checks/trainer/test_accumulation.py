@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stackwise.checks import check_trainer
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
 

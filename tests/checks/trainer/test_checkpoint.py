@@ -9,7 +9,7 @@ import torch
 from stackwise.checks import check_trainer
 from stackwise.checks.probe.another_process import Recipe, run_elsewhere
 from stackwise.checks.probe.run_state import different, next_batches, state_of
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.optimizer_kinds import Contained
 from tests.zoo.checkpoint import Frozen, Keeping, Remembering, Scaled
 from tests.zoo.loop import Loop, loop, loop_spec_of

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stackwise.checks import check_trainer
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
 

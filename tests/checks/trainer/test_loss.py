@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from stackwise.checks import check_trainer
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop
 from tests.zoo.target import OwnLoss, ignored_targets_are_counted, ignored_targets_are_token_0, own_loss

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stackwise.checks import check_trainer
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import loop, loop_spec_of
 from tests.zoo.optimizer import Masters

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from stackwise.device import fingerprint as fingerprint_here
 from stackwise.gate.history.machine import Machine
+from stackwise.support.device import fingerprint as fingerprint_here
 
 GPU = {"name": "H100", "memory_bytes": 8 * 10**10, "cuda": "13.0"}
 

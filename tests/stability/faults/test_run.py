@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from stackwise.spec import ModelSpec
 from stackwise.stability import GuardPolicy, stability_run
 from stackwise.stability.faults import (
     BitFlip,
@@ -20,6 +19,7 @@ from stackwise.stability.faults import (
     ProcessSignal,
     WorkerDeath,
 )
+from stackwise.subject.spec import ModelSpec
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from stackwise.stability.faults import (
     OutOfMemory,
     broken,
 )
-from stackwise.trainer_spec import TrainerSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 from tests.stability.faults.conftest import differing, hooks_of, same
 
 # Each place of a step that a fault can be in.

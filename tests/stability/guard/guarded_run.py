@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stackwise.random_states import set_random_states
 from stackwise.stability.guard import Guard, GuardError, GuardPolicy
+from stackwise.support.random_state import set_random_states
 
 VOCAB, N = 16, 100
 

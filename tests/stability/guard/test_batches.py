@@ -16,10 +16,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from stackwise.loader_epoch import generator_states
-from stackwise.random_states import random_states_kept
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.guard.batch_feed import BatchFeed
+from stackwise.support.dataloader import generator_states
+from stackwise.support.random_state import keep_random_states
 from stackwise.training.storage_meter import uncollected
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
@@ -236,7 +236,7 @@ def test_a_plain_load_reads_the_state():
         return torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
 
     data, drawn, feed = [torch.ones(2), torch.zeros(2)], [], BatchFeed()
-    with random_states_kept():
+    with keep_random_states():
         batches = feed.batches(data, ending=lambda: None)
         next(batches)
         drawn.append(draw())
@@ -469,7 +469,7 @@ def test_workers_that_stay_are_told_of(done):
     taken(feed, feed.batches(loader, ending=lambda: None), done)
     again = BatchFeed()
     again.load_state_dict(feed.state_dict())
-    with pytest.warns(UserWarning, match="persistent_workers draw once for all passes"):
+    with pytest.warns(UserWarning, match="persistent_workers draw their seeds once"):
         next(again.batches(loader, fast_forward=True, ending=lambda: None))
 
 
@@ -478,7 +478,7 @@ def test_a_loader_with_fewer_batches_than_were_given_is_refused():
     taken(feed, feed.batches("abcd", ending=lambda: None), 3)
     again = BatchFeed()
     again.load_state_dict(feed.state_dict())
-    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in pass 0"):
+    with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in epoch 0"):
         next(again.batches("ab", fast_forward=True, ending=lambda: None))
 
 

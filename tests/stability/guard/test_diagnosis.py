@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from stackwise.random_states import random_states
 from stackwise.stability.guard import Alarm, GuardPolicy
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.blame import blamed
 from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.diagnosis import Bundle, histogram, replay, rerun
+from stackwise.support.random_state import random_states
 
 
 def make_model():

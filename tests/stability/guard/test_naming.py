@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stackwise.random_states import random_states
 from stackwise.stability.faults import LossSpike, broken
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.recomputation import is_recomputation, is_reference
+from stackwise.support.random_state import random_states
 from tests.stability.guard.guarded_run import (
     POLICY,
     N,

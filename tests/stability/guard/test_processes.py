@@ -10,10 +10,10 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stackwise.random_states import random_states
 from stackwise.stability.guard import Alarm, Guard
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.recomputation import is_recomputation
+from stackwise.support.random_state import random_states
 from tests.forked import HANG_SECONDS, end_of, start
 
 RANKS = """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from stackwise.optimizer_state import optimizers_in
 from stackwise.stability.guard import Guard
+from stackwise.support.optimizer_state import optimizers_in
 from stackwise.training.muon import Muon
 from tests.optimizer_kinds import PLACES, Contained, Held, Lookahead, Momentum, SlowWeights
 from tests.stability.guard.guarded_run import POLICY, Small, loss_of, make_data, same, times

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stackwise.checkpoint import CheckpointManager
-from stackwise.random_states import random_states
 from stackwise.stability.guard import Guard, GuardPolicy
+from stackwise.support.random_state import random_states
 from tests.stability.guard.guarded_run import (
     OPTIMIZERS,
     POLICY,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from bench.planted_lengths import PLANTED, half_sum, planted_spec, untrained_positions, window_rack
-from stackwise.spec import ModelSpec
 from stackwise.stability.lengths import first_unstable_length
 from stackwise.stability.lengths.probe import LengthProbe
+from stackwise.subject.spec import ModelSpec
 
 SLOW = pytest.mark.slow
 QUICK = {"seeds": 1, "steps": 1}

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from stackwise.benchmark.memory import PeakMemory, peak_memory
-from stackwise.seed import seeded
-from stackwise.spec import ModelSpec
 from stackwise.stability import GuardPolicy, NanInjection
 from stackwise.stability.lengths import length_sweep, probe
 from stackwise.stability.lengths.probe import LengthProbe, seeds_of
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 
 
 class Tiny(nn.Module):

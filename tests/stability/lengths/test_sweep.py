@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.spec import ModelSpec
 from stackwise.stability.lengths import LengthPoint, LengthSweep, length_sweep
 from stackwise.stability.lengths.trouble import SeedRun
+from stackwise.subject.spec import ModelSpec
 
 
 class Known(nn.Module):

@@ -11,12 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stackwise.logit_bound import LogitBound, note_logits, watching
 from stackwise.prototype.observation import observe
 from stackwise.stability.faults import LogitGrowth, broken
 from stackwise.stability.guard import Guard, GuardPolicy
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry import AttentionLogit
+from stackwise.support.logit_bound import LogitBound, note_logits, watching
 from tests import subjects
 
 IDS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,532 @@
+"""Cached calls: find how a model continues a sequence from a cache, by trying it.
+
+Libraries rename the arguments for their caches. A name therefore only decides which call is tried first.
+A call is accepted because the tokens that it continues with get the logits of a full pass.
+
+Shapes: B batch, T positions, V outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.subject.call_form import CallForm, forward_parameters, unwrapped
+from stackwise.support.system_errors import is_out_of_memory
+
+__all__ = ["CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
+
+Verdict = Literal["refused", "ignored", "remembers", "equal"]
+
+_CAPACITY = 256
+_CONTINUED = 2  # tokens of a trial, one at a time
+_CACHE_NAME = re.compile(r"cache|past|(^|_)kvs?(_|$)")
+_STATE_NAME = re.compile(r"state|mem|hidden|(^|_)hx?(_|$)")
+_POSITION_NAME = re.compile(r"pos|offset|start")
+_MAKER_NAME = re.compile(r"(new|make|create|init|empty|allocate|set|setup|reset|clear)_(\w+_)?caches?$")
+# Parameters that never take a cache. A wrong tensor in some of them ends a CUDA process.
+_NO_CACHES = ("attention_mask", "position_ids", "token_type_ids", "labels", "targets", "inputs_embeds")
+_NAMELESS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# Largest difference of equal logits, as a share of how far they vary between positions.
+_TOLERANCES = {torch.float32: 3e-5, torch.float64: 3e-5}
+_HALF_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """Call of a model that continues the tokens in a cache: (model, inputs, cache) -> (output, cache).
+
+    The cache is None before the first tokens. Afterwards it is the cache object of the model. If the model
+    keeps its cache in itself, the number of tokens so far is passed instead. If the model takes a cache
+    object and the position, a pair (cache object, number of tokens) is passed.
+
+    Attributes:
+        form: how the model takes its inputs.
+        parameter: name of the parameter that takes the cache. None: the model keeps the cache in itself.
+        before: arguments between the inputs and the cache, if the cache can only be given by place.
+        part: name or index of the cache in the output. None: the call changes the cache in place.
+        flags: parameters that are set to True.
+        place: parameter that takes the position of the first new token. None: the model knows it.
+        place_kind: the number itself ("start"), the positions (T,) ("index") or (B, T) ("rows").
+        maker: method that returns an empty cache, or that prepares the model's own cache.
+        capacity: number of tokens that `maker` is asked for, if it has to be told.
+    """
+
+    form: CallForm
+    parameter: str | None = None
+    before: tuple[Any, ...] | None = None
+    part: str | int | None = None
+    flags: tuple[str, ...] = ()
+    place: str | None = None
+    place_kind: Literal["start", "index", "rows"] = "start"
+    maker: str | None = None
+    capacity: int = _CAPACITY
+
+    def __call__(self, model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, Any]:
+        """Return the output for `inputs`, which follow the tokens in `cache`, and the cache with both.
+
+        Raises:
+            TypeError: the model returned no cache.
+        """
+        return self._continue(model, inputs, cache, {})
+
+    def _continue(
+        self, model: nn.Module, inputs: Tensor, cache: Any, more: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        held, past = self._unpacked(model, inputs, cache)
+        named = more | dict.fromkeys(self.flags, True)
+        if self.place is not None:
+            named[self.place] = self._position(past, inputs)
+        if self.before is not None:
+            output = model(inputs, *self.before, held, **named)
+        else:
+            given = {} if self.parameter is None else {self.parameter: held}
+            output = self.form(model, inputs, **given, **named)
+        past += inputs.shape[1]
+        if self.parameter is None:
+            return output, past
+        if self.part is not None:
+            held = _part(output, self.part)
+            if held is None:
+                raise TypeError(f"{self.parameter}: the model returned no cache at {self.part!r}")
+        return output, held if self.place is None else (held, past)
+
+    def _unpacked(self, model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, int]:
+        """Return what the model is given as its cache, and the number of tokens before the inputs."""
+        if cache is None:
+            own = unwrapped(model)
+            made = None if self.maker is None else _make_cache(own, self.maker, inputs, self.capacity)
+            return made, 0
+        if self.parameter is None:
+            return None, cache
+        return (cache, 0) if self.place is None else cache
+
+    def _position(self, past: int, inputs: Tensor) -> int | Tensor:
+        if self.place_kind == "start":
+            return past
+        index = torch.arange(past, past + inputs.shape[1], device=inputs.device)
+        return index if self.place_kind == "index" else index.repeat(inputs.shape[0], 1)
+
+    def __str__(self) -> str:
+        given = [name for name in (self.parameter, *self.flags, self.place) if name is not None]
+        made = [] if self.maker is None else [f"{self.maker}()"]
+        return " and ".join([*made, *(f"{name}=" for name in given)])
+
+
+@dataclass(frozen=True)
+class _MaskedCachedCall(CachedCall):
+    """CachedCall of a model that takes an attention mask, so that prompts can be padded on the left.
+
+    Attributes:
+        positions: the model also takes the positions of the real tokens.
+        whole: the mask covers the cached tokens, not only the new ones.
+    """
+
+    positions: bool = False
+    whole: bool = True
+
+    def __call__(
+        self, model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
+    ) -> tuple[Any, Any]:
+        """As CachedCall. `keep` (B, S) is true at the real ones of all tokens so far."""
+        if keep is None:
+            return self._continue(model, inputs, cache, {})
+        T = inputs.shape[1]
+        more = {"attention_mask": keep.long() if self.whole else keep[:, -T:].contiguous()}
+        if self.positions:
+            more["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, -T:].contiguous()
+        return self._continue(model, inputs, cache, more)
+
+
+@dataclass(frozen=True)
+class CacheSearch:
+    """Result of `find_cached_call`.
+
+    Attributes:
+        call: the call that continues from a cache. None: none was found.
+        problem: why none was found, if the model can generate or seems to have a cache; otherwise "".
+    """
+
+    call: CachedCall | None = None
+    problem: str = ""
+
+
+@torch.no_grad()
+def find_cached_call(
+    model: nn.Module,
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm,
+    *,
+    capacity: int | None = None,
+) -> CacheSearch:
+    """Find how `model` continues from a cache.
+
+    Each call that the signature, the output and the methods of the model suggest is tried on a prefix and
+    some single tokens. The first call whose logits equal those of a full pass is returned. If there is none,
+    the first call is returned that is named like a cache and works, so that a cache with a bug is found too.
+    A working call with another name is reported as a problem, because it may be no cache.
+
+    Args:
+        model: in eval mode. Its state may change.
+        inputs: a batch (B, T) or (B, T, C) that the model takes, T >= 2.
+        logits_of: output of a call -> its logits.
+        form: how the model takes its inputs.
+        capacity: number of tokens that a cache is made for, if the model has to be told. None: 256.
+
+    Raises:
+        RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
+    """
+    own: Any = unwrapped(model)
+    if getattr(own, "can_cache_kv", True) is False:
+        return CacheSearch(None, _problem(model, form, "its attribute can_cache_kv is False"))
+    if inputs.shape[1] < 2:
+        return CacheSearch(None, _problem(model, form, "it takes only one position"))
+    trial = _Trial(model, inputs, logits_of, form)
+    likely: CachedCall | None = None
+    unnamed: CachedCall | None = None
+    reason = ""
+    for call, named in _candidates(trial, capacity or _CAPACITY):
+        verdict = trial.verdict(call)
+        if verdict == "equal":
+            return CacheSearch(_with_mask(call, model))
+        works = verdict == "remembers" or (verdict == "ignored" and call.parameter is not None)
+        if likely is None and named and works:
+            likely = call
+        if unnamed is None and not named and verdict == "remembers" and call.parameter is not None:
+            unnamed = call
+        if named and not reason:
+            reason = f"{call}: {trial.last_error}"
+    if likely is not None:
+        return CacheSearch(_with_mask(likely, model))
+    if unnamed is not None:
+        return CacheSearch(None, f"calls with {unnamed} give other logits than a full pass")
+    return CacheSearch(None, _problem(model, form, reason))
+
+
+def cache_tensors(cache: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Yield the tensors of more than one element anywhere in a cache."""
+    if isinstance(cache, Tensor):
+        if cache.numel() > 1:
+            yield cache
+        return
+    if depth == 0 or cache is None or isinstance(cache, str | int | float | nn.Module):
+        return
+    parts: Iterable[Any]
+    if isinstance(cache, Mapping):
+        parts = cache.values()
+    elif isinstance(cache, list | tuple):
+        parts = cache
+    else:
+        parts = getattr(cache, "__dict__", {}).values()
+    for part in parts:
+        yield from cache_tensors(part, depth - 1)
+
+
+def names_cache(name: str) -> bool:
+    """Return True if a parameter of this name is likely to take a cache of keys and values."""
+    is_flag = name.startswith(("use_", "return_", "output_", "input_"))
+    return bool(_CACHE_NAME.search(name)) and not is_flag and not _POSITION_NAME.search(name)
+
+
+class _Trial:
+    """A model that is tried with one call after another."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
+    ) -> None:
+        self.model, self.inputs, self.form = model, inputs, form
+        self.last_error = ""
+        self._logits_of = logits_of
+        half = max(1, inputs.shape[1] // 2)
+        self._sizes = (half, *(1,) * min(_CONTINUED, inputs.shape[1] - half))
+        other = inputs.flip(0) if len(inputs) > 1 and not torch.equal(*inputs[:2]) else inputs.roll(1, dims=1)
+        # The same last tokens after another prefix.
+        self._others = torch.cat((other[:, :half], inputs[:, half:]), dim=1)
+
+    def prefix_output(self, **named: Any) -> Any:
+        """Return the output for the prefix of the trial; None if the model refuses the call."""
+        prefix = self.inputs[:, : self._sizes[0]].contiguous()
+        return self.attempt(lambda: self.form(self.model, prefix, **named))
+
+    @cached_property
+    def _whole(self) -> Tensor | None:
+        """Logits of a full pass, without a cache."""
+        logits: Tensor | None = self.attempt(lambda: self._logits_of(self.form(self.model, self.inputs)))
+        return logits
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """Return the result of `call`; None if it raises anything but an out-of-memory error."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # the model's own warnings are about a call that it may not mean
+                return call()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            return None
+
+    def verdict(self, call: CachedCall) -> Verdict:
+        """Return what the continuation of the prefix by `call` shows."""
+        if self._whole is None:
+            return "refused"
+        half, end = self._sizes[0], sum(self._sizes)
+        with_cache = self.attempt(lambda: self._continued(call, self.inputs))
+        after_others = self.attempt(lambda: self._continued(call, self._others))
+        again = with_cache
+        if call.parameter is None:  # each sequence has to start with an empty cache
+            again = self.attempt(lambda: self._continued(call, self.inputs))
+        whole = self._whole[:, :end]
+        if any(found is None or found.shape != whole.shape for found in (with_cache, after_others, again)):
+            return "refused"
+        self.last_error = "other logits than without a cache"
+        limit = _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE) * float((whole - whole[:, :1]).abs().max())
+        depends = float((with_cache - after_others)[:, half:].abs().max()) > limit
+        restarts = float((with_cache - again).abs().max()) <= limit
+        if not depends:
+            return "ignored"
+        gap = float((with_cache - whole).abs().max())
+        return "equal" if restarts and gap <= limit else "remembers"
+
+    def _continued(self, call: CachedCall, inputs: Tensor) -> Tensor:
+        cache, outputs = None, []
+        for part in torch.split(inputs[:, : sum(self._sizes)], list(self._sizes), dim=1):
+            output, cache = call(self.model, part.contiguous(), cache)
+            outputs.append(self._logits_of(output))
+            if outputs[-1].shape[:2] != part.shape[:2]:
+                raise ValueError(f"{part.shape[1]} tokens gave logits {tuple(outputs[-1].shape)}")
+        return torch.cat(outputs, dim=1)
+
+
+def _candidates(trial: _Trial, capacity: int) -> Iterator[tuple[CachedCall, bool]]:
+    """Yield the calls to try, and if each is named like a cache."""
+    base = CachedCall(trial.form, capacity=capacity)
+    named = _named_parameters(trial.model, trial.form)
+    if {"cache", "return_intermediates", "input_not_include_cache"} <= set(named):  # x-transformers
+        flags = ("return_intermediates", "input_not_include_cache")
+        yield replace(base, parameter="cache", part=1, flags=flags), True
+    yield from _with_made_cache(trial, base, named)
+    yield from _with_returned_cache(trial, base, named)
+    yield from _with_own_cache(trial, base, named)
+
+
+def _with_returned_cache(
+    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
+) -> Iterator[tuple[CachedCall, bool]]:
+    """Yield calls that pass a part of the last output to a parameter."""
+    variadic = trial.form.in_batch or any(p.kind is p.VAR_KEYWORD for p in named.values())
+    if not variadic and not _takers(named, None, variadic):
+        return
+    for flags in _flags(named, variadic):
+        output = trial.prefix_output(**dict.fromkeys(flags, True))
+        for part in _cache_parts(output, trial):
+            for name in _takers(named, part, variadic):
+                before = _arguments_before(named, name)
+                call = replace(base, parameter=name, part=part, flags=flags, before=before)
+                is_named = names_cache(name) or (name == part and any(map(_CACHE_NAME.search, flags)))
+                yield call, is_named
+                # A model that leaves the position to its caller has no None as its default.
+                for place, kind in _places(named):
+                    if place != name and named[place].default is not None:
+                        yield replace(call, place=place, place_kind=kind), is_named
+
+
+def _with_made_cache(
+    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
+) -> Iterator[tuple[CachedCall, bool]]:
+    """Yield calls with a cache that a method of the model makes, and that a call changes in place."""
+    for maker in _makers(trial.model):
+        made = trial.attempt(
+            lambda: _make_cache(unwrapped(trial.model), maker, trial.inputs, base.capacity)  # noqa: B023
+        )
+        if made is None:
+            continue
+        for name in _takers(named, None, variadic=False):
+            call = replace(base, parameter=name, maker=maker, before=_arguments_before(named, name))
+            yield call, names_cache(name)
+            for place, kind in _places(named):
+                if place != name and named[place].default is not None:
+                    yield replace(call, place=place, place_kind=kind), names_cache(name)
+
+
+def _with_own_cache(
+    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
+) -> Iterator[tuple[CachedCall, bool]]:
+    """Yield calls of a model that keeps its cache in itself."""
+    flags = [each for each in _flags(named, variadic=False) if any(map(_CACHE_NAME.search, each))]
+    for maker in (*_makers(trial.model), None):
+        for place, kind in _places(named):
+            for some in ((), *flags):
+                call = replace(base, maker=maker, place=place, place_kind=kind, flags=some)
+                yield call, maker is not None
+        for some in flags:
+            yield replace(base, maker=maker, flags=some), maker is not None
+
+
+def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Parameter]:
+    """Return the parameters of `forward` beyond the inputs."""
+    if form.in_batch:
+        return {}
+    named = dict(forward_parameters(model))
+    named.pop(form.keyword or next(iter(named), ""), None)
+    return named
+
+
+def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple[str, ...]]:
+    """Return switches to set, in order of trial: those named like a cache, none, all others."""
+
+    def is_switch(name: str, parameter: inspect.Parameter) -> bool:
+        says_so = name.startswith(("use_", "return_", "output_"))
+        return isinstance(parameter.default, bool) or (parameter.default is None and says_so)
+
+    switches = [name for name, parameter in named.items() if is_switch(name, parameter)]
+    if variadic and "use_cache" not in named:
+        switches.append("use_cache")
+    first = [name for name in switches if _CACHE_NAME.search(name)]
+    return [*((name,) for name in first), (), *((name,) for name in switches if name not in first)]
+
+
+def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
+    """Return names or indices of the parts of an output that hold tensors and are not its logits."""
+    if output is None or isinstance(output, Tensor):
+        return []
+    logits = trial.attempt(lambda: trial._logits_of(output))
+    parts: Iterable[tuple[str | int, Any]]
+    if isinstance(output, Mapping):
+        parts = output.items()
+    elif isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        parts = enumerate(output)
+    else:
+        parts = [(name, getattr(output, name)) for name in _attributes(output)]
+    found = [name for name, value in parts if value is not logits and any(True for _ in cache_tensors(value))]
+    return sorted(found, key=lambda name: not (isinstance(name, str) and names_cache(name)))
+
+
+def _attributes(output: Any) -> Iterable[str]:
+    if hasattr(output, "_fields"):
+        return tuple(output._fields)
+    slots = [name for kind in type(output).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [name for name in (*getattr(output, "__dict__", {}), *slots) if hasattr(output, name)]
+
+
+def _takers(named: Mapping[str, inspect.Parameter], part: str | int | None, variadic: bool) -> list[str]:
+    """Return the parameters that may take a cache, the likeliest first."""
+    names = [
+        name
+        for name, parameter in named.items()
+        if parameter.kind not in _NAMELESS
+        and (parameter.default is None or parameter.default is parameter.empty)
+        and name not in _NO_CACHES
+    ]
+    if variadic and isinstance(part, str) and part not in named:
+        names.append(part)
+    return sorted(names, key=lambda name: (name != part, not names_cache(name), not _STATE_NAME.search(name)))
+
+
+def _arguments_before(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Any, ...] | None:
+    """Return the defaults of the parameters before `name`, if it can only be given by place."""
+    if name not in named or named[name].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return None
+    names = list(named)
+    defaults = (named[each].default for each in names[: names.index(name)])
+    return tuple(None if each is inspect.Parameter.empty else each for each in defaults)
+
+
+def _places(
+    named: Mapping[str, inspect.Parameter],
+) -> list[tuple[str, Literal["start", "index", "rows"]]]:
+    """Return parameters that may take the position of new tokens, with each way to say it."""
+    found: list[tuple[str, Literal["start", "index", "rows"]]] = []
+    for name, parameter in named.items():
+        if parameter.kind in _NAMELESS or not _POSITION_NAME.search(name):
+            continue
+        is_number = isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
+        if is_number:
+            found.append((name, "start"))
+        elif parameter.default in (None, parameter.empty):
+            found += [(name, "index"), (name, "start"), (name, "rows")]
+    return found
+
+
+def _makers(model: nn.Module) -> list[str]:
+    """Return methods that make or prepare a cache, `new_cache` first."""
+    own = unwrapped(model)
+    names = [name for name in dir(type(own)) if _MAKER_NAME.match(name)]
+    return sorted(
+        (name for name in names if callable(getattr(own, name, None))), key=lambda name: name != "new_cache"
+    )
+
+
+def _make_cache(own: Any, maker: str, inputs: Tensor, capacity: int) -> Any:
+    """Call a method that makes or prepares a cache.
+
+    Raises:
+        TypeError: it needs an argument that is neither a batch size, a length, a device nor a dtype.
+    """
+    weight = next((p for p in own.parameters() if p.is_floating_point()), inputs)
+    method = getattr(own, maker)
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind in _NAMELESS:
+            continue
+        if "batch" in name:
+            given[name] = len(inputs)
+        elif name in ("device", "dtype"):
+            given[name] = getattr(weight, name)
+        elif parameter.default is parameter.empty:
+            if not re.search(r"len|capacity|size|tokens|positions", name):
+                raise TypeError(f"{maker}: no value is known for {name}")
+            given[name] = capacity
+    return method(**given)
+
+
+def _part(output: Any, part: str | int) -> Any:
+    if isinstance(part, int):
+        return output[part]
+    return output.get(part) if isinstance(output, Mapping) else getattr(output, part, None)
+
+
+def _with_mask(call: CachedCall, model: nn.Module) -> CachedCall:
+    """Return `call`, with a mask for padding if the model takes one."""
+    named = _named_parameters(model, call.form)
+    if "attention_mask" not in named:
+        return call
+    whole = call.maker is None
+    values = {each.name: getattr(call, each.name) for each in fields(call)}
+    return _MaskedCachedCall(**values, positions=whole and "position_ids" in named, whole=whole)
+
+
+def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
+    """Return why no cache was found; "" if nothing suggests that the model has one."""
+    named = _named_parameters(model, form)
+    takes = [name for name in named if _CACHE_NAME.search(name)]
+    signs = [f"{name}=" for name in takes] + [f"{name}()" for name in _makers(model)]
+    if _generates(unwrapped(model)):
+        signs.insert(0, "generate()")
+    if not signs:
+        return ""
+    if not reason:
+        reason = (
+            "no part of its output and no cache that its methods make could be passed back"
+            if takes
+            else "forward has no parameter for one"
+        )
+    return f"the model has {', '.join(signs)}, but no call was found that continues from a cache: {reason}"
+
+
+def _generates(own: Any) -> bool:
+    can_generate = getattr(own, "can_generate", None)
+    if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
+        return answer
+    return callable(getattr(own, "generate", None))

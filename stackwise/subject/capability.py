@@ -1,0 +1,269 @@
+"""Capabilities: what a model can do beyond a plain forward pass, seen from its signature and by trial.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.subject.cached_call import find_cached_call
+from stackwise.subject.call_form import CallForm
+from stackwise.support.random_state import seeded
+from stackwise.support.system_errors import is_out_of_memory
+
+__all__ = ["capabilities", "masked_with_positions"]
+
+_USUAL = CallForm()
+# What a dict may hold beside the inputs.
+_IN_BATCHES = ("attention_mask", "labels")
+
+# Of padding masks, and whether they are true at real tokens; where nothing fixes that, both are tried.
+_MASKS: dict[str, tuple[bool, ...]] = {
+    "attention_mask": (True,),
+    "src_key_padding_mask": (False,),
+    "key_padding_mask": (False, True),
+    "padding_mask": (False, True),
+    "mask": (True, False),
+}
+
+
+def capabilities(
+    model: nn.Module,
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm = _USUAL,
+    *,
+    auxiliary: bool = False,
+    cached: bool = True,
+    capacity: int | None = None,
+) -> dict[str, Any]:
+    """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
+
+    A call other than one with a cache is accepted if its output has the right shape.
+
+    Args:
+        model: in eval mode. It is called, and its state may change.
+        inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
+        logits_of: output of a call -> its logits.
+        form: how it is called.
+        auxiliary: a plain call returned a loss of routers.
+        cached: look for a cache.
+        capacity: number of tokens that a cache is made for, if the model has to be told. None: 256.
+
+    Raises:
+        RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
+    """
+    named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {}
+    B, T = inputs.shape[:2]
+
+    def works(call: Callable[[], Any]) -> bool:
+        try:
+            with torch.no_grad():
+                return logits_of(call()).shape[:2] == (B, T)
+        except Exception as error:  # any failure but this one is an answer: it cannot do this
+            if is_out_of_memory(error):
+                raise
+            return False
+
+    everything = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
+    partly = everything.clone()
+    partly[-1, T // 2 :] = False
+    usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
+    # Of two ways that work, the one that hides what it masks is meant; where none does, the first.
+    if form.in_batch:  # what is not looked at in a dict does not show
+        usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
+    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
+    if usable:
+        found["masked"], found["padding_sides"] = next(hiding, usable[0])
+    packed = partial(_packed, form=form)
+    if "document_ids" in named and works(lambda: packed(model, inputs, everything.long())):
+        found["packed"] = packed
+    if cached:
+        search = find_cached_call(model, inputs, logits_of, form, capacity=capacity)
+        found |= {"cache_problem": search.problem} if search.call is None else {"decode": search.call}
+    for labelled_loss in _labellings(model, named, inputs, logits_of, form):
+        if _is_scalar(lambda: labelled_loss(model, inputs, inputs)):  # noqa: B023
+            found["labelled_loss"] = labelled_loss
+            break
+    if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
+        found["auxiliary_loss"] = _auxiliary_loss
+    elif auxiliary and _is_trained(model, handed_out := partial(_handed_out_loss, form=form), inputs):
+        found["auxiliary_loss"] = handed_out
+    return found | dict(_claims(model))
+
+
+def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
+    """Ways to say what is padding, and on which sides it may be."""
+    for name, polarities in _MASKS.items():
+        if name not in named:
+            continue
+        if name == "attention_mask" and "position_ids" in named and not form.element:
+            # Whoever pads on the left says where the real tokens are.
+            yield masked_with_positions, ("right", "left")
+        for polarity in polarities:
+            yield _masking(name, polarity, form), ("right",)
+
+
+def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any]:
+    def masked(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
+        mask = keep if true_is_real else ~keep
+        return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
+
+    return masked
+
+
+def masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
+    """Padding on any side, where the model is told the positions of the real tokens."""
+    return model(inputs, attention_mask=keep.long(), position_ids=_positions(keep))
+
+
+def _positions(keep: Tensor) -> Tensor:
+    """(B, T): how many real tokens stand before each."""
+    return (keep.long().cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def _hides(
+    masked: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
+) -> bool:
+    """Whether a masked first position has no influence on the others."""
+    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    keep[:, 0] = False
+    changed, first = inputs.clone(), inputs[:, 0]
+    if inputs.is_floating_point():
+        changed[:, 0] = first + 1
+    else:
+        changed[:, 0] = torch.where(first == inputs.max(), inputs.min(), inputs.max())
+    one, two = (logits_of(masked(model, x, keep))[:, 1:] for x in (inputs, changed))
+    return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
+
+
+def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
+    return form(model, inputs, document_ids=documents)
+
+
+def _labellings(
+    model: nn.Module,
+    named: Collection[str],
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm,
+) -> Iterator[Callable[..., Any]]:
+    """Ways to ask for the model's own loss of labels that are not shifted.
+
+    `labels` are shifted by the model; `targets` are what each position is to predict, and -1 or -100 where
+    that is nothing.
+    """
+    if "labels" in named:
+        yield partial(_labelled_loss, form=form)
+    if "targets" not in named or inputs.is_floating_point():
+        return
+    with torch.no_grad():
+        ahead = inputs.clone()
+        ahead[:, -1] = inputs[:, 0]
+        try:
+            firsts = []
+            for ids in (inputs, ahead):
+                with seeded(0, inputs.device):
+                    firsts.append(logits_of(form(model, ids))[:, 0])
+        except Exception as error:  # it wants its targets at each call
+            if is_out_of_memory(error):
+                raise
+            return
+    shift = int(torch.equal(*firsts))
+    for ignored in (-100, -1):
+        way = partial(_targeted_loss, form=form, shift=shift, ignored=ignored)
+        if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
+            yield way
+
+
+def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm) -> Tensor:
+    return _loss_in(form(model, inputs, labels=labels))
+
+
+def _targeted_loss(
+    model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, shift: int, ignored: int
+) -> Tensor:
+    targets = F.pad(labels[:, shift:], (0, shift), value=-100)
+    return _loss_in(form(model, inputs, targets=targets.masked_fill(targets == -100, ignored)))
+
+
+def _loss_in(output: Any) -> Tensor:
+    """Return `loss` of the output, the only scalar in a tuple, or an output that is a scalar itself."""
+    if isinstance(output, Tensor) and output.ndim == 0:
+        return output
+    if isinstance(output, Mapping):
+        found = output["loss"]
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        (found,) = (part for part in output if isinstance(part, Tensor) and part.ndim == 0)
+    else:
+        found = output.loss
+    loss: Tensor = found
+    return loss
+
+
+def _auxiliary_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Tensor:
+    mask = {} if keep is None else {"attention_mask": keep.long()}
+    loss: Tensor = model(inputs, output_router_logits=True, **mask).aux_loss
+    return loss
+
+
+def _handed_out_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None, *, form: CallForm) -> Tensor:
+    """What a model that balances its routers hands out beside its logits, asked or not."""
+    mask = {} if keep is None else {"attention_mask": keep.long()}
+    output = form(model, inputs, **mask)
+    found = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    if not isinstance(found, Tensor):
+        raise TypeError("aux_loss: none came back")
+    return found
+
+
+def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> bool:
+    """Whether it is a scalar that asks for a gradient: one that does not is there to be looked at."""
+    try:
+        with torch.enable_grad():
+            value = loss(model, inputs, None)
+    except Exception as error:  # any failure but this one is an answer: it has none
+        if is_out_of_memory(error):
+            raise
+        return False
+    return isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad
+
+
+def _is_scalar(call: Callable[[], Any]) -> bool:
+    try:
+        with torch.no_grad():
+            value = call()
+    except Exception as error:  # any failure but this one is an answer: it cannot do this
+        if is_out_of_memory(error):
+            raise
+        return False
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
+def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the model's own settings say: whether its head is tied, and what its layers see."""
+    config = getattr(model, "config", None)
+    for owner, name in ((model, "tie_embeddings"), (config, "tie_word_embeddings")):
+        claim = getattr(owner, name, None)
+        if isinstance(claim, bool):
+            yield "tied", claim
+            break
+    if isinstance(sides := getattr(model, "padding_sides", None), tuple):
+        yield "padding_sides", sides
+    windows: set[Any] = {m.sliding_window for m in model.modules() if hasattr(m, "sliding_window")}
+    # Where the layers themselves say nothing, the setting holds for all, unless it is per layer or off.
+    everywhere = getattr(config, "layer_types", None) is None and getattr(config, "use_sliding_window", True)
+    if not windows and everywhere:
+        windows = {getattr(config, "sliding_window", None)}
+    if len(windows) == 1 and isinstance(window := windows.pop(), int):
+        yield "window", window

@@ -1,0 +1,106 @@
+"""Causality: what a model claims of it, as far as that shows from outside."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stackwise.subject.inference.output import logits_of
+from stackwise.subject.inference.sizes import example_batch
+from stackwise.support.random_state import seeded
+from stackwise.support.system_errors import is_out_of_memory
+
+__all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
+
+ASSUMED_CAUSAL = "assumed causal (say causal=False if not)"
+# Settings of configurations that make a model causal which is not without them.
+_CAUSAL_SETTINGS = {
+    "is_decoder": True,
+    "is_causal": True,
+    "causal": True,
+    "attn_type": "uni",
+    "use_bidirectional_attention": False,
+    "bidirectional": False,
+}
+
+
+def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """What the model says of itself; a next-token model by its shape is assumed to be causal."""
+    layers = getattr(model, "attn_layers", None)
+    for owner in (model, layers):
+        for name in ("is_causal", "causal"):
+            claim = getattr(owner, name, None)
+            if isinstance(claim, bool):
+                return claim, f"says {name}={claim}"
+    can_generate = getattr(model, "can_generate", None)
+    if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            return None, "no claim about causality: its encoder sees everything"
+        if not answer:
+            return False, "not causal: it cannot generate"
+        if (setting := _setting_against_causality(model, known)) is not None:
+            return False, f"not causal, as configured: {setting}"
+        return True, "causal, since it can generate"
+    if known["inputs"] == "tokens":
+        return True, ASSUMED_CAUSAL
+    return None, "no claim about causality (say causal=True to check it)"
+
+
+def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:
+    """The setting of its configuration that a model which reads ahead would have to change not to.
+
+    A model that reads ahead whatever is set, or that did not when it was built, has a defect instead.
+    """
+    config = getattr(model, "config", None)
+    settings = {
+        name: value
+        for name, value in _CAUSAL_SETTINGS.items()
+        if getattr(config, name, None) not in (None, value)
+    }
+    if not settings or not _reads_ahead(model, known):
+        return None
+
+    def rebuilt(**changes: Any) -> nn.Module:
+        changed = copy.deepcopy(config)
+        for name, value in changes.items():
+            setattr(changed, name, value)
+        twin: nn.Module = type(model)(changed)
+        return twin.to(next(model.parameters()).device).eval()
+
+    try:
+        if not _reads_ahead(rebuilt(), known):
+            return None
+        for name, value in settings.items():
+            if not _reads_ahead(rebuilt(**{name: value}), known):
+                return f"{name}={getattr(config, name)!r}"
+    except Exception as error:  # a class that is not built from its configuration alone
+        if is_out_of_memory(error):
+            raise
+        return None
+    return None
+
+
+@torch.no_grad()
+def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Whether another last input moves earlier outputs by more than rounding, whichever input it is."""
+    if known["seq_len"] < 2:
+        return False
+    forward = known.get("forward", lambda module, inputs: module(inputs))
+    for _ in range(3):  # ids that stand for padding may cut a row off, before and after them
+        inputs = example_batch(model, known)
+        changed = inputs.clone()
+        last = inputs[:, -1]
+        changed[:, -1] = (last + 1) % known["width"] if known["inputs"] == "tokens" else -last
+        outputs = []
+        for each in (inputs, changed):
+            with seeded(0, inputs.device):
+                outputs.append(logits_of(forward(model, each)).double())
+        moved = (outputs[1] - outputs[0]).abs()
+        if not moved[:, :-1].max() > 1e-5 * moved.max():
+            return False
+    return True

@@ -1,0 +1,94 @@
+"""Infer: how a model can be called, and what it claims, as far as that shows from outside.
+
+Shapes: B batch, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from stackwise.subject.call_form import CallForm
+from stackwise.subject.capability import capabilities
+from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
+from stackwise.subject.inference.output import logits_of
+from stackwise.subject.inference.sizes import example_batch, is_sequence, length_limit, takes_more
+from stackwise.subject.inference.trial import try_calls
+
+__all__ = ["infer"]
+
+
+def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a ModelSpec: how it is called, what it claims, what else it can do, `assumed`, `notes`.
+
+    Args:
+        model: in eval mode; it is called, and of no other use afterwards.
+        declared: attributes that are known already; only calls that agree with them are tried.
+
+    Raises:
+        InferenceError: no call was found; the message says what was tried.
+    """
+    inferred: dict[str, Any] = {}
+    max_length, doubtful = length_limit(model)
+    inferred["max_length"] = max_length
+    notes = []
+    if "forward" not in declared and _is_sequence_first(model):
+        inferred["forward"] = _transposed_call
+        notes.append("batch_first=False: called with positions first")
+    form, trial = try_calls(model, {**inferred, **declared})
+    found = {"forward": form, **inferred, **trial.attributes, **declared}
+    if doubtful and "max_length" not in declared and takes_more(model, found):
+        inferred["max_length"] = None
+        form, trial = try_calls(model, {**inferred, **declared})
+    inferred |= trial.attributes
+    if form is not None and form != CallForm():
+        inferred["forward"] = form
+        notes.append(str(form))
+    known = {**inferred, **declared}
+    example = example_batch(model, known)
+    if is_sequence(example):
+        notes.append(f"takes {known['inputs']} of width {known['width']}")
+    else:
+        notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
+    if trial.beside:
+        notes.append(f"judged by its output [{trial.element}] alone, beside which are {trial.beside} more")
+    if "causal" not in declared:
+        inferred["causal"], reason = claimed_causality(model, known)
+        inferred["assumed"] = ("causal",) if reason == ASSUMED_CAUSAL else ()
+        notes.append(reason)
+        known = {**inferred, **declared}
+    if known["max_length"] is not None:
+        notes.append(f"at most {known['max_length']} positions")
+    if form is not None and is_sequence(example):
+        shown = capabilities(
+            model,
+            example,
+            logits_of,
+            form,
+            auxiliary=trial.auxiliary,
+            cached="decode" not in declared and known["causal"] is not False,
+            capacity=known["max_length"],
+        )
+        can = {key: value for key, value in shown.items() if key not in known}
+        inferred |= can
+        if named := [key for key in can if key != "cache_problem"]:
+            notes.append("also " + ", ".join(named))
+    return inferred | {"notes": "; ".join(notes)}
+
+
+def _is_sequence_first(model: nn.Module) -> bool:
+    """Whether this is one of torch's own layers in torch's own default order, (positions, batch, width)."""
+    match model:
+        case nn.RNNBase() | nn.MultiheadAttention():
+            return not model.batch_first
+        case nn.TransformerEncoder():
+            return _is_sequence_first(model.layers[0])
+        case nn.TransformerEncoderLayer():
+            return not model.self_attn.batch_first
+    return False
+
+
+def _transposed_call(model: nn.Module, inputs: Tensor) -> Tensor:
+    return logits_of(model(inputs.transpose(0, 1).contiguous())).transpose(0, 1)

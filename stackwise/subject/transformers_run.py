@@ -1,0 +1,243 @@
+"""A `transformers.Trainer` as a run: its own step, data, evaluation and checkpoints, one update at a time."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.support.dataloader import iterate_epoch
+from stackwise.support.random_state import random_states, use_random_states
+
+__all__ = ["TransformersRun", "is_transformers_trainer"]
+
+Batch = Any
+
+# Of a schedule whose length nothing says.
+_UNPLANNED = 1000
+
+
+def is_transformers_trainer(made: Any) -> bool:
+    """Whether it can be driven as a `transformers.Trainer` is."""
+    return all(hasattr(made, name) for name in ("training_step", "create_optimizer", "accelerator", "args"))
+
+
+class TransformersRun:
+    """A `transformers.Trainer`, one optimizer step at a time, in the order of its own inner loop.
+
+    Callbacks are not called, and no noise is added to embeddings. What the Trainer lacks is None, and is not
+    asked:
+
+    - `epoch` needs a train dataset, or a `get_train_dataloader` of its own; `position` also a length, one
+      micro-batch to an update, and `ignore_data_skip` left off: of these its resume computes the place.
+    - `save`, `load`, `checkpoint` and `latest` need checkpoints from which it resumes: no `save_only_model`.
+    - `evaluate` needs labels or a model that gives a loss without them.
+
+    Its evaluation loop weighs all batches the same, whatever they hold: `averages_batches` says so.
+
+    Args:
+        trainer: not trained yet.
+    """
+
+    averages_batches = ("evaluate",)
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._loader = _train_loader(trainer)
+        # The epoch in which it was resumed, and the random states before that.
+        self._resumed: tuple[int | None, dict[str, Any]] = None, {}
+        _recompute(trainer)
+        trainer.is_in_train = True  # as `train` says it; evaluation casts the weights otherwise
+        trainer.create_optimizer()
+        self._wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        total_steps = _total_steps(trainer, self._loader)
+        trainer.create_scheduler(num_training_steps=total_steps)
+        # What a resume compares with its own.
+        trainer.state.max_steps, trainer.state.train_batch_size = total_steps, trainer._train_batch_size
+        trainer.state.compute_steps(trainer.args, total_steps)
+        self.model: nn.Module = trainer.model
+        self.optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.scheduler = trainer.lr_scheduler
+        self.scaler = getattr(trainer.accelerator, "scaler", None)
+        self.grad_norm: Tensor | None = None
+        self._scheduled = "metrics" not in inspect.signature(self.scheduler.step).parameters
+
+        keeps = not getattr(trainer.args, "save_only_model", False)
+        self.save: Callable[[str | os.PathLike[str]], None] | None = self._save if keeps else None
+        self.load: Callable[[str | os.PathLike[str]], None] | None = self._load if keeps else None
+        self.checkpoint: Callable[..., Path] | None = self._checkpoint if keeps else None
+        self.latest: Callable[[str | os.PathLike[str]], Path | None] | None = self._latest if keeps else None
+        judges = bool(trainer.label_names) or bool(trainer.can_return_loss)
+        self.evaluate: Callable[[list[Batch]], float] | None = self._evaluate if judges else None
+        has_data = self._loader is not None
+        self.epoch: Callable[[int], Iterator[Batch]] | None = self._epoch if has_data else None
+        placed = (
+            _length(self._loader) is not None
+            and trainer.args.gradient_accumulation_steps == 1
+            and not trainer.args.ignore_data_skip
+        )
+        self.position: Callable[[], tuple[int, int]] | None = self._position if placed else None
+
+    def step(self, batch: Batch) -> Tensor:
+        """One update from one micro-batch."""
+        return self.accumulate([batch])
+
+    def accumulate(self, batches: list[Batch]) -> Tensor:
+        """One update from several."""
+        trainer = self.trainer
+        batches, n_items = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
+        trainer.current_gradient_accumulation_steps = len(batches)
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            trainer.accelerator.gradient_state._set_sync_gradients(number == len(batches))
+            losses.append(trainer.training_step(self._wrapped, batch, n_items))
+        if (max_norm := trainer.args.max_grad_norm) and max_norm > 0:
+            self.grad_norm = trainer.accelerator.clip_grad_norm_(self._wrapped.parameters(), max_norm)
+        trainer.optimizer.step()
+        if self._scheduled and not trainer.accelerator.optimizer_step_was_skipped:
+            trainer.lr_scheduler.step()
+        self._wrapped.zero_grad()
+        trainer.state.global_step += 1
+        return torch.stack(losses).sum()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Of `compute_loss`."""
+        trainer = self.trainer
+        context: AbstractContextManager[Any] = trainer.compute_loss_context_manager()
+        with context:
+            loss: Tensor = trainer.compute_loss(self._wrapped, trainer._prepare_inputs(batch))
+        return loss
+
+    def _evaluate(self, batches: list[Batch]) -> float:
+        """The loss of `evaluation_loop`, which is the mean of those of the batches."""
+        # An iterator: of what has a length a bar is drawn.
+        output = self.trainer.evaluation_loop(iter(batches), "Evaluation", prediction_loss_only=True)
+        if "eval_loss" not in output.metrics:
+            wanted = ", ".join(self.trainer.label_names)
+            raise ValueError(f"evaluate: the batches have no loss; wanted {wanted} in each")
+        return float(output.metrics["eval_loss"])
+
+    def _epoch(self, number: int) -> Iterator[Batch]:
+        """Of `get_train_dataloader`."""
+        assert self._loader is not None
+        epoch, states = self._resumed
+        if number != epoch:
+            yield from iterate_epoch(self._loader, number, self._set_epoch)
+            return
+        # Its resume skips batches first, and restores the random states then.
+        with use_random_states(states):
+            batches = iterate_epoch(self._loader, number, self._set_epoch)
+            first = list(islice(batches, 1))
+        yield from first
+        yield from batches
+
+    def _set_epoch(self, number: int) -> None:
+        # A batch sampler that the loader has wrapped is not told by it.
+        wrapped = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
+        for each in (self._loader, wrapped):
+            if callable(set_epoch := getattr(each, "set_epoch", None)):
+                set_epoch(number)
+
+    def _position(self) -> tuple[int, int]:
+        """Where its resume goes on, from the number of updates alone."""
+        assert isinstance(self._loader, Sized)
+        epoch, number = divmod(int(self.trainer.state.global_step), len(self._loader))
+        return epoch, number
+
+    def _checkpoint(self, folder: str | os.PathLike[str], step: int) -> Path:
+        """As it writes one after `step` updates, the oldest removed by its `save_total_limit`."""
+        state, made = self.trainer.state, int(self.trainer.state.global_step)
+        state.global_step = step
+        try:
+            with _kept(self.trainer.args, output_dir=os.fspath(folder), push_to_hub=False):
+                self.trainer._save_checkpoint(self._wrapped, None)
+        finally:
+            state.global_step = made
+        return Path(folder) / f"checkpoint-{step}"
+
+    def _latest(self, folder: str | os.PathLike[str]) -> Path | None:
+        """What `resume_from_checkpoint=True` takes."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        found = get_last_checkpoint(os.fspath(folder))  # type: ignore[no-untyped-call]
+        return None if found is None else Path(found)
+
+    def _save(self, folder: str | os.PathLike[str]) -> None:
+        """One of its checkpoints."""
+        self._checkpoint(folder, int(self.trainer.state.global_step))
+
+    def _load(self, folder: str | os.PathLike[str]) -> None:
+        """As it resumes from the newest checkpoint in a folder, or from the folder."""
+        found = os.fspath(self._latest(folder) or folder)
+        trainer, states = self.trainer, random_states()
+        trainer._load_from_checkpoint(found)
+        trainer._load_optimizer_and_scheduler(found)
+        trainer._load_scaler(found)
+        trainer.state = type(trainer.state).load_from_json(str(Path(found) / "trainer_state.json"))
+        trainer._load_rng_state(found)
+        if self.position is not None and (place := self.position())[1]:
+            self._resumed = place[0], states
+
+
+@contextmanager
+def _kept(arguments: Any, **changed: Any) -> Iterator[None]:
+    """Inside, the arguments are others."""
+    before = {name: getattr(arguments, name) for name in changed}
+    try:
+        for name, value in changed.items():
+            setattr(arguments, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(arguments, name, value)
+
+
+def _recompute(trainer: Any) -> None:
+    """Recompute activations where `train` would begin to; the older name is that of transformers before 5."""
+    arguments, model = trainer.args, trainer.model
+    if getattr(arguments, "activation_checkpointing", False) and hasattr(
+        model, "activation_checkpointing_enable"
+    ):
+        options = dict(arguments.activation_checkpointing_kwargs or {})
+        kept = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **kept)
+    elif getattr(arguments, "gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=arguments.gradient_checkpointing_kwargs
+        )
+
+
+def _train_loader(trainer: Any) -> Any:
+    """Its own; None: it has no training data."""
+    if trainer.train_dataset is not None:
+        return trainer.get_train_dataloader()
+    try:
+        return trainer.get_train_dataloader()
+    except ValueError:
+        return None
+
+
+def _total_steps(trainer: Any, loader: Any) -> int:
+    """What its schedule is planned for."""
+    if trainer.args.max_steps > 0:
+        return int(trainer.args.max_steps)
+    if (length := _length(loader)) is None:
+        return _UNPLANNED
+    updates = max(math.ceil(length / int(trainer.args.gradient_accumulation_steps)), 1)
+    return math.ceil(float(trainer.args.num_train_epochs) * updates)
+
+
+def _length(loader: Any) -> int | None:
+    """How many batches an epoch has; None: the loader does not say."""
+    try:
+        return len(loader) or None
+    except TypeError:
+        return None

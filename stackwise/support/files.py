@@ -1,0 +1,51 @@
+"""Files: atomic writes of text, and JSON of unknown origin."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["parse_json", "write_whole"]
+
+_MAX_DIGITS = 300
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text that a user or another program wrote.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, is nested too deeply for Python, or has an integer of more
+            than 300 digits, which no float can hold.
+    """
+    try:
+        return json.loads(
+            content if isinstance(content, str) else content.decode("utf-8"), parse_int=_integer
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits; allowed: {_MAX_DIGITS}")
+    return int(text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file atomically, as UTF-8. Create its folder if it does not exist.
+
+    If the write fails, an old file of that name remains unchanged.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A rename is atomic only within a file system, so the scratch file is in the same folder.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

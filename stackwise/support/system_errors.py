@@ -1,0 +1,51 @@
+"""System errors: a full disk and exhausted memory, recognised in the exceptions of libraries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+__all__ = ["is_out_of_memory", "safetensors_as_os_error"]
+
+# The texts of safetensors since 0.5.4, and before.
+_SYSTEM = re.compile(r"I/O error|IoError")
+_NUMBER = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
+# Texts of allocators that do not raise torch.OutOfMemoryError.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an exception means that the memory of a device or of the host was exhausted.
+
+    Code that tries if a model supports a call must not treat this exception as a "no": the same call can
+    succeed on a machine with more memory.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return any(phrase in text for phrase in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def safetensors_as_os_error(path: Path) -> Iterator[None]:
+    """Raise system errors of safetensors, such as a full disk, as OSError. Other exceptions pass unchanged.
+
+    Args:
+        path: the file that is written in the block, for the exception.
+
+    Raises:
+        OSError: with `path`, and with the error number if safetensors reports it.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        text = str(error)
+        number = _NUMBER.search(text)
+        if number is None and _SYSTEM.search(text) is None:
+            raise
+        raise OSError(int(number[1] or number[2]) if number else 0, text, str(path)) from error

@@ -1,0 +1,205 @@
+"""hf: and hf-tiny: names: the architecture of a configuration, without its weights."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from stackwise import ModelSpec
+from stackwise.subject.factory import TRUST, load_factory
+
+# Published configurations, without the keys that have the default of their class.
+LLAMA_3 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128009],
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+MISTRAL = {
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+}
+GEMMA_2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "q_lora_rank": 1536, "n_routed_experts": 256, "n_group": 8}
+QWEN_3_MOE = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+PHI_3 = {
+    "model_type": "phi3",
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.0] * 48},
+}
+FALCON = {"model_type": "falcon", "multi_query": True, "num_attention_heads": 71, "hidden_size": 4544}
+GPT_2 = {"model_type": "gpt2"}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv(TRUST, raising=False)
+
+
+@pytest.fixture
+def named(tmp_path):
+    def named(config, prefix="hf-tiny"):
+        folder = tmp_path / config["model_type"]
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return load_factory(f"{prefix}:{folder}")
+
+    return named
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA_3, MISTRAL, GEMMA_2, DEEPSEEK_V3, QWEN_3_MOE, PHI_3, FALCON, GPT_2], ids=str
+)
+def test_tiny_model_is_small_and_can_be_described(named, config):
+    factory = named(config)
+    assert sum(p.numel() for p in factory().parameters()) < 2_000_000
+    spec = ModelSpec.of(factory)
+    assert (spec.name, spec.inputs, spec.causal) == (config["model_type"], "tokens", True)
+
+
+def test_heads_window_rotary_and_tying_are_kept(named):
+    llama, mistral = named(LLAMA_3).config, named(MISTRAL).config
+    for config in (llama, mistral):
+        assert config.num_attention_heads == 4 * config.num_key_value_heads
+        assert config.hidden_size == config.num_attention_heads * config.head_dim
+        assert config.num_hidden_layers == 2
+    assert llama.rope_parameters["rope_theta"] == 500000.0
+    assert llama.rope_parameters["rope_type"] == "llama3"
+    assert mistral.sliding_window == 8 and not mistral.tie_word_embeddings
+
+
+def test_special_tokens_are_in_the_small_vocabulary(named):
+    config = named(LLAMA_3).config
+    ids = [config.bos_token_id, *config.eos_token_id]
+    assert len(set(ids)) == 3 and max(ids) < config.vocab_size
+
+
+def test_every_kind_of_layer_is_kept(named):
+    config = named(GEMMA_2).config
+    assert sorted(config.layer_types) == ["full_attention", "sliding_attention"]
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.tie_word_embeddings
+
+
+def test_experts_are_kept(named):
+    deepseek, qwen = named(DEEPSEEK_V3), named(QWEN_3_MOE)
+    assert deepseek.config.n_routed_experts == qwen.config.num_experts == 4
+    assert deepseek.config.n_group == 2 and qwen.config.num_experts_per_tok == 2
+    assert [type(layer.mlp).__name__ for layer in deepseek().model.layers] == [
+        "DeepseekV3MLP",
+        "DeepseekV3MoE",
+    ]
+
+
+def test_latent_attention_is_kept(named):
+    config = named(DEEPSEEK_V3).config
+    assert (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim) == (16, 8, 8)
+
+
+def test_multi_query_attention_is_kept(named):
+    assert named(FALCON).config.multi_query
+
+
+def test_rotary_factors_fit_the_small_head(named):
+    config = named(PHI_3).config
+    head = config.hidden_size // config.num_attention_heads
+    assert len(config.rope_parameters["long_factor"]) == head // 2
+
+
+def test_class_is_the_one_that_the_configuration_names(named):
+    assert type(named(BERT)()).__name__ == "BertForMaskedLM"
+
+
+def test_notes_say_what_could_not_be_kept(named):
+    notes = ModelSpec.of(named(MISTRAL)).notes
+    assert "sliding_window 4096 -> 8, so that short inputs reach its end" in notes
+
+
+def test_full_name_has_the_sizes_of_the_configuration(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    config.save_pretrained(tmp_path)
+    model = load_factory(f"hf:{tmp_path}")()
+    assert isinstance(model, LlamaForCausalLM) and len(model.model.layers) == 3
+
+
+def test_model_that_does_not_fit_is_refused_before_it_is_built(named):
+    huge = LLAMA_3 | {"hidden_size": 2**16, "num_hidden_layers": 200}
+    with pytest.raises(ValueError, match=r"its checks need about .* TiB .* hf-tiny:.*llama has the same"):
+        named(huge, prefix="hf")
+
+
+def test_weights_are_random_and_new_for_each_model(named):
+    factory = named(GPT_2)
+    one, other = factory(), factory()
+    assert not torch.equal(one.transformer.wte.weight, other.transformer.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "unheard_of"}, "unheard_of"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "--trust-remote-code"),
+    ],
+)
+def test_configuration_that_cannot_be_read_is_refused_in_one_line(named, config, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        named(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_name_that_is_not_found_is_refused_with_the_folder_form():
+    with pytest.raises(
+        ValueError, match=r"hf-tiny:no/such: no configuration found .*hf:path/to/folder"
+    ) as refused:
+        load_factory("hf-tiny:no/such")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_model_types_of_transformers(tmp_path):
+    """Each type whose default configuration can be built. At most ten cannot be reduced."""
+    reduced, refused = [], []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[kind]()
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+            config.save_pretrained(tmp_path / kind)
+        except Exception:
+            continue
+        try:
+            ModelSpec.of(load_factory(f"hf-tiny:{tmp_path / kind}"))
+            reduced.append(kind)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(reduced) >= 60
+    assert len(refused) <= 10, refused
+    assert not [text for text in refused if "\n" in text]

@@ -212,7 +212,8 @@ class BoundCheck:
             records.add(item, "checks", {"test": item.nodeid, **broken.to_dict()})
             raise
         result = declared.apply(result)
-        records.add(item, "checks", {"test": item.nodeid, **result.to_dict()})
+        notes = {"subject_notes": getattr(spec, "notes", "")}
+        records.add(item, "checks", {"test": item.nodeid, **result.to_dict(), **notes})
         for ending, number in (("", result.value), (".limit", result.limit)):
             if number is not None:
                 item.user_properties.append((f"stackwise.{result.check}{ending}", number))

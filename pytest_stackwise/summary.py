@@ -59,9 +59,9 @@ class Summary:
         for path in paths:
             try:
                 report.write(path)
-                self._notes.append(f"written: {os.path.relpath(path, self.config.invocation_params.dir)}")
-            except OSError as error:
-                self._notes.append(f"not written: {path}: {error}")
+                self._notes.append(f"report: {os.path.relpath(path, self.config.invocation_params.dir)}")
+            except Exception as error:
+                self._notes.append(f"report not written: {path}: {type(error).__name__}: {error}")
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(trylast=True)
@@ -106,9 +106,15 @@ def _repeat_command(config: pytest.Config, nodeid: str) -> str:
         target, name = zero_code.groups()
         words = ["stackwise", "check", target, *([] if name in ("model", "trainer") else ["--checks", name])]
         words += ["--seed", str(options.seed(config)), "--device", options.device_name(config)]
+        words += ["--suite", "full"] if options.suite(config) == "full" else []
+        words += ["--strict"] if options.strict(config) else []
+        words += ["--trust-remote-code"] if config.getoption("stackwise_trust_remote_code") else []
         return shlex.join(words)
     chosen = {name: config.getoption(f"stackwise_{name}") for name in ("seed", "device", "suite")}
-    words = ["pytest", nodeid]
+    # Node ids are relative to the root folder, and the command runs in the folder of this run.
+    file, separator, test = nodeid.partition("::")
+    file = os.path.relpath(config.rootpath / file, config.invocation_params.dir)
+    words = ["pytest", f"{file}{separator}{test}"]
     words += [f"--stackwise-{name}={value}" for name, value in chosen.items() if value is not None]
     words += ["--gpu"] if options.gpu_requested(config) else []
     words += ["--stackwise-strict"] if config.getoption("stackwise_strict") else []

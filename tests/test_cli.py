@@ -544,7 +544,7 @@ class TestCheckRefused:
         code, out, err = call("check", "cli_models.py:never", "--checks", *names)
         assert code == 2 and out == ""
         assert err.startswith(
-            "stackwise: checks: unknown cauzality; known checks and families: determinism, "
+            "stackwise: checks: unknown cauzality; did you mean causality or causality_far?; families: "
         )
         # Of models and of training steps, and families.
         for name in ("causality", "fresh_gradients", "padding", "clipping"):
@@ -676,7 +676,7 @@ class TestTrain:
 
     def test_report(self, call, workplace):
         code, out, _ = call("train", "run.yaml", "--report", "out/train")
-        assert code == 0 and "written: out/train.html" in out
+        assert code == 0 and "report: out/train.html" in out
         stored = json.loads((workplace / "out" / "train.json").read_text())
         assert [record["step"] for record in stored["training"]["records"]] == [0, 1, 2]
         assert stored["verdict"] == "PASS"

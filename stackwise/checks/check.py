@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, TypeVar, overload
 
@@ -140,7 +141,11 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
         problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
     if problems:
         text = "; ".join(problems)
-        raise ValueError(f"checks: {text}; known checks and families: {', '.join(known)}")
+        near = dict.fromkeys(match for name in unknown for match in get_close_matches(name, known, n=2))
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
+        families = ", ".join(dict.fromkeys(checks.values()))
+        raise ValueError(f"checks: {text}{hint}; families: {families}; checks: {', '.join(checks)}")
 
 
 def select_checks(

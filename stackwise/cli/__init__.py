@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -57,9 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
         named = error.filename is not None and error.strerror is not None
         return _refused(f"{error.filename}: {error.strerror}" if named else str(error))
     except ValueError as error:
-        return _refused(str(error))
+        return _refused(f"{error}{_location(error)}")
     except (TypeError, ArithmeticError, RuntimeError, ImportError) as error:
         return _refused(f"{type(error).__name__}: {error}")
+
+
+def _location(error: BaseException) -> str:
+    """Return " (FILE:LINE)" of the user's code that caused an error, or ""."""
+    if error.__cause__ is None:
+        return ""
+    installed = Path(sysconfig.get_paths()["purelib"])
+    ours = Path(stackwise.__file__).parent
+    frames = traceback.extract_tb(error.__cause__.__traceback__)
+    files = [
+        frame
+        for frame in frames
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in (ours, installed))
+        and Path(frame.filename).is_file()
+    ]
+    return f" ({files[-1].filename}:{files[-1].lineno})" if files else ""
 
 
 def _refused(text: str) -> int:

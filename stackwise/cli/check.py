@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import shlex
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -72,8 +74,6 @@ class Check:
         from stackwise.subject.trainer_spec import TrainerSpec
         from stackwise.support.device import fingerprint, resolve_device
 
-        if self.trust_remote_code:
-            os.environ[TRUST] = "1"
         files = report_files(self.report) if self.report else []
         names = [name for some in self.checks for name in some.split(",") if name] or None
         if names is not None:
@@ -83,28 +83,34 @@ class Check:
         if self.quiet and self.verbose:
             raise ValueError("got --quiet and --verbose; wanted one of them")
         declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
-        if self.reference is not None:
-            declared["reference"] = load_factory(self.reference, search=Path.cwd())
         device = resolve_device(self.device)
         asked: dict[str, Any] = {"checks": names, "suite": self.suite, "device": device, "seed": self.seed}
         asked["strict"] = self.strict
         hidden: HiddenOutput | None = None
-        with contextlib.ExitStack() as block:
-            if self.verbose:
-                block.enter_context(shown_once())
-            else:
-                hidden = block.enter_context(hidden_output())
-            progress = ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
-            block.callback(progress.close)
-            asked["on_progress"] = progress.update
-            spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
-            is_trainer = isinstance(spec, TrainerSpec)
-            results = check_trainer(spec, **asked) if is_trainer else check_model(spec, **asked)
+        try:
+            with contextlib.ExitStack() as block:
+                if self.trust_remote_code:
+                    block.enter_context(_remote_code_trusted())
+                if self.verbose:
+                    block.enter_context(shown_once())
+                else:
+                    hidden = block.enter_context(hidden_output())
+                progress = ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
+                block.callback(progress.close)
+                asked["on_progress"] = progress.update
+                if self.reference is not None:
+                    declared["reference"] = load_factory(self.reference, search=Path.cwd())
+                spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
+                is_trainer = isinstance(spec, TrainerSpec)
+                results = check_trainer(spec, **asked) if is_trainer else check_model(spec, **asked)
+        except (ValueError, OSError, ImportError):
+            if hidden is not None and hidden.n_lines:
+                print(_hidden_text(hidden), file=sys.stderr)
+            raise
         if not self.quiet:
             print(f"{spec.name}: {spec.notes}".removesuffix(": "))
             if hidden is not None and hidden.n_lines:
-                n_lines = f"{hidden.n_lines:,} line{'' if hidden.n_lines == 1 else 's'}"
-                print(f"({n_lines} of output of the model and its libraries hidden: -v shows them)")
+                print(_hidden_text(hidden))
         failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
         report = Report(failed_tests=failed, noun="check")
         for result in results:
@@ -112,12 +118,18 @@ class Check:
         found = [row for _, row in report.findings()]
         report.commands = {report.name_of(row): self._command(row["check"], str(device)) for row in found}
         report.environment = fingerprint(device)
-        for file in files:
-            report.write(file)
         *lines, verdict = report.lines(self.verbose - self.quiet)
         for line in lines:
             print(line)
-        print(verdict, *(f"report: {file}" for file in files), sep=", ")
+        # After the lines of the terminal, which begin with the notes.
+        report.subjects = {spec.name: spec.notes} if spec.notes else {}
+        try:
+            for file in files:
+                report.write(file)
+        except OSError:
+            print(verdict)
+            raise
+        print(f"{verdict}, report: {', '.join(map(str, files))}" if files else verdict)
         return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
 
     def _command(self, check: str, device: str) -> str:
@@ -127,8 +139,27 @@ class Check:
         words += ["--seed", str(self.seed), "--device", device]
         words += ["--causal"] * self.causal + ["--no-causal"] * self.no_causal
         words += ["--reference", self.reference] if self.reference is not None else []
-        words += ["--strict"] * self.strict
+        words += ["--strict"] * self.strict + ["--trust-remote-code"] * self.trust_remote_code
         return shlex.join(words)
+
+
+def _hidden_text(hidden: HiddenOutput) -> str:
+    n_lines = f"{hidden.n_lines:,} line{'' if hidden.n_lines == 1 else 's'}"
+    return f"({n_lines} of output of the model and its libraries hidden: -v shows them)"
+
+
+@contextlib.contextmanager
+def _remote_code_trusted() -> Iterator[None]:
+    """Allow code of the hub in the block, also in child processes, which inherit the variable."""
+    before = os.environ.get(TRUST)
+    os.environ[TRUST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRUST]
+        else:
+            os.environ[TRUST] = before
 
 
 def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import tempfile
@@ -36,7 +37,8 @@ def hidden_output() -> Iterator[HiddenOutput]:
     """Collect what Python code, C++ libraries and child processes write in the block.
 
     If the block raises, the output is shown on standard error, because it may explain the error. An error of
-    the user (ValueError, OSError, ImportError) explains itself.
+    the user (ValueError, OSError, ImportError) explains itself. If the process crashes, Python's traceback is
+    shown.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,6 +49,7 @@ def hidden_output() -> Iterator[HiddenOutput]:
         hidden = HiddenOutput(terminal)
         try:
             with (
+                _crash_report(terminal),
                 _redirected(1, file),
                 _redirected(2, file),
                 contextlib.redirect_stdout(file),
@@ -54,6 +57,7 @@ def hidden_output() -> Iterator[HiddenOutput]:
             ):
                 yield hidden
         except (ValueError, OSError, ImportError):
+            hidden.text = _content(file)
             raise
         except Exception:
             terminal.write(_content(file))
@@ -70,6 +74,24 @@ def _terminal() -> Iterator[TextIO]:
         return
     with os.fdopen(os.dup(2), "w", encoding=original.encoding, errors="replace") as stream:
         yield stream
+
+
+@contextlib.contextmanager
+def _crash_report(terminal: TextIO) -> Iterator[None]:
+    """Let Python print its traceback to the terminal if the process crashes in the block."""
+    try:
+        terminal.fileno()
+    except (OSError, ValueError):  # the stream of a test
+        yield
+        return
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.enable(terminal)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+        if was_enabled:
+            faulthandler.enable()
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class Quality:
             print(line)
         for file in files:
             report.write(file)
-            print(f"written: {file}")
+            print(f"report: {file}")
         return 0
 
     def _tasks(self, names: list[str]) -> Any:

@@ -123,7 +123,7 @@ def _write_report(
     report = Report(training=training, environment=fingerprint(None if device == "auto" else device))
     for file in files:
         report.write(file)
-        print(f"written: {file}")
+        print(f"report: {file}")
 
 
 def _print_plan(config: StackWiseConfig) -> None:

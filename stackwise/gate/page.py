@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stackwise.gate.report import change_text, each_cost, interval_text, summary, tolerance_text
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
-from stackwise.report.page import Finding, Page, Row, Section, Status, Table
+from stackwise.report.page import Finding, Page, Row, Section, Status, Table, findings_section
 from stackwise.report.plot import (
     ACCENT,
     BAD,
@@ -53,7 +53,7 @@ def gate_page(result: GateResult) -> Page:
         if kind in findings:
             findings[kind].append(_finding(result, test, kind))
     titles: dict[Status, str] = {"failed": "Failed tests", "warning": "Inconclusive tests and warnings"}
-    sections = [Section(titles[kind], found, count=len(found)) for kind, found in findings.items() if found]
+    sections = [findings_section(titles[kind], found) for kind, found in findings.items() if found]
     sections += [_differences(result), _tests(result)]
     return Page(
         f"Performance of {result.head} against {result.base}",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.report.figures import latency_plot, training_plot
-from stackwise.report.page import Finding, Page, Row, Section, Status, Table
+from stackwise.report.page import Finding, Page, Row, Section, Status, Table, findings_section
 from stackwise.report.plot import Plot
 from stackwise.report.row_text import (
     check_text,
@@ -47,11 +47,15 @@ def report_page(report: Report) -> Page:
         *_memory(report),
         *_quality(report),
         *_other_checks(report),
+        *_subjects(report),
     ]
+    title = f"{report.noun.title()} run"
+    if report.noun == "check" and len(models) == 1:
+        title = f"Checks of {models[0]}"
+    elif report.training is not None and not any(section for section in sections if section.tables):
+        title = "Training run"
     return Page(
-        f"Checks of {models[0]}"
-        if report.noun == "check" and len(models) == 1
-        else f"{report.noun.title()} run",
+        title,
         report.verdict,
         _VERDICTS.get(report.verdict, "warning"),
         report.counts_text(),
@@ -82,7 +86,7 @@ def _failures(report: Report) -> list[Section]:
         if name not in explained
     ]
     found = (("Failed checks", checks), ("Failed tests", others))
-    return [Section(title, findings, count=len(findings)) for title, findings in found if findings]
+    return [findings_section(title, findings) for title, findings in found if findings]
 
 
 def _warnings(report: Report) -> list[Section]:
@@ -92,7 +96,7 @@ def _warnings(report: Report) -> list[Section]:
         for section, row in report.findings()
         if report.name_of(row) not in failed
     ]
-    return [Section("Warnings", findings, count=len(findings))] if findings else []
+    return [findings_section("Warnings", findings)] if findings else []
 
 
 def _finding(report: Report, section: str, row: dict[str, Any], status: Status) -> Finding:
@@ -291,13 +295,20 @@ def _other_checks(report: Report) -> list[Section]:
         table = Table(
             "Expected failures and accepted warnings", ["check", "model", "finding"], rows, wide=("finding",)
         )
-        sections.append(_folded(table.title, table))
+        sections.append(Section(table.title, tables=[table], count=len(rows)))
     if skipped := by_status.get("not applicable"):
         skipped = sorted(skipped, key=check_text)
         rows = [Row([row["check"], row["model"], check_text(row)], "not applicable") for row in skipped]
         table = Table("Checks that do not apply", ["check", "model", "reason"], rows, wide=("reason",))
         sections.append(_folded(table.title, table))
     return sections
+
+
+def _subjects(report: Report) -> list[Section]:
+    """Return the facts that were inferred or assumed about the models."""
+    rows = [Row([name, notes]) for name, notes in report.subjects.items()]
+    table = Table("Models and training loops", ["name", "notes"], rows, wide=("notes",), results=False)
+    return [Section(table.title, tables=[table])] if rows else []
 
 
 def _folded(title: str, table: Table) -> Section:

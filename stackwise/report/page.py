@@ -18,7 +18,7 @@ from stackwise.report.plot import Plot
 from stackwise.support.files import write_whole
 from stackwise.support.units import byte_text
 
-__all__ = ["Finding", "Page", "Row", "Section", "Status", "Table"]
+__all__ = ["Finding", "Page", "Row", "Section", "Status", "Table", "findings_section"]
 
 Status = Literal["failed", "warning", "passed", "neutral", "not applicable"]
 
@@ -40,6 +40,12 @@ _FACTS = {
     "torch_threads": "PyTorch threads",
     "omp_wait_policy": "OMP_WAIT_POLICY",
 }
+# Limits that keep a page small, however much fails.
+_MAX_CARDS = 300  # findings of a section that are shown in full
+_MAX_TEXT = 4000  # characters of a message
+_MAX_CELL = 400  # characters of a cell of a table
+# Control characters, which HTML does not allow.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _NO_PLOTS = "This report has no plots. To get them, run: pip install 'stackwise[report]'"
 
 
@@ -149,6 +155,14 @@ class Section:
         return f"section-{re.sub(r'[^a-z0-9]+', '-', self.title.lower()).strip('-')}"
 
 
+def findings_section(title: str, findings: Sequence[Finding]) -> Section:
+    """Return a section that shows the first 300 findings in full, and names the others in a table."""
+    rest = [Row([each.title, each.subject], each.status, each.label) for each in findings[_MAX_CARDS:]]
+    more = f"{len(rest)} more, in full in the JSON report"
+    table = Table(more, ["name", "subject"], rest, code=("name",))
+    return Section(title, findings[:_MAX_CARDS], tables=[table] if rest else [], count=len(findings))
+
+
 @dataclass(frozen=True)
 class Page:
     """Content of an HTML report.
@@ -196,7 +210,8 @@ class Page:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        return environment.get_template("page.html.j2").render(
+        environment.filters["short"] = _shortened
+        html = environment.get_template("page.html.j2").render(
             page=self,
             # The style sheet, the script and the drawings are the only parts that are not escaped.
             style=Markup(_template("page.css")),  # noqa: S704
@@ -210,7 +225,14 @@ class Page:
             ],
             facts=list(_facts(self.environment or {})),
             version=version("stackwise"),
+            max_cell=_MAX_CELL,
         )
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", html)
+
+    @property
+    def has_findings(self) -> bool:
+        """True if a section has findings. Rows of tables with a finding are then not counted again."""
+        return any(section.findings for section in self.sections)
 
     def _drawings(self) -> tuple[dict[str, str], list[str]]:
         """Return the drawings by "SECTION-NUMBER", and a note if there is no matplotlib to make them."""
@@ -240,6 +262,13 @@ class Page:
         tables = [table for section in self.sections for table in section.tables if table.results]
         rows = [row for table in tables for row in table.rows]
         return Counter(finding.status for finding in findings), Counter(row.status for row in rows)
+
+
+def _shortened(text: str, limit: int = _MAX_TEXT) -> str:
+    """Return the text without its middle if it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} [... {len(text) - limit:,} characters ...] {text[-(limit // 2) :]}"
 
 
 def _template(name: str) -> str:

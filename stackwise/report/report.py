@@ -57,8 +57,9 @@ class Report:
         failed_tests: names of the tests that failed, whatever they were about.
         errors: "where" (location) and "message" of the error, by the name of the failed test.
         commands: shell command that repeats a test or check, by its name. Of failures and findings only.
-        noun: what these are: "test", or "check" where checks are asked without tests.
-        complete: whether the run came to its end.
+        subjects: notes on each model and training loop: the facts that were inferred or assumed.
+        noun: "test", or "check" if checks ran without tests.
+        complete: True if the run was not interrupted.
         created: ISO 8601, UTC.
     """
 
@@ -72,14 +73,20 @@ class Report:
     failed_tests: list[str] = field(default_factory=list)
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
+    subjects: dict[str, str] = field(default_factory=dict)
     noun: str = "test"
     complete: bool = True
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def add(self, section: str, **record: Any) -> None:
-        """Enter one record in "checks", "stability", "throughput", "memory" or "quality"."""
+        """Add a record to "checks", "stability", "throughput", "memory" or "quality".
+
+        A record of "checks" may have "subject_notes", which become the notes on its model.
+        """
         if section not in _SECTIONS:
             raise ValueError(f"section: got {section!r}; allowed: {', '.join(_SECTIONS)}")
+        if notes := record.pop("subject_notes", ""):
+            self.subjects[record["model"]] = notes
         getattr(self, section).append(record)
 
     @property
@@ -121,6 +128,9 @@ class Report:
     def counts_text(self) -> str:
         """Return the number of results of each kind, in one line."""
         parts = []
+        if self.training:
+            first, final = self.training["first_loss"], self.training["final_loss"]
+            parts.append(f"training: {self.training['num_batches']} steps, loss {first:.3f} -> {final:.3f}")
         if self.checks:
             counts = Counter(c["status"] for c in self.checks)
             parts.append("checks: " + ", ".join(f"{counts[s]} {s}" for s in MARKS if counts[s]))
@@ -140,7 +150,7 @@ class Report:
         if self.failed_tests and self.noun == "test":
             plural = "" if len(self.failed_tests) == 1 else "s"
             parts.append(f"{len(self.failed_tests)} {self.noun}{plural} failed")
-        return "; ".join(parts) or "nothing was found out"
+        return "; ".join(parts) or "no results"
 
     def training_line(self) -> str:
         """Return size, speed and losses of the training run in one line, or "" without a training run."""
@@ -166,7 +176,7 @@ class Report:
         if self.training:
             yield self.training_line()
         for model, rows in by_model(self.checks):
-            yield from _check_lines(model, rows, verbosity)
+            yield from _check_lines(model, rows, verbosity, self.subjects.get(model, ""))
         stability, throughput, memory, quality = (
             [row for row in getattr(self, section) if verbosity >= 0 or is_finding(section, row)]
             for section in _SECTIONS[1:]
@@ -218,7 +228,8 @@ class Report:
             ]
             table += [[MARKS["not applicable"], names, "", "", words] for words, names in not_asked.items()]
             header = ["", "check", "measured", "limit", "what it says"]
-            blocks.append(f"## Checks of {model}\n\n{markdown_table(header, table)}")
+            notes = f"{self.subjects[model]}\n\n" if model in self.subjects else ""
+            blocks.append(f"## Checks of {model}\n\n{notes}{markdown_table(header, table)}")
         if self.stability:
             table = [
                 [
@@ -266,6 +277,7 @@ class Report:
             "failed_tests": self.failed_tests,
             "errors": self.errors,
             "commands": self.commands,
+            "subjects": self.subjects,
             "noun": self.noun,
             "complete": self.complete,
         }
@@ -337,7 +349,7 @@ def training_record(
     }
 
 
-def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iterator[str]:
+def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int, notes: str = "") -> Iterator[str]:
     """Yield the rows of a model's checks that `Report.lines` shows, under a heading if there are any."""
     asked, not_asked = asked_and_not(rows)
     declared = ("expected failure", "accepted warning") if verbosity >= 0 else ()
@@ -347,6 +359,8 @@ def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int) -> Iter
     if not asked and not not_asked:
         return
     yield f"checks of {model}"
+    if verbosity > 0 and notes:
+        yield f"  {notes}"
     findings = [row for row in asked if is_finding("checks", row)]
     others = [row for row in asked if row not in findings]
     for row in sorted(findings, key=lambda row: row["status"] == "warned"):

@@ -23,6 +23,8 @@ from stackwise.support.units import byte_text
 __all__ = ["HFModel", "load_hf_model"]
 
 _PREFIXES = ("hf:", "hf-tiny:")
+_FORM = f"a folder with config.json, such as {_PREFIXES[0]}path/to/folder, or a name on the hub"
+_TRUST_ADVICE = "--trust-remote-code (pytest: --stackwise-trust-remote-code) allows it"
 
 # Names that configurations have for each size.
 _SIZE_NAMES = {
@@ -107,9 +109,10 @@ class HFModel:
     def __call__(self) -> nn.Module:
         """Build a model."""
         config = copy.deepcopy(self.config)
+        model: nn.Module
         if hasattr(self.model_class, "from_config"):
-            options = {"trust_remote_code": True} if self.trust_remote_code else {}
-            model: nn.Module = self.model_class.from_config(config, **options)
+            # Without an explicit False, transformers asks the user on a terminal.
+            model = self.model_class.from_config(config, trust_remote_code=self.trust_remote_code)
         else:
             model = self.model_class(config)
         return model
@@ -124,8 +127,8 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
         trust_remote_code: allow code of the hub.
 
     Raises:
-        ValueError: no such configuration, an unknown model type, code of the hub without permission, too
-            little memory, or an architecture that cannot be reduced.
+        ValueError: no such configuration, a mistake in it, an unknown model type, code of the hub without
+            permission, too little memory, or an architecture that cannot be reduced.
         ImportError: transformers is not installed.
     """
     prefix = next(each for each in _PREFIXES if target.startswith(each))
@@ -135,16 +138,23 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
     except ImportError as error:
         raise ImportError(f"{target} needs transformers: pip install 'stackwise[hf]' ({error})") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    folder = (search or Path()) / name
-    found = _read_config(target, str(folder) if folder.is_dir() else name, trust_remote_code)
-    config, notes = _text_part(found)
-    model_class = _model_class(config)
-    short = Path(name).name
-    if prefix == "hf:":
-        model = HFModel(config, model_class, short, notes, trust_remote_code)
-        _require_memory(model, target)
-        return model
-    return _reduced(HFModel(config, model_class, short, notes, trust_remote_code), target)
+    folder = (search or Path()) / Path(name).expanduser()
+    try:
+        found = _read_config(folder if folder.is_dir() or not name else name, trust_remote_code)
+        config, notes = _text_part(found)
+        model_class, more = _model_class(config, trust_remote_code)
+        full = HFModel(config, model_class, Path(name).name, (*notes, *more), trust_remote_code)
+        if prefix == "hf-tiny:":
+            return _reduced(full)
+        needed = _BYTES_PER_PARAMETER * _n_parameters(full)
+    except Exception as error:
+        raise ValueError(f"{target}: {_one_line(error)}") from None
+    if needed > (available := _available_bytes()):
+        raise ValueError(
+            f"{target}: its checks need about {byte_text(needed)} of memory, and {byte_text(available)} are "
+            f"available; {_PREFIXES[1]}{name} has the same architecture with small sizes"
+        )
+    return full
 
 
 def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
@@ -174,21 +184,28 @@ def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[An
     return type(config).from_dict(changed), tuple(notes)
 
 
-def _read_config(target: str, name: str, trust_remote_code: bool) -> Any:
+def _one_line(error: Exception) -> str:
+    """Return an exception of transformers, or one of ours, as one line."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return f"the model needs its own code: {_TRUST_ADVICE}"
+    return f"{text:.300}" if type(error) is ValueError else f"{type(error).__name__}: {text:.300}"
+
+
+def _read_config(name: Path | str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
+    if isinstance(name, Path) and not (name / "config.json").is_file():
+        raise ValueError(f"{name} has no config.json; allowed: {_FORM}")
+    if str(name).startswith(("/", ".", "~")) and not isinstance(name, Path):
+        raise ValueError(f"there is no folder {name}; allowed: {_FORM}")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
-            advice = "--trust-remote-code (pytest: --stackwise-trust-remote-code) allows it"
-            raise ValueError(f"{target}: the configuration needs code of its own: {advice}") from None
-        raise ValueError(f"{target}: {said:.300}") from None
-    except (OSError, KeyError) as error:
-        said = " ".join(str(error).split())
-        form = f"a folder with config.json, such as {_PREFIXES[0]}path/to/folder, or a name on the hub"
-        raise ValueError(f"{target}: no configuration found ({said:.120}); allowed: {form}") from None
+        return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
+    except OSError as error:
+        text = " ".join(str(error).split())
+        offline = "connect" in text or "offline" in text.lower()
+        reason = "there is no network, and it is not in the cache" if offline else f"{text:.200}"
+        raise ValueError(f"no configuration found ({reason}); allowed: {_FORM}") from None
 
 
 def _text_part(config: Any) -> tuple[Any, tuple[str, ...]]:
@@ -201,29 +218,36 @@ def _text_part(config: Any) -> tuple[Any, tuple[str, ...]]:
     return text, (f"only the text model of {config.model_type}",)
 
 
-def _model_class(config: Any) -> Any:
-    """Return the class that `architectures` names, otherwise a causal, a masked or a base model."""
+def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, tuple[str, ...]]:
+    """Return the class of `architectures`, otherwise a causal, masked or base model; and notes."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    for name in config.architectures or ():
+    is_remote = trust_remote_code and bool(getattr(config, "auto_map", None))
+    names = tuple(config.architectures or ())
+    for name in names:
         named = getattr(transformers, name, None)
-        if named is not None and isinstance(config, named.config_class):
-            return named
+        if isinstance(config, getattr(named, "config_class", None) or ()):
+            return named, ()
     kind = type(config)
     is_masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
+    found: Any
     if is_masked and getattr(config, "is_decoder", None) is False:
-        return transformers.AutoModelForMaskedLM
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
-        return transformers.AutoModelForCausalLM
-    if is_masked:
-        return transformers.AutoModelForMaskedLM
-    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForSeq2SeqLM
-    return transformers.AutoModel
+        found = transformers.AutoModelForMaskedLM
+    elif kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or is_remote:
+        found = transformers.AutoModelForCausalLM
+    elif is_masked:
+        found = transformers.AutoModelForMaskedLM
+    elif kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        found = transformers.AutoModelForSeq2SeqLM
+    else:
+        found = transformers.AutoModel
+    if not names or is_remote:
+        return found, ()
+    return found, (f"{found.__name__} instead of {', '.join(names)}, which transformers lacks",)
 
 
-def _reduced(full: HFModel, target: str) -> HFModel:
+def _reduced(full: HFModel) -> HFModel:
     """Return the factory of the smallest model of the architecture that can be built and called."""
     problem = ""
     for variant in _VARIANTS:
@@ -238,34 +262,25 @@ def _reduced(full: HFModel, target: str) -> HFModel:
                     raise ValueError(f"it still has {n_parameters:,} parameters")
                 _try(model)
         except Exception as error:
-            said = " ".join(str(error).split())
-            problem = problem or f"{type(error).__name__}: {said:.200}"
+            problem = problem or _one_line(error)
             continue
         return model
     kind = full.config.model_type
-    raise ValueError(f"{target}: {kind} cannot be reduced ({problem}); write a small configuration")
+    raise ValueError(f"{kind} cannot be reduced ({problem}); write a small configuration and use hf:")
 
 
 def _try(model: HFModel) -> None:
     ids = torch.randint(3, 16, (2, 12), generator=torch.Generator().manual_seed(0))
+    built = model().eval()
+    if (name := getattr(built, "main_input_name", "input_ids")) != "input_ids":
+        raise ValueError(f"it takes {name} instead of tokens")
     with torch.no_grad():
-        model().eval()(ids)
+        built(ids)
 
 
 def _n_parameters(model: HFModel) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in model().parameters())
-
-
-def _require_memory(model: HFModel, target: str) -> None:
-    """Raise if the checks of the model need more memory than there is."""
-    needed, available = _BYTES_PER_PARAMETER * _n_parameters(model), _available_bytes()
-    if needed > available:
-        tiny = f"{_PREFIXES[1]}{target.removeprefix(_PREFIXES[0])}"
-        raise ValueError(
-            f"{target}: its checks need about {byte_text(needed)} of memory, and {byte_text(available)} are "
-            f"available; {tiny} has the same architecture with small sizes"
-        )
 
 
 def _available_bytes() -> int:
@@ -277,7 +292,8 @@ def _available_bytes() -> int:
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         amounts.append(1024 * int(lines["MemAvailable"].split()[0]))
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        amounts.append(int(limit) - int((group / "memory.current").read_text()))
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        amounts.append(int(limit) - int((group / "memory.current").read_text()) + int(used["inactive_file"]))
     return max(0, min(amounts))
 
 
@@ -359,7 +375,9 @@ def _per_layer(given: Mapping[str, Any], rows: list[int], n_layers: int | None) 
     """Return the lists and dictionaries that have a value per layer, for the layers in `rows`."""
     changed: dict[str, Any] = {}
     for key, value in given.items():
-        if isinstance(value, list | tuple) and len(value) == n_layers and len(value) > 1:
+        if _is_index_list(key, value, n_layers):
+            changed[key] = [rows.index(row) for row in value if row in rows]
+        elif isinstance(value, list | tuple) and len(value) == n_layers and len(value) > 1:
             changed[key] = [value[row % len(value)] for row in rows]
         elif isinstance(value, dict) and value and key != "id2label" and all(str(k).isdigit() for k in value):
             changed[key] = {rows.index(int(k)): of for k, of in value.items() if int(k) in rows}
@@ -416,15 +434,33 @@ def _layers(given: Mapping[str, Any], n_layers: int | None, notes: list[str]) ->
     """Return the layers that are kept: two, with one of each kind."""
     if n_layers is None or n_layers <= _LAYERS:
         return list(range(n_layers or _LAYERS))
-    lists = [v for v in given.values() if isinstance(v, list | tuple) and len(v) == n_layers]
+    indices = [value for key, value in given.items() if _is_index_list(key, value, n_layers)]
+    lists = [
+        value
+        for key, value in given.items()
+        if isinstance(value, list | tuple)
+        and len(value) == n_layers
+        and not _is_index_list(key, value, n_layers)
+    ]
     kinds: dict[str, int] = {}
     for row in range(n_layers):
-        kinds.setdefault(str([each[row] for each in lists]), row)
+        kind = [each[row] for each in lists] + [row in each for each in indices]
+        kinds.setdefault(str(kind), row)
     rows = sorted(kinds.values())
     if len(rows) > _MAX_KINDS:
         notes.append(f"{_MAX_KINDS} of {len(rows)} kinds of layers")
         rows = rows[:_MAX_KINDS]
     return rows if len(rows) >= _LAYERS else [0, n_layers - 1]
+
+
+def _is_index_list(key: str, value: Any, n_layers: int | None) -> bool:
+    """Return True for a setting that lists layers by number, such as `moe_layers`."""
+    if not isinstance(value, list | tuple) or not value or n_layers is None:
+        return False
+    if not any(word in key for word in ("layer", "idx", "ind")):
+        return False
+    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    return numbers and list(value) == sorted(set(value)) and value[0] >= 0 and value[-1] < n_layers
 
 
 def _rotary(parameters: Mapping[str, Any], head: int, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def _integer(text: str) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically, as UTF-8. Create its folder if it does not exist.
 
-    If the write fails, an old file of that name remains unchanged.
+    If the write fails, an old file of that name remains unchanged. Characters that UTF-8 cannot encode are
+    escaped.
 
     Raises:
         OSError: the file cannot be written.
@@ -45,7 +46,9 @@ def write_whole(path: Path, text: str) -> None:
     # A rename is atomic only within a file system, so the scratch file is in the same folder.
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
         scratch.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         scratch.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +12,6 @@ __all__ = ["ProgressLine", "duration_text"]
 
 _FIRST = 5.0  # seconds before the first line: shorter commands show none
 _PAUSE = {True: 0.2, False: 10.0}  # seconds between two lines, on a terminal and elsewhere
-_WIDTH = 79  # columns of a line that is overwritten: a longer one would wrap
 
 
 class ProgressLine:
@@ -53,7 +53,8 @@ class ProgressLine:
         left = f", about {duration_text(spent / done * (total - done))} left" if 0 < done < total else ""
         line = f"{self._label}: {done} of {total}{left}{f', {detail}' if detail else ''}"
         if self._live:
-            self._stream.write(f"\r{line[:_WIDTH]:{_WIDTH}}")
+            width = _width()
+            self._stream.write(f"\r{line[:width]:{width}}")
         else:
             self._stream.write(f"{line}\n")
         self._stream.flush()
@@ -62,9 +63,14 @@ class ProgressLine:
     def close(self) -> None:
         """Delete the line from the terminal."""
         if self._is_visible:
-            self._stream.write(f"\r{'':{_WIDTH}}\r")
+            self._stream.write(f"\r{'':{_width()}}\r")
             self._stream.flush()
             self._is_visible = False
+
+
+def _width() -> int:
+    """Return the columns of a line that can be overwritten. A longer line would wrap."""
+    return min(79, shutil.get_terminal_size().columns - 1)
 
 
 def duration_text(seconds: float) -> str:

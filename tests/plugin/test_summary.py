@@ -75,7 +75,7 @@ def test_files(pytester, folder, run, given, written):
     result = run(f"--stackwise-report={given}")
     result.assert_outcomes(passed=1)
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*out*") if p.is_file()) == written
-    result.stdout.fnmatch_lines_random([f"written: {name}" for name in written])
+    result.stdout.fnmatch_lines_random([f"report: {name}" for name in written])
 
 
 def test_no_report_is_written_unasked(pytester, folder, run):
@@ -227,3 +227,37 @@ def test_report_says_where_it_was_measured(pytester, run, report):
     pytester.makepyfile(SOUND)
     run("--stackwise-report=out.json").assert_outcomes(passed=1)
     assert {"cpu", "torch", "python", "gpu"} <= report()["environment"].keys()
+
+
+def test_repeated_command_works_from_a_subfolder(pytester, run, report):
+    pytester.mkdir("sub")
+    (pytester.path / "sub" / "test_in.py").write_text("def test_it(): assert 0\n")
+    (pytester.path / "pytest.ini").write_text("[pytest]\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(pytester.path / "sub")
+        run("--stackwise-report=out.json")
+    stored = json.loads((pytester.path / "sub" / "out.json").read_text())
+    assert stored["commands"] == {"sub/test_in.py::test_it": "pytest test_in.py::test_it"}
+
+
+def test_zero_code_command_has_the_options_of_the_run(pytester, run):
+    target = "models.py:leaky"
+    run(
+        f"--stackwise-model={target}",
+        "--stackwise-checks=causality",
+        "--stackwise-strict",
+        "--stackwise-suite=full",
+        "--stackwise-report=out.json",
+    )
+    commands = json.loads((pytester.path / "out.json").read_text())["commands"]
+    assert commands[f"stackwise[{target}]::causality"] == (
+        f"stackwise check {target} --checks causality --seed 0 --device cpu --suite full --strict"
+    )
+
+
+def test_report_that_fails_keeps_the_summary(pytester, run, monkeypatch):
+    pytester.makepyfile(SOUND)
+    monkeypatch.setattr("stackwise.report.Report.write", lambda *_: 1 / 0)
+    result = run("--stackwise-report=out.html")
+    result.stdout.fnmatch_lines(["verdict: *", "report not written: *out.html: ZeroDivisionError: *"])
+    assert result.ret == 1

@@ -95,7 +95,7 @@ def test_two_workers_agree_with_a_serial_run(pytester, folder, run, run_apart, r
     assert comparable(report("spread.json")) == comparable(report("serial.json"))
     assert (folder / "writers").read_text().split() == ["controller", "controller"]
     assert spread.stdout.str().count("= stackwise =") == 1
-    assert spread.stdout.str().count("written: spread.md") == 1
+    assert spread.stdout.str().count("report: spread.md") == 1
     assert (folder / "spread.md").read_text().count("## Stability") == 1
     # pytest-benchmark is off under xdist: nothing may look like a measurement.
     assert [record["measured"] for record in report("spread.json")["throughput"]] == [False]

@@ -177,3 +177,28 @@ def test_node_id_with_markup_is_shown_as_text():
     html = report_page(report).html()
     assert "<script>x" not in html
     assert "t.py::a[&lt;script&gt;x&lt;/script&gt;]" in html
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(1, "z" * 5_000_000), (6_000, "m" * 1_000)], ids=["long message", "many failures"]
+)
+def test_page_stays_below_three_megabytes(count, message):
+    names = [f"t.py::test_{number}" for number in range(count)]
+    report = Report(
+        failed_tests=names, errors={name: {"where": "t.py:1", "message": message} for name in names}
+    )
+    html = report_page(report).html()
+    assert len(html.encode()) < 3e6
+    assert all(f"test_{number}<" in html for number in (0, count - 1))
+
+
+def test_page_has_no_control_characters():
+    report = Report(failed_tests=["t"], errors={"t": {"where": "", "message": "\x1b[31mred\x07"}})
+    assert "\N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER}" in report_page(report).html()
+
+
+def test_page_of_a_training_run_is_named_after_it():
+    training = {"parameters": 9, "num_batches": 3, "seconds": 1.0, "tokens_per_second": 5.0}
+    report = Report(training=training | {"first_loss": 2.0, "final_loss": 1.0})
+    page = report_page(report)
+    assert (page.title, page.summary) == ("Training run", "training: 3 steps, loss 2.000 -> 1.000")

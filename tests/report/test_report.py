@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stackwise.benchmark import measure, model_workload
 from stackwise.checks import CheckResult, check_model
 from stackwise.report import Report, report_files
+from stackwise.report.html import report_page
 from stackwise.stability import GradientExplosion, stability_run
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.device import fingerprint
@@ -136,12 +137,13 @@ def test_verdict(fields, verdict):
 
 
 def test_summary():
-    assert Report().summary() == "verdict: EMPTY (nothing was found out)"
+    assert Report().summary() == "verdict: EMPTY (no results)"
     report = full_report()
     report.add("checks", **check())
     report.failed_tests.append("t::b")
     assert report.summary() == (
-        "verdict: FAIL (checks: 1 failed, 2 passed; stability: 1 caught; throughput: 1 measured; "
+        "verdict: FAIL (training: 40 steps, loss 5.545 -> 3.211; checks: 1 failed, 2 passed; "
+        "stability: 1 caught; throughput: 1 measured; "
         "2 tests failed)"
     )
     assert Report(failed_tests=["t"]).summary() == "verdict: FAIL (1 test failed)"
@@ -403,7 +405,7 @@ def test_markdown():
 
 def test_markdown_of_an_empty_report():
     page = Report().markdown()
-    assert "nothing was found out" in page
+    assert "no results" in page
     assert "## " not in page
 
 
@@ -483,6 +485,7 @@ def test_json_is_for_programs(tmp_path):
         "failed_tests",
         "errors",
         "commands",
+        "subjects",
         "noun",
         "complete",
     }
@@ -793,3 +796,19 @@ def test_memory_in_all_forms(tmp_path):
     assert cells(table[3])[3] == "1 tensors more a step are alive; torch.Tensor: +1 a step"
     report.write(tmp_path / "r.json")
     assert Report.from_json(tmp_path / "r.json").memory == report.memory
+
+
+def test_write_escapes_text_that_utf_8_cannot_encode(tmp_path):
+    Report(failed_tests=["t"], errors={"t": {"where": "", "message": "\udc80"}}).write(tmp_path / "r.html")
+    assert "\\udc80" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_notes_on_a_model_are_in_every_format():
+    report = Report()
+    row = {"check": "tying", "model": "gpt", "status": "passed", "value": None, "limit": None}
+    report.add("checks", subject_notes="assumed causal", **CheckResult(**row).to_dict())
+    assert report.subjects == {"gpt": "assumed causal"}
+    assert "assumed causal" in report.markdown()
+    assert "  assumed causal" in report.lines(verbosity=1)
+    assert "assumed causal" in report_page(report).html()
+    assert "subject_notes" not in report.checks[0]

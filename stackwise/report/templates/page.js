@@ -23,9 +23,18 @@
 
   for (const button of navigator.clipboard ? document.querySelectorAll(".repeat button") : []) {
     button.hidden = false;
-    button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(button.previousElementSibling.textContent);
-      button.textContent = "Copied";
+    const label = button.getAttribute("aria-label");
+    const say = (text, spoken) => {
+      button.textContent = text;
+      button.setAttribute("aria-label", spoken);
+    };
+    button.setAttribute("aria-live", "polite");
+    button.addEventListener("click", () => {
+      navigator.clipboard.writeText(button.previousElementSibling.textContent).then(
+        () => say("Copied", "Copied"),
+        () => say("Not copied", "Not copied"),
+      );
+      setTimeout(() => say("Copy", label), 3000);
     });
   }
 
@@ -39,7 +48,7 @@
   const entries = [...document.querySelectorAll("[data-entry]")].map((element) => ({
     element,
     status: element.dataset.status,
-    isPlot: element.tagName === "FIGURE",
+    isCounted: element.tagName !== "FIGURE" && !("again" in element.dataset),
     text: element.textContent.toLowerCase().replace(/\s+/g, " "),
   }));
   const opened = new Set();
@@ -54,7 +63,7 @@
       // A status without a box cannot be hidden.
       const kept = chosen.has(entry.status) || !boxes.some((box) => box.value === entry.status);
       entry.element.hidden = !(matches && kept);
-      if (!entry.isPlot) {
+      if (entry.isCounted) {
         all += 1;
         count += entry.element.hidden ? 0 : 1;
       }

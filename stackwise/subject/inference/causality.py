@@ -28,6 +28,8 @@ _CAUSAL_SETTINGS = {
     "bidirectional": False,
 }
 
+_CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
+
 
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
     """What the model says of itself; a next-token model by its shape is assumed to be causal."""
@@ -41,6 +43,8 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
     if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return None, "no claim about causality: its encoder sees everything"
+        if not answer and type(model).__name__.endswith(_CAUSAL_CLASSES):
+            return True, "causal, by the name of its class"  # a custom model without GenerationMixin
         if not answer:
             return False, "not causal: it cannot generate"
         if (setting := _setting_against_causality(model, known)) is not None:

@@ -28,7 +28,7 @@ def families(record: Mapping[str, Any]) -> str:
 
 
 def rivals(record: Mapping[str, Any]) -> str:
-    """One row a tool, stackwise first: caught, missed, cannot be asked, alarms on clean twins."""
+    """Return a table with one row per tool, stackwise first: bugs and false alarms."""
     figures = record["figures"]
     names = ("caught", "missed", "cannot be asked", "alarms on clean twins")
     mutants, twins = (figures["catalogue"][kind].values() for kind in ("mutants", "twins"))
@@ -40,7 +40,9 @@ def rivals(record: Mapping[str, Any]) -> str:
         "cannot be asked": unasked,
         "alarms on clean twins": sum(bool(twin["statuses"].get("failed")) for twin in twins),
     }
-    rows = [f"| | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
+    twins_text = f"false alarms on {len(twins)} correct versions"
+    header = ("caught", "missed", "not supported", twins_text)
+    rows = [f"| | {' | '.join(header)} |", "| --- " * (1 + len(header)) + "|"]
     for tool, row in {"stackwise": ours, **figures.get("rivals", {}).get("table", {})}.items():
         rows.append(f"| {tool} | {' | '.join(str(row[name]) for name in names)} |")
     return "\n".join(rows)

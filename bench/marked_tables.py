@@ -39,15 +39,17 @@ def replaced(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 def bar_rows(record: Record) -> str:
     """One row a bar."""
-    rows = ["| | measured | aim |", "| --- | --- | --- |"]
+    rows = ["| | measured | target |", "| --- | --- | --- |"]
     for bar in record["bars"]:
         sign = "at most" if bar["at_most"] else "at least"
-        aim = f"{sign} {bar['limit']:g}" + ("" if bar["verdict"] == "PASS" else f", {bar['verdict'].lower()}")
+        target = f"{sign} {bar['limit']:g}" + (
+            "" if bar["verdict"] == "PASS" else f", {bar['verdict'].lower()}"
+        )
         value = "-" if bar["value"] is None else _figure(bar["value"])
         if bar["verdict"] == "SHORT" and float(value) == bar["limit"]:
             value = f"{bar['value']:.6g}"  # short of it by less than is shown
         name = bar["name"].replace("|", r"\|")
-        rows.append(f"| {name} | {value} | {aim} |")
+        rows.append(f"| {name} | {value} | {target} |")
     return "\n".join(rows)
 
 

@@ -11,7 +11,10 @@ from bench.claim import RESULTS
 
 def table(record: dict[str, Any]) -> str:
     """One row a bar that was measured, in Markdown."""
-    rows = ["| | best peer | stackwise | times faster | aim |", "| --- | --- | --- | --- | --- |"]
+    rows = [
+        "| | fastest other library | stackwise | times faster | target |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     figures = record["figures"]
     for bar in record["bars"]:
         kind = bar["name"].split()[0]
@@ -33,8 +36,8 @@ def table(record: dict[str, Any]) -> str:
             cells = [f"masked, {1e3 * times[0]:.0f} ms", f"{1e3 * times[1]:.0f} ms"]
         else:
             continue
-        aim = f"{bar['limit']:.2f}" + ("" if bar["verdict"] == "PASS" else ", short")
-        rows.append(f"| {bar['name']} | {cells[0]} | {cells[1]} | {bar['value']:.2f} | {aim} |")
+        target = f"{bar['limit']:.2f}" + ("" if bar["verdict"] == "PASS" else ", short")
+        rows.append(f"| {bar['name']} | {cells[0]} | {cells[1]} | {bar['value']:.2f} | {target} |")
     return "\n".join(rows)
 
 

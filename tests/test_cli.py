@@ -235,7 +235,7 @@ class TestCheck:
         assert code == 0 and err == ""
         assert "PASS" in out and "FAIL" not in out and "ERROR" not in out
         assert re.search(r"PASS +causality", out) and "verdict: PASS" in out
-        assert "takes tokens of width 11" in out
+        assert "takes token ids, vocabulary 11" in out
 
     def test_leak(self, call):
         code, out, err = call("check", "cli_models.py:leaky", "--checks", *CORE)
@@ -329,7 +329,7 @@ class TestVerdict:
         _, out, _ = call(*self.WARNS, *options)
         assert (re.search(r"PASS +determinism", out) is not None) == passes
         assert (re.search(r"WARN +causality .*This is correct if", out, re.DOTALL) is not None) == warns
-        assert ("takes tokens of width" in out) == described
+        assert ("takes token ids" in out) == described
         assert out.splitlines()[-1] == "verdict: WARN (checks: 1 warned, 1 passed)"
 
     def test_quiet_and_verbose_are_refused_together(self, call):
@@ -347,7 +347,7 @@ class TestVerdict:
         _, out, err = call("check", "cli_models.py:telling", "--checks", "causality")
         assert "built under seed" not in out + err
         assert re.search(
-            r"^\(\d+ lines of output of the model .* hidden: -v shows them\)$", out, re.MULTILINE
+            r"^\(\d+ lines printed by the model .* are hidden; -v shows them\)$", out, re.MULTILINE
         )
 
     def test_output_of_the_model_is_shown_once_with_v(self, call):

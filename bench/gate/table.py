@@ -30,7 +30,6 @@ _IN_SHORT = (
     (OURS, "gate"),
     ("pytest-benchmark", "mean:5%"),
     ("pytest-benchmark", "stored, mean:5%"),
-    ("pytest-benchmark", "min:5%"),
     ("asv continuous", "factor 1.1"),
     ("pyperf", "significant"),
     ("codspeed walltime", "min:10%"),
@@ -51,7 +50,13 @@ def rates_in_short(record: Record) -> str:
 
 def _rows(rules: Sequence[Mapping[str, Any]]) -> str:
     effects = [branch for branch, effect in EFFECTS.items() if effect.share]
-    head = ["", "false alarms", *(f"finds {EFFECTS[branch]}" for branch in effects), "no answer", "s/test"]
+    head = [
+        "",
+        "false alarms",
+        *(f"finds +{EFFECTS[branch]}" for branch in effects),
+        "inconclusive",
+        "s/test",
+    ]
     lines = [f"| {' | '.join(head)} |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
     for row in rules:
         name = f"{row['tool']}, {row['rule']}"
@@ -84,7 +89,7 @@ def ablations(record: Record) -> str:
     if "ablations" not in record["figures"]:
         return "Not measured."
     lines = [
-        "| | spread of a round, median of calls | largest bias | flagged | no answer |",
+        "| | spread of a round, median of calls | largest bias | flagged | inconclusive |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for condition, of in record["figures"]["ablations"].items():

@@ -71,13 +71,13 @@ def run_tests() -> int:
 
 
 def check_copy_with_a_bug() -> int:
-    """Run the checks of the cache on a copy whose cache is wrong, and return the exit code: 1."""
+    """Check the KV cache of a copy with a bug, and return the exit code, which should be 1."""
     subject = f"{HERE}/test_rack.py:rack_with_a_bug"
     return run([sys.executable, "-m", "stackwise.cli", "check", subject, "--checks", "cache_decoding"])
 
 
 def gate_slow_change() -> GateResult:
-    """Compare two versions of attention with the gate, and return the result: REGRESSED."""
+    """Compare two versions of attention with the gate, and return the result, which should be REGRESSED."""
     project, report = BUILD / "project", (BUILD / "gate.json").resolve()
     shutil.rmtree(project, ignore_errors=True)
     project.mkdir(parents=True)
@@ -88,12 +88,15 @@ def gate_slow_change() -> GateResult:
     for command in (["init", "-q", "-b", "main"], ["add", "."], [*author, "commit", "-q", "-m", "fused"]):
         subprocess.run(["git", *command], cwd=project, check=True)
     (project / "attention.py").write_text(BY_HAND)
-    run([sys.executable, "-m", "stackwise.cli", "gate", "main", "--report", str(report)], folder=project)
+    run(
+        [sys.executable, "-m", "stackwise.cli", "gate", "main", "--seconds", "90", "--report", str(report)],
+        folder=project,
+    )
     return GateResult.from_dict(json.loads(report.read_text()))
 
 
 def run(command: list[str], folder: Path | None = None) -> int:
-    """Run a command, after a line that shows it, and return its exit code."""
+    """Print and run a command, and return its exit code."""
     shown = ["python" if part == sys.executable else part for part in command]
     print(f"$ {' '.join(shown).replace('python -m stackwise.cli', 'stackwise')}", flush=True)
     return subprocess.run(command, cwd=folder, check=False).returncode
@@ -107,9 +110,9 @@ def main() -> int:
     tests = run_tests()
     if tests > 1:
         return tests
-    console.rule("3/4  the same Rack with a bug that training does not show")
+    console.rule("3/4  a copy with a bug that training does not show: this check must fail")
     found = check_copy_with_a_bug()
-    console.rule("4/4  a change that makes attention slower")
+    console.rule("4/4  a change that makes attention slower: the gate must report it")
     gate = gate_slow_change()
     report = Report.from_json(BUILD / "report.json")
     report.training, report.environment = trained, fingerprint()
@@ -120,7 +123,7 @@ def main() -> int:
     console.print(report.training_line(), highlight=False, markup=False, soft_wrap=True)
     expected = found == 1 and gate.verdict == "REGRESSED"
     if not expected:
-        print(f"step 3 ended with {found}, expected 1; step 4 with {gate.verdict}, expected REGRESSED")
+        print(f"step 3: exit code {found} (expected 1); step 4: {gate.verdict} (expected REGRESSED)")
     print(f"{report.summary()}, report: {BUILD}/report.html")
     return 0 if tests == 0 and expected else 1
 

@@ -1,4 +1,4 @@
-"""Stability and speed of the GPT, as tests."""
+"""Stability test and benchmark of the GPT."""
 
 import pytest
 from model import gpt

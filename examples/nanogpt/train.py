@@ -1,4 +1,4 @@
-"""Train the GPT on the documentation that Python ships, with a guard around each step."""
+"""Train the GPT on the documentation bundled with Python, with a guard that inspects each step."""
 
 import pydoc_data.topics
 
@@ -32,7 +32,7 @@ def train(n_steps=100):
     for batch in guard.batches(list(batches(n_steps))):
         loss = loss_of(model, batch)
         loss.backward()
-        guard.step(loss)  # clips the gradients and updates the weights, or skips a broken step
+        guard.step(loss)  # inspects the step, then updates the weights or skips
         if guard.steps % 20 == 0:
             print(f"step {guard.steps}: loss {loss.item():.2f}")
     return model, guard
@@ -40,4 +40,4 @@ def train(n_steps=100):
 
 if __name__ == "__main__":
     _, guard = train()
-    print(f"{len(guard.alarms)} alarms")
+    print(f"alarms: {len(guard.alarms)}")

@@ -1,4 +1,4 @@
-"""The `stackwise` command: a thin face of the library."""
+"""The `stackwise` command: a thin wrapper around the library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stackwise.support.wait_policy import default_wait_policy
 
 __all__ = ["main"]
 
-_LONGEST = 4000  # characters of a line
+_LONGEST = 4000  # maximum characters per line
 Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Train, tyro.conf.subcommand("train")]
@@ -38,7 +38,7 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. An error of the user is one line on standard error, with exit code 2."""
+    """Run the command line. Errors of the user go to standard error, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     default_wait_policy()
     if arguments == ["--version"]:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise ValueError(f"argument: got {argument!r}; allowed: text without NUL characters")
         return _run(arguments)
     except BrokenPipeError:
-        # The reader has ended, as `head` does. Nothing may be written at exit either.
+        # The reading process ended, like `head`. Python must not flush at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -101,7 +101,7 @@ def _run(arguments: list[str]) -> int:
             Command,
             args=arguments,
             prog="stackwise",
-            description="Is a transformer architecture right, is it stable, is it fast? "
+            description="Check, stress-test and benchmark PyTorch models and training loops. "
             "`stackwise --version` prints the version.",
         )
     except SystemExit:

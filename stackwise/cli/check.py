@@ -1,4 +1,4 @@
-"""Check: the command that reports what is wrong with a model or a training step."""
+"""Check: the command that checks a model or a training loop."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ _NOTHING_CHECKED = 5  # pytest's exit code for a run without tests
 
 @dataclass(frozen=True)
 class Check:
-    """Check a model or a training step.
+    """Check a model or a training loop.
 
-    Exit codes: 0: no check failed; 1: a check failed, or warned with --strict; 5: no check applies.
+    Exit codes: 0: no check failed; 1: a check failed or crashed, or warned with --strict; 2: wrong
+    arguments; 5: no check applies.
     """
 
     subject: tyro.conf.Positional[str]
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an nn.Module, a ModelSpec, a TrainerSpec,
-    or an object with model, optimizer and step(batch). Or hf:NAME_OR_FOLDER: a configuration of transformers
-    with random weights; hf-tiny:NAME_OR_FOLDER: the same architecture with two layers and small widths."""
+    or an object with model, optimizer and step(batch). Or hf:NAME_OR_FOLDER: a transformers model with random
+    weights; hf-tiny:NAME_OR_FOLDER: the same architecture with two to four layers and small widths."""
     checks: tuple[str, ...] = ()
-    """Names of checks or families, by spaces or commas; none: all of the suite."""
+    """Checks or families to run, separated by spaces or commas; default: the whole suite."""
     suite: Literal["fast", "full"] = "fast"
-    """fast: seconds for a tiny model; full: everything."""
+    """fast: takes seconds for a tiny model; full: all checks."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of weights, inputs and dropout."""
+    """Seed of weights, inputs and dropout."""
     causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """The model claims that no output depends on a later input; neither flag: as it says itself."""
+    """The model is causal: no output depends on later inputs. Without both flags: inferred from the model."""
     no_causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """It claims no such thing, as an encoder."""
+    """The model is not causal, for example an encoder."""
     reference: str | None = None
-    """MODULE:FACTORY of what it has to compute the same as, by parameters of the same names: a plain form of
-    it, or itself as it was (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
+    """MODULE:FACTORY of a model with the same parameter names and the same results: a simple implementation
+    or an earlier version (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
     strict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Warnings fail: exit code 1."""
+    """Treat warnings as failures."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-q"])] = False
     """Print only failures, warnings and the line with the verdict and all counts."""
     verbose: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-v"])] = False
-    """Print the checks that passed as well, why the others do not apply, and what the model and the libraries
-    print."""
+    """Also print passed checks, reasons of checks that do not apply, and the output of the model and its
+    libraries."""
     trust_remote_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Allow hf: names to run code of the hub."""
+    """Allow hf: models to run code from the Hugging Face Hub."""
     report: Path | None = None
-    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all three if the name has no suffix."""
 
     def run(self) -> int:
         """Run the checks, print the findings and the verdict, and return the exit code."""
@@ -79,9 +80,9 @@ class Check:
         if names is not None:
             refuse_unknown(names)
         if self.causal and self.no_causal:
-            raise ValueError("got --causal and --no-causal; wanted one of them")
+            raise ValueError("got --causal and --no-causal; allowed: one of them")
         if self.quiet and self.verbose:
-            raise ValueError("got --quiet and --verbose; wanted one of them")
+            raise ValueError("got --quiet and --verbose; allowed: one of them")
         declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
         device = resolve_device(self.device)
         asked: dict[str, Any] = {"checks": names, "suite": self.suite, "device": device, "seed": self.seed}
@@ -145,7 +146,7 @@ class Check:
 
 def _hidden_text(hidden: HiddenOutput) -> str:
     n_lines = f"{hidden.n_lines:,} line{'' if hidden.n_lines == 1 else 's'}"
-    return f"({n_lines} of output of the model and its libraries hidden: -v shows them)"
+    return f"({n_lines} printed by the model and its libraries are hidden; -v shows them)"
 
 
 @contextlib.contextmanager

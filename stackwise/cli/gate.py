@@ -23,31 +23,31 @@ __all__ = ["Gate"]
 class Gate:
     """Compare the benchmarks of two revisions. Options of pytest and of a conftest follow after `--`.
 
-    Exit code 1 if one got worse or fails on head, 4 for a wrong set-up, 5 if nothing was compared, 7 if it
-    is not known.
+    Exit codes: 0: no regression; 1: a test is slower, larger or fails on head; 4: set-up error; 5: nothing
+    was compared; 7: inconclusive.
     """
 
     base: tyro.conf.Positional[str]
-    """The old side: a revision, ./FOLDER, a wheel, or "callable": what each test names as `against`. A file
-    that pytest-benchmark has saved (.json) is compared with `head`, another one, and nothing is measured."""
+    """The old version: a revision such as main or HEAD~1, ./FOLDER, a wheel, or "callable" for the `against`
+    of each test. If base and head are files saved by pytest-benchmark (.json), nothing is measured."""
     head: Annotated[str | None, tyro.conf.Positional] = None
-    """The new side, a revision; none: the files as they are."""
+    """The new version, a revision; default: the working tree."""
     tests: tuple[str, ...] = ()
-    """Files, folders or names of tests, as pytest takes them; none: those of the configuration file."""
+    """Files, folders or node ids of tests, as for pytest; default: those of the configuration file."""
     limits: str | None = None
-    """Of tests whose marker `gate` does not say, such as time=2%,memory=1%,floor=50us."""
+    """Limits for tests without the marker `gate`, such as time=2%,memory=1%,floor=50us."""
     missing: str | None = None
-    """How to treat a test that the base does not have: fail, warn or create."""
+    """Action for a test that the base lacks: fail, warn or create; default: warn."""
     seconds: float | None = None
-    """Time limit; what cannot be told within it is INCONCLUSIVE."""
+    """Time limit; tests that are undecided at its end are INCONCLUSIVE; default: no limit."""
     timeout: float | None = None
-    """A process that says nothing for so many seconds hangs; none: 600."""
+    """End a process that reports nothing for this many seconds; default: 600."""
     build: str | None = None
-    """Run this command in both trees before, to compile extensions, say."""
+    """Command to run in both revisions before measuring, for example to compile extensions."""
     report: str | None = None
-    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all three if the name has no suffix."""
     history: str | None = None
-    """Keep what was found of head here: an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
+    """Store the results of head: the path of an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
 
     def run(self, pytest_options: Sequence[str] = ()) -> int:
         """Hand over to pytest, which finds the tests, and return its exit code.

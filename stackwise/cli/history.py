@@ -28,7 +28,7 @@ __all__ = ["History"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What every command is about."""
+    """Argument of every history command."""
 
     store: str
     """Path of an SQLite file, or postgresql://USER:PASSWORD@HOST:PORT/DATABASE."""
@@ -36,14 +36,14 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class OneTest(Stored):
-    """What the commands for one series are about."""
+    """Arguments of the commands for one series."""
 
     test: tyro.conf.Positional[str]
-    """Node id, or a part that no other has."""
+    """Node id of a test, or a unique part of it."""
     metric: str = "time"
     """time, memory, ttft or tpot."""
     machine: str | None = None
-    """Beginning of its key; needed where there are several."""
+    """Beginning of the machine's key; required if there are several machines."""
 
     @contextmanager
     def open(self) -> Iterator[tuple[Store, Series]]:
@@ -69,22 +69,22 @@ class OneTest(Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class OneReport(Stored):
-    """What the commands for a report of the gate are about."""
+    """Arguments of the commands for a report of the gate."""
 
     report: tyro.conf.Positional[Path]
-    """The JSON file; only `add` stores it."""
+    """JSON report of the gate; only `add` stores it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class List(Stored):
-    """What there are results of, on which machine, and the newest of each."""
+    """List the tests and machines with results, and the newest result of each."""
 
     test: str | None = None
     """Only tests whose node id contains this."""
     metric: str | None = None
-    """Only this one: time, memory, ttft or tpot."""
+    """Only this metric: time, memory, ttft or tpot."""
     machine: str | None = None
-    """Only machines whose key begins like this."""
+    """Only machines whose key begins with this."""
 
     def run(self) -> int:
         """Print one line for each test and metric, under its machine."""
@@ -104,12 +104,12 @@ class List(Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class Show(OneTest):
-    """The results of one test and where they changed."""
+    """Show the results of one test and the points where they changed."""
 
     branch: str | None = None
     """Only results of this branch."""
     last: int = 50
-    """The newest so many."""
+    """Number of newest results to show."""
 
     def run(self) -> int:
         """Print one line for each result, and one where the series became another."""
@@ -137,10 +137,10 @@ class Show(OneTest):
 
 @dataclass(frozen=True, kw_only=True)
 class Plot(OneTest):
-    """The results of one test as an SVG, with its change points and the reference's time."""
+    """Draw the results of one test as an SVG, with change points and the time of the reference."""
 
     output: Path
-    """The SVG to be written."""
+    """SVG file to write."""
     branch: str | None = None
     """Only results of this branch."""
 
@@ -282,7 +282,7 @@ Action = (
 
 @dataclass(frozen=True)
 class History:
-    """What the gate has measured, run by run: list it, plot it, keep it."""
+    """List, plot and store the results of the gate."""
 
     action: tyro.conf.OmitSubcommandPrefixes[Action]
 

@@ -18,50 +18,50 @@ __all__ = ["Quality"]
 
 @dataclass(frozen=True)
 class Quality:
-    """Ask a trained model questions, and say how many it knows."""
+    """Evaluate a trained model on tasks such as MMLU, HellaSwag and HumanEval."""
 
     model: tyro.conf.Positional[str]
     """A folder with config.json and weights, or MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns
     the model or a ModelSpec."""
     tasks: tuple[str, ...] = ()
-    """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness, tasks that it knows."""
+    """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness: its task names."""
     tokenizer: str | None = None
-    """byte, a tokenizer.json, which is read as it is, or a folder with a tokenizer, as transformers loads it;
-    none: the folder of the model."""
+    """byte, the path of a tokenizer.json, or a folder with a transformers tokenizer; default: the model's
+    folder."""
     data: Path | None = None
-    """Where the folders mmlu and hellaswag are, with .jsonl or .parquet files; none: from Hugging Face."""
+    """Folder with the folders mmlu and hellaswag of .jsonl or .parquet files; default: download."""
     harness: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the tasks in lm-evaluation-harness."""
     include: Path | None = None
-    """With --harness: a folder of task files (.yaml) of your own, which need no network."""
+    """With --harness: folder of your own task files (.yaml)."""
     shots: int | None = None
-    """How many examples are shown before a question; none: as the task says."""
+    """Number of examples before each question; default: that of the task."""
     human_eval: Path | None = None
-    """HumanEval.jsonl or .jsonl.gz: programs are written for its problems, and run against their checks."""
+    """HumanEval.jsonl or .jsonl.gz: generate programs for its problems and run their tests."""
     samples: int = 1
-    """With --human-eval: programs for each problem; pass@k is told for k of 1, 10 and 100 up to it."""
+    """With --human-eval: programs per problem; pass@k is reported for k = 1, 10, 100 up to this number."""
     temperature: float = 0.8
-    """With --human-eval: of the draws; 0 writes the most likely program."""
+    """With --human-eval: sampling temperature; 0: the most likely program."""
     max_new_tokens: int = 512
-    """With --human-eval: the longest program."""
+    """With --human-eval: maximum number of new tokens."""
     execute_generated_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """With --human-eval: yes, run programs that nobody has read, in a sandbox."""
+    """With --human-eval: allow generated programs to run, in a sandbox."""
     limit: int | None = None
-    """So many examples of each task, or of each of its subjects, or problems; none: all."""
+    """Maximum number of examples per task or subject, or of problems; default: all."""
     batch_size: int = 32
-    """The most sequences that are read at once."""
+    """Maximum number of sequences in a batch."""
     max_length: int | None = None
-    """The most tokens that are read at once; none: as many as the model takes."""
+    """Maximum number of tokens in a sequence; default: the limit of the model."""
     prefix_token_id: int | None = None
-    """What stands before a text that follows nothing; none: as the tokenizer says."""
+    """Token before a text without context; default: that of the tokenizer."""
     eos_token_id: tuple[int, ...] = ()
-    """What ends a text that the model writes, by spaces; none: what tokenizer and model say."""
+    """Tokens that end a generated text; default: those of the tokenizer and the model."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N."""
     no_reuse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Read each sequence as a whole, even where several begin alike."""
+    """Compute each sequence as a whole, without reuse of shared prefixes."""
     report: Path | None = None
-    """Write the results to this file: .md, .json, .html, or all of them if the name has no ending."""
+    """Write the results to this file: .md, .json, .html, or all three if the name has no suffix."""
 
     def run(self) -> int:
         """Print every figure."""

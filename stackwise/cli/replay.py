@@ -19,13 +19,16 @@ __all__ = ["Replay"]
 
 @dataclass(frozen=True)
 class Replay:
-    """Compute the broken step of a bundle again and name what breaks first; exit code 1 where it breaks."""
+    """Replay the broken step stored in a bundle and name the module that breaks first.
+
+    Exit code 1 if the step still breaks.
+    """
 
     bundle: tyro.conf.Positional[Path]
-    """The folder, as a guard with `bundles` wrote it."""
+    """Folder that a guard with `bundles` wrote."""
     subject: tyro.conf.Positional[str]
     """MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns an object with `model` and `loss(batch)`,
-    as a training run has them, or a model that `stackwise check` takes, for batches of inputs alone."""
+    or a model, if the batches are only inputs."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N."""
 

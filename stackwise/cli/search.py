@@ -20,40 +20,40 @@ _ROWS = 20  # of the table; the files have all
 
 @dataclass(frozen=True)
 class Search:
-    """Search for good architectures; a search that was ended goes on when it is called again."""
+    """Search for good architectures. The same command resumes a stopped search."""
 
     space: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
     """YAML with `base`, a configuration, and `space`, choices and ranges for its keys."""
     budget: int = 20
-    """Results that the study is to have, failed ones included."""
+    """Number of trials in the study, including failed ones."""
     objective: tuple[str, ...] = ("score",)
     """loss, score, tokens_per_second, peak_bytes, parameters; several for a Pareto front."""
     sampler: Literal["tpe", "random", "gp", "nsga2"] = "tpe"
-    """How configurations are drawn."""
+    """Method that proposes configurations."""
     pruner: Literal["none", "hyperband", "median", "wilcoxon"] = "none"
-    """What ends trials early; wilcoxon wants 5 seeds or more."""
+    """Method that ends trials early; wilcoxon needs 5 seeds or more."""
     steps: int = 1000
-    """Updates of each run; a verdict on stability wants 1000."""
+    """Updates per run; a verdict on stability needs 1000."""
     seeds: int = 1
-    """Runs of each configuration."""
+    """Runs per configuration."""
     seed: int = 0
-    """Of all draws, and of the first run."""
+    """Seed of the proposals and of the first run."""
     storage: str | None = None
-    """A journal file, or an Optuna URL such as sqlite:///search.db; none: search.journal here."""
+    """Journal file, or an Optuna URL such as sqlite:///search.db; default: search.journal."""
     name: str | None = None
-    """Of the study; none: made of all that decides what a trial is."""
+    """Name of the study; default: derived from the settings."""
     jobs: int = 1
-    """Processes here; others may join from anywhere by the same command."""
+    """Processes on this machine; others can join with the same command."""
     device: str | None = None
-    """Where to train; none: as configured."""
+    """Device to train on; default: as configured."""
     small_factor: int = 1
-    """Train small variants, so many times fewer heads and Blocks."""
+    """Train smaller variants, with this many times fewer heads and Blocks."""
     output: Path | None = None
     """Folder for report.html, trials.md, trials.csv, search.json, best.yaml and front.svg."""
     show: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what a stored study has so far, and search nothing; `name` or the only study."""
+    """Print the results of a stored study (`name`, or the only one) without searching."""
     progress: Literal["on", "off"] = "on"
-    """Tell of each trial on standard error: a live line on a terminal, else a line each."""
+    """Report each trial on standard error."""
 
     def run(self) -> int:
         """Search and print a table, the best first.

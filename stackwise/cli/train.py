@@ -24,18 +24,18 @@ __all__ = ["Train"]
 
 @dataclass(frozen=True)
 class Train:
-    """Train a Rack as a YAML file says, and as keys behind it say, such as --training.optimizer.lr 3e-4."""
+    """Train a Rack from a YAML file. Keys after it override it, such as --training.optimizer.lr 3e-4."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
-    """YAML; without it all keys have their defaults."""
+    """YAML file; default: all keys have their defaults."""
     progress: Literal["on", "off"] = "on"
-    """Show progress on standard error: a live line on a terminal, else a line now and then."""
+    """Show progress on standard error."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the whole configuration as YAML, and do not train."""
+    """Print the complete configuration as YAML, without training."""
     plan: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print what training will hold and compute, on CUDA unless training.device is cpu, and do not train."""
+    """Print the planned memory and computation, without training; for CUDA unless training.device is cpu."""
     report: Path | None = None
-    """Write losses and alarms to this file: .md, .json, .html, or all of them if the name has no ending."""
+    """Write losses and alarms to this file: .md, .json, .html, or all three if the name has no suffix."""
 
     def run(self, overrides: Sequence[Override] = ()) -> int:
         """Train, and print the results in the first process.

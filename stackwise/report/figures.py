@@ -128,7 +128,7 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
         ys = [0.0, 1.0, math.nan] * len(fired)
         upright = axes.get_xaxis_transform()
         axes.plot(xs, ys, transform=upright, color=BAD, linestyle=":", linewidth=1.2, label="fault")
-    axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="last attempt")
+    axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="run")
     for points, marker, colour, label in (
         (skipped, "o", WARN, "skipped"),
         (replayed, "D", GOOD, "replayed"),

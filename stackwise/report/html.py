@@ -31,7 +31,7 @@ _LATENCIES = {
     "call": "Latency of a call",
     "e2e": "Latency of a generation",
     "ttft": "Time to first token",
-    "itl": "Time between tokens",
+    "itl": "Inter-token latency",
 }
 
 
@@ -140,7 +140,7 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
                 test,
                 "",
                 row["verdict"],
-                "Memory grows." if grows else "The peak of memory is above the limit.",
+                "Memory grows." if grows else "Peak memory exceeds the limit.",
                 where=where,
                 evidence=memory_text(row),
                 command=command,

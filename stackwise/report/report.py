@@ -138,7 +138,7 @@ class Report:
             counts = Counter(r["verdict"] for r in self.stability)
             parts.append("stability: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
         if self.throughput:
-            counts = Counter("measured" if r["measured"] else "only called" for r in self.throughput)
+            counts = Counter("measured" if r["measured"] else "not measured" for r in self.throughput)
             parts.append("throughput: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
         if self.memory:
             counts = Counter(row["verdict"] for row in self.memory)
@@ -227,7 +227,7 @@ class Report:
                 for row in asked
             ]
             table += [[MARKS["not applicable"], names, "", "", words] for words, names in not_asked.items()]
-            header = ["", "check", "measured", "limit", "what it says"]
+            header = ["", "check", "measured", "limit", "details"]
             notes = f"{self.subjects[model]}\n\n" if model in self.subjects else ""
             blocks.append(f"## Checks of {model}\n\n{notes}{markdown_table(header, table)}")
         if self.stability:
@@ -249,11 +249,11 @@ class Report:
                 [row["verdict"], row["test"], memory_text(row), "; ".join(growth_lines(row))]
                 for row in self.memory
             ]
-            header = ["verdict", "test", "bytes", "what it says"]
+            header = ["verdict", "test", "bytes", "details"]
             blocks.append(f"## Memory\n\n{markdown_table(header, table)}")
         if self.quality:
             table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in self.quality]
-            header = ["verdict", "test", "task", "what it says"]
+            header = ["verdict", "test", "task", "details"]
             blocks.append(f"## Quality\n\n{markdown_table(header, table)}")
         if self.failed_tests:
             blocks.append(

@@ -216,8 +216,8 @@ class TrainerSpec:
         attributes |= found | declared
         if "notes" not in declared:
             can = [name for name in _CAPABILITIES if getattr(run, name, None) is not None]
-            read = [f"vocabulary of {attributes['vocab_size']} ids"] if "make_batch" not in declared else []
-            parts = [str(found.get("notes", "")), *read, f"can {', '.join(can) or 'step alone'}"]
+            read = [f"vocabulary {attributes['vocab_size']}"] if "make_batch" not in declared else []
+            parts = [str(found.get("notes", "")), *read, f"found: {', '.join(['step', *can])}"]
             attributes["notes"] = "; ".join(filter(None, parts))
         spec = cls(**attributes)
         spec._try(with_one_optimizer(run, spec.name))

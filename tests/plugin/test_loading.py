@@ -54,7 +54,8 @@ def loaded(folder):
 
 def heavy(modules):
     # The wait policy has to be set before anything loads torch, and loads nothing itself.
-    ours = {name for name in modules if name.startswith("stackwise.")} - {"stackwise.support.wait_policy"}
+    allowed = {"stackwise.support", "stackwise.support.wait_policy"}
+    ours = {name for name in modules if name.startswith("stackwise.")} - allowed
     return ours | (HEAVY & modules)
 
 

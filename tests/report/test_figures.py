@@ -25,7 +25,7 @@ def test_faults_alarms_skipped_updates_and_replays_are_marked():
     run = {"records": records, "alarms": [{"step": 2}], "fired": [2], "recovery": {"twin": [2.0] * 4}}
     _, labels = drawn(training_plot("a", run))
     assert set(labels) == {
-        "last attempt",
+        "run",
         "fault",
         "alarm",
         "skipped",
@@ -43,7 +43,7 @@ def test_line_goes_through_the_last_attempt_of_a_step():
     records = [record(0, 1.0), record(1, 9.0, skipped=True), record(1, 2.0), record(2, 3.0)]
     figure, _ = drawn(training_plot("a", {"records": records, "alarms": []}))
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    assert list(lines["last attempt"].get_ydata()) == [1.0, 2.0, 3.0]
+    assert list(lines["run"].get_ydata()) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "nan", "inf"])

@@ -336,7 +336,7 @@ def test_lines_of_throughput():
     assert "not measured" in called
     assert "tokens/s" not in called
     report = Report(throughput=rows)
-    assert "throughput: 2 measured, 1 only called" in report.summary()
+    assert "throughput: 2 measured, 1 not measured" in report.summary()
     [table] = tables(report.markdown())
     assert [cells(row)[-1] for row in table[2:]] == ["yes", "no", "not measured"]
 

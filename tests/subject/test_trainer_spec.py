@@ -50,7 +50,7 @@ def test_a_run_of_ones_own():
     spec = TrainerSpec.of(Loop)
     assert (spec.name, spec.vocab_size) == ("Loop", GPT.vocab_size)
     assert spec.notes == (
-        "vocabulary of 61 ids; can scheduler, loss, accumulate, epoch, evaluate, save, load, position, fit"
+        "vocabulary 61; found: step, scheduler, loss, accumulate, epoch, evaluate, save, load, position, fit"
     )
     run = spec.create()
     assert isinstance(run, TrainingRun)
@@ -66,7 +66,7 @@ def test_a_run_of_ones_own():
 def test_a_bare_function():
     spec = TrainerSpec.from_function(bare_step, GPT, max_norm=None, seq_len=8)
     assert (spec.name, spec.seq_len) == ("bare_step", 8)
-    assert spec.notes == "a function (model, optimizer, batch); vocabulary of 61 ids; can step alone"
+    assert spec.notes == "a function (model, optimizer, batch); vocabulary 61; found: step"
     run, twin = spec.create(), spec.create().model
     torch.manual_seed(0)
     loss = run.step(spec.batch())

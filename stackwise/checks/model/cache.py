@@ -65,10 +65,11 @@ def cache_decoding(subject: Subject) -> CheckResult:
     """Does token by token through the cache give what the whole sequence gives?"""
     if subject.spec.decode is None and subject.spec.cache_problem and subject.spec.causal:
         return subject.warned(
-            meaning=f"No check has seen the cache: {subject.spec.cache_problem}.",
-            correct_if="the model keeps no cache; decode=None declares that",
-            advice="Declare how the model continues from a cache: ModelSpec.of(factory, decode=lambda model, "
-            "inputs, cache: (output, cache)), where cache is None at first.",
+            meaning=f"The model may have a cache that no check could use: {subject.spec.cache_problem}.",
+            correct_if="the model has no cache (declare decode=None)",
+            advice="If it has one, the cache may be wrong. Declare how the model uses it, so that it can be "
+            "checked: ModelSpec.of(factory, decode=lambda model, inputs, cache: (output, cache)). cache is "
+            "None at first.",
         )
     if reason := _unasked(subject):
         return subject.not_applicable(reason)

@@ -177,8 +177,8 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         _apart(found, exact),
         limit,
         where="what evaluate(batches) returns",
-        meaning=f"evaluate(batches) returned {found:.6g}; the mean loss of all targets is {exact:.6g} nats."
-        + (f" The returned value is {mistake}." if mistake else ""),
+        meaning=f"The evaluation loss is {found:.6g}; the mean loss over all targets is {exact:.6g} nats."
+        + (f" The evaluation loss is {mistake}." if mistake else ""),
         advice="Divide by the number of targets: T - 1 of T tokens, less the ignored ones. Count each "
         "token of overlapping windows once.",
     )

@@ -17,7 +17,7 @@ from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
 
-ASSUMED_CAUSAL = "assumed causal (say causal=False if not)"
+ASSUMED_CAUSAL = "assumed causal (otherwise declare causal=False)"
 # Settings of configurations that make a model causal which is not without them.
 _CAUSAL_SETTINGS = {
     "is_decoder": True,
@@ -52,7 +52,7 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
         return True, "causal, since it can generate"
     if known["inputs"] == "tokens":
         return True, ASSUMED_CAUSAL
-    return None, "no claim about causality (say causal=True to check it)"
+    return None, "no claim about causality (declare causal=True to check it)"
 
 
 def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:

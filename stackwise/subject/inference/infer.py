@@ -49,7 +49,8 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     known = {**inferred, **declared}
     example = example_batch(model, known)
     if is_sequence(example):
-        notes.append(f"takes {known['inputs']} of width {known['width']}")
+        is_tokens = known["inputs"] == "tokens"
+        notes.append(f"takes {'token ids, vocabulary' if is_tokens else 'vectors of width'} {known['width']}")
     else:
         notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
     if trial.beside:
@@ -74,7 +75,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         can = {key: value for key, value in shown.items() if key not in known}
         inferred |= can
         if named := [key for key in can if key != "cache_problem"]:
-            notes.append("also " + ", ".join(named))
+            notes.append("found: " + ", ".join(named))
     return inferred | {"notes": "; ".join(notes)}
 
 

@@ -44,7 +44,7 @@ def cells(table):
 
 def test_rates(record):
     rows = cells(table.rates(record))
-    assert rows[""][:2] == ["false alarms", "finds 1%"]
+    assert rows[""][:2] == ["false alarms", "finds +1%"]
     assert rows["**stackwise**"] == ["0.0% [0.0%, 30.8%] of 10", "-", "-", "100.0%", "-", "-", "0.0%", "12.0"]
     assert rows["pytest-benchmark, mean:5%"][0] == "50.0% [18.7%, 81.3%] of 10"
     assert rows["pytest-benchmark, mean:5%"][3] == "0.0%"

@@ -179,7 +179,7 @@ def test_a_perplexity_where_a_loss_is_wanted():
             return math.exp(super().evaluate(batches))
 
     result = ask(loop_spec_of(Exponential), "evaluation_exact")
-    assert result.status == "failed" and "returned value is exp of that" in result.meaning
+    assert result.status == "failed" and "evaluation loss is exp of that" in result.meaning
 
 
 @pytest.mark.parametrize("averages", [False, True])

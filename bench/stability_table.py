@@ -39,10 +39,9 @@ def recovery_in_short(record: Record) -> str:
     """One row a way: faults that it notices at their step, false alarms, and runs that are lost."""
     found = _found(record)
     shared = _shared(found)
-    rows = [
-        "| | detected at the faulty step | false alarms per 1,000 healthy steps | runs aborted or off by 1 nat |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    header = ("", "detected at the faulty step", "false alarms per 1,000 healthy steps")
+    header += ("runs aborted or off by 1 nat",)
+    rows = [f"| {' | '.join(header)} |".replace("|  |", "| |"), "| --- | ---: | ---: | ---: |"]
     for arm in ARMS[:-1]:  # the last one is a variant with equal results
         broken = [r for r in shared[arm] if r["fault"] in FAULTS]
         passing = [r for r in broken if r["fault"] != "x10 all steps"]

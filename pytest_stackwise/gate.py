@@ -74,6 +74,8 @@ _OWN = frozenset(
 )
 _OWN_FAMILY = "stackwise_gate"
 
+_LINE_PAUSE = 5.0  # seconds between two lines of progress
+
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
     """A test costs more than its limit allows.
@@ -140,6 +142,7 @@ class Gate:
         self._interrupted = False
         self._start_time = real_time.time()
         self._written: list[str] = []
+        self._last_line = -math.inf
         self._verdicts: list[_Verdict] = []
         self._failed_setups = 0
         self._paths: list[Path] = []  # of the files of the tests
@@ -465,6 +468,10 @@ class Gate:
         from stackwise.gate.report import counted
         from stackwise.support.progress import duration_text
 
+        # A round takes from milliseconds to minutes. Lines are at least some seconds apart.
+        if progress.seconds - self._last_line < _LINE_PAUSE and progress.open:
+            return
+        self._last_line = progress.seconds
         time = f"{progress.seconds:.0f} s"
         if math.isfinite(progress.most_left) and progress.open:
             time = f"{time}, at most {duration_text(progress.most_left)} left"

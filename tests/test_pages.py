@@ -12,11 +12,11 @@ ROOT = Path(__file__).parent.parent
 HOW_TO = ROOT / "docs/how-to"
 TASKS = sorted(path for path in HOW_TO.glob("*.md") if path.name != "index.md")
 PAGES = [*sorted((ROOT / "docs/start").glob("*.md")), *TASKS]
-SLOW = {"ten-minutes.md", "gate-a-pull-request.md", "test-throughput-and-memory.md"}
+LONG = {"ten-minutes.md", "gate-a-pull-request.md", "test-throughput-and-memory.md"}
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"```python\n(# (\S+\.py)\n.*?)```", re.DOTALL)
 WITH_COMMANDS = [
-    pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW))
+    pytest.param(page, id=page.name, marks=[pytest.mark.long] * (page.name in LONG))
     for page in PAGES
     if CONSOLE.search(page.read_text())
 ]
@@ -37,7 +37,7 @@ def normalized(text):
 
 @pytest.fixture
 def shell(tmp_path):
-    """Function that runs a command in the current folder of a user's shell, and returns the printed text."""
+    """Function that runs a command in the current folder of a user's shell: exit code and printed text."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "STACKWISE_"))}
     person = {"NAME": "a", "EMAIL": "a@localhost"}
@@ -49,11 +49,11 @@ def shell(tmp_path):
         nonlocal folder
         if command.startswith("cd "):
             folder = folder / command.removeprefix("cd ")
-            return ""
+            return 0, ""
         done = subprocess.run(
             command, shell=True, cwd=folder, env=kept, capture_output=True, text=True, check=False
         )
-        return done.stdout + done.stderr
+        return done.returncode, done.stdout + done.stderr
 
     return run
 
@@ -66,7 +66,9 @@ def test_commands_print_what_the_page_shows(page, shell, tmp_path):
         path.write_text(text)
 
     for command, output in steps(page):
-        printed = normalized(shell(command))
+        code, text = shell(command)
+        assert code == 0 or output, f"{command}: exit code {code}\n{text}"
+        printed = normalized(text)
         for part in re.split(r"(?:^| )\.\.\.$", output, flags=re.MULTILINE):
             found = printed.find(normalized(part))
             assert found >= 0, f"{command}\nshown: {normalized(part)}\nprinted: {printed}"

@@ -118,7 +118,8 @@ def main() -> int:
     report.training, report.environment = trained, fingerprint()
     page = report_page(report)
     plots = [replace(each, title="Gate: the slow change") for each in gate_page(gate).sections if each.plots]
-    replace(page, sections=[*page.sections, *plots]).write(BUILD / "report.html")
+    shown, folded = ([each for each in page.sections if each.folded is fold] for fold in (False, True))
+    replace(page, sections=[*shown, *plots, *folded]).write(BUILD / "report.html")
     console.rule("result")
     console.print(report.training_line(), highlight=False, markup=False, soft_wrap=True)
     expected = found == 1 and gate.verdict == "REGRESSED"

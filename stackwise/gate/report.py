@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
+from stackwise.gate.tree import NOTHING_DIFFERS
 from stackwise.gate.verdict import Verdict
 from stackwise.support.arguments import require
 from stackwise.support.files import write_whole
@@ -58,10 +59,15 @@ test_text.__test__ = False  # type: ignore[attr-defined] # for pytest, which tak
 
 
 def short_text(test: TestResult) -> str:
-    """Return change and limit of the worst metric, in about 25 characters; otherwise why there is none."""
+    """Return change and limit of each regressed metric, or of the worst one; otherwise the reason."""
     if not test.trials:
         return _one_line(test_text(test))
-    metric, trial = _worst_first(test)[0]
+    trials = _worst_first(test)
+    regressed = [each for each in trials if each[1].decision.verdict is Verdict.REGRESSED]
+    return ", ".join(_change_and_limit(*each) for each in regressed or trials[:1])
+
+
+def _change_and_limit(metric: str, trial: TrialResult) -> str:
     if not trial.differences:
         return f"{metric}: {_one_line(trial.decision.reason)}"
     is_worse = trial.decision.verdict is Verdict.REGRESSED
@@ -251,7 +257,7 @@ def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
 def _advice(result: GateResult) -> list[str]:
     """Return a hint if tests were measured and not decided."""
     undecided = [t for t in result.tests if t.trials and t.verdict is Verdict.INCONCLUSIVE]
-    if result.verdict != "INCONCLUSIVE" or not undecided:
+    if result.verdict != "INCONCLUSIVE" or not undecided or NOTHING_DIFFERS in result.notes:
         return []
     return ["INCONCLUSIVE tests: give more time (--stackwise-gate-seconds), or use a quieter machine"]
 

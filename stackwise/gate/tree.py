@@ -30,7 +30,7 @@ from stackwise.gate.packages import installed_packages
 from stackwise.gate.pointers import check_pointers
 from stackwise.gate.temporary_folder import PREFIX, temporary_folder
 
-__all__ = ["Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
+__all__ = ["NOTHING_DIFFERS", "Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
 _NOT_COPIED = (
     ".git",
@@ -44,7 +44,10 @@ _NOT_COPIED = (
     "node_modules",
     f"{PREFIX}*",
 )
-_NOTHING_DIFFERS = "nothing but tests differs between base and head: the same code was compared with itself"
+NOTHING_DIFFERS = (
+    "nothing but tests differs between base and head: the same code was compared with itself; "
+    "the base of a committed change is HEAD~1"
+)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def both_trees(
         if build is not None:
             _build(build, head_tree)
         elif not differing:
-            notes += (_NOTHING_DIFFERS,)
+            notes += (NOTHING_DIFFERS,)
         base_tree = replace(base_tree, hidden=tuple(hidden), notes=notes)
         yield replace(base_tree, tests=tuple(parts)), replace(head_tree, tests=tuple(parts)), renamed
 

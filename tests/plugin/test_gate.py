@@ -29,6 +29,7 @@ from pytest_stackwise.gate import (
 )
 from stackwise.gate.limit import Limits
 from stackwise.gate.result import GateResult, TestResult, TrialResult
+from stackwise.gate.tree import NOTHING_DIFFERS
 from stackwise.gate.verdict import Decision, Verdict
 from tests.forked import HANG_SECONDS
 
@@ -171,7 +172,7 @@ def test_inconclusive_has_an_exit_code_of_its_own(project, pytester):
     assert result.ret == 7
     result.stdout.fnmatch_lines(
         [
-            "nothing but tests differs between base and head: the same code was compared with itself",
+            NOTHING_DIFFERS,
             "SKIPPED * time INCONCLUSIVE: *",
         ]
     )

@@ -383,7 +383,7 @@ def test_markdown():
     ]
     assert "- `t::a`" in page
     checks, stability, throughput = tables(page)
-    assert cells(checks[0]) == ["", "check", "measured", "limit", "what it says"]
+    assert cells(checks[0]) == ["", "check", "measured", "limit", "details"]
     assert cells(checks[3]) == ["FAIL", "causality", "0.118", "1e-05", "It moved [position 5]. Look"]
     assert cells(stability[2]) == [
         "caught",
@@ -792,7 +792,7 @@ def test_memory_in_all_forms(tmp_path):
     assert (reason.strip(), kind.strip()) == ("1 tensors more a step are alive", "torch.Tensor: +1 a step")
     assert untold == "  not told     t::a  not told by this system"
     [table] = tables(report.markdown())
-    assert cells(table[0]) == ["verdict", "test", "bytes", "what it says"]
+    assert cells(table[0]) == ["verdict", "test", "bytes", "details"]
     assert cells(table[3])[3] == "1 tensors more a step are alive; torch.Tensor: +1 a step"
     report.write(tmp_path / "r.json")
     assert Report.from_json(tmp_path / "r.json").memory == report.memory

@@ -325,6 +325,12 @@ def test_an_alarm_names_the_step_the_action_and_the_module(loop):
     assert "final_norm" in alarm.where
 
 
+def test_an_alarm_is_logged(loop, caplog):
+    [alarm] = loop(make_batches(12, bad=[6]), True, "nan output").alarms
+    [message] = [record.getMessage() for record in caplog.records if record.name == "stackwise.guard"]
+    assert message == f"guard: {alarm}"
+
+
 def test_a_fault_that_lasts_ends_the_run(loop):
     batches = make_batches(24, bad=range(6, 24))
     outcome = loop(batches, True, "nan output")

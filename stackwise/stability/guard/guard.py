@@ -6,6 +6,7 @@ Until the host has handled the alarm, every update is skipped. The skipped batch
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 import weakref
@@ -47,6 +48,7 @@ from stackwise.support.optimizer_state import is_optimizer, optimizers_in, param
 
 __all__ = ["Guard"]
 
+_LOG = logging.getLogger("stackwise.guard")
 _SCALARS = 10  # of a row, before the norms
 _LAG = 4  # steps after which the host asks for a row of another device
 _KEPT_RECORDS = 1024
@@ -643,7 +645,7 @@ class Guard:
             self._rewind([])
             # With a lag the snapshot may be of the broken state.
             rewinds = not any(self._finite_state.broken())
-        self.alarms.append(replace(alarm, action="rewound" if rewinds else "raised"))
+        self._record(replace(alarm, action="rewound" if rewinds else "raised"))
         if not rewinds:
             raise GuardError(self.alarms[-1], self.alarms)
 
@@ -707,7 +709,7 @@ class Guard:
         alarm = Alarm(made.step, kind, value, limit, where, batch=ids)
         self._left_out = bool(found_inf)
         if not found_inf:
-            self.alarms.append(replace(alarm, action="clipped"))
+            self._record(replace(alarm, action="clipped"))
         else:
             self._answer(made, alarm, norms, proven_limit)
 
@@ -765,13 +767,19 @@ class Guard:
         alarm = replace(alarm, action=answer.action)
         if answer.first or answer.action == "raised":
             alarm = self._bundles.write(self.model, made.batches, alarm, norms, self._loss_scale)
-        self.alarms.append(alarm)
+        self._record(alarm)
         if answer.action == "rewound":
             self._rewind(later)
             return
         self._feed.give_again(later)
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
+
+    def _record(self, alarm: Alarm) -> None:
+        """Store an alarm, and log it in the first process."""
+        self.alarms.append(alarm)
+        if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
+            _LOG.warning("guard: %s", alarm)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
         """Undo what the host did for steps behind `made`, which the device has left out; their batches."""

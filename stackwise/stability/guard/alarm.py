@@ -24,7 +24,7 @@ AFTER_UPDATE = ("non-finite parameter", "non-finite optimizer state")
 _SAID: dict[Action, str] = {
     "skipped": "update skipped",
     "clipped": "gradient clipped",
-    "retried": "update skipped, step made again",
+    "retried": "update skipped, step repeated",
     "rewound": "update skipped, training rewound",
     "raised": "update skipped, training stopped",
 }
@@ -75,7 +75,7 @@ class Alarm:
     def __str__(self) -> str:
         limit = f" (limit {self.limit:.3g})" if self.limit is not None else ""
         place = f" in {self.where}" if self.where else ""
-        again = "; not so when computed again" if self.reproduced is False else ""
+        again = "; a recomputation was normal" if self.reproduced is False else ""
         said = _SAID[self.action]
         if self.kind in AFTER_UPDATE:
             return f"step {self.step}: {self.kind}{place}; {said.removeprefix('update skipped, ')}"

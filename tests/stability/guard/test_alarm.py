@@ -35,7 +35,7 @@ def test_alarm_is_data():
     "action, said",
     [
         ("clipped", "gradient clipped"),
-        ("retried", "update skipped, step made again"),
+        ("retried", "update skipped, step repeated"),
         ("rewound", "update skipped, training rewound"),
         ("raised", "update skipped, training stopped"),
     ],

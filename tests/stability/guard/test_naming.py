@@ -80,7 +80,7 @@ def test_a_fault_that_does_not_come_again_says_so():
     run = guarded("sgd", executed(math.nan, 30, 1)[0], loss_of=loss_of)
     [alarm] = run.guard.alarms
     assert (alarm.reproduced, alarm.action) == (False, "retried")
-    assert str(alarm).endswith("update skipped, step made again; not so when computed again")
+    assert str(alarm).endswith("update skipped, step repeated; a recomputation was normal")
 
 
 @pytest.mark.parametrize("lag", [0, 2])

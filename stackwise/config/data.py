@@ -1,4 +1,4 @@
-"""DataConfig: what a Rack is trained on."""
+"""DataConfig: settings of the training data."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ TaskKind = Literal["copy", "shift", "induction", "markov"]
 
 
 class DataConfig(Section):
-    """What is read: a text, token shards, or a task that is made up.
+    """Training data: a text, token shards, or a synthetic task.
 
-    `dataset_path` is a file of text, or a folder of shards as `write_shards` makes them; null is the
-    documentation that every CPython carries. `tokenizer` is `byte`, or the path of a `tokenizer.json`.
-    `task` takes the place of a text: `copy` and `shift` repeat what came before, `induction` asks for what
-    followed a token earlier, `markov` is text of known entropy. `pack_documents` keeps the tokens of
-    one document from seeing another's.
+    Shards are written by `write_shards`. Of the tasks, `copy` and `shift` repeat earlier tokens, `induction`
+    asks for the token that followed an earlier one, and `markov` is text of known entropy.
     """
 
     applies: ClassVar[Applies] = {"tokenizer": ("task", (None,))}
 
     dataset_path: str | None = None
+    """Text file, or folder of token shards; null: the documentation of CPython."""
     task: TaskKind | None = None
+    """Synthetic task instead of a text; null: none."""
     tokenizer: str = "byte"
+    """byte, or the path of a tokenizer.json."""
     pack_documents: bool = False
+    """Tokens of a document do not attend to other documents."""
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
+    """Share of the data for validation; 0: no validation."""
     shuffle: bool = True
+    """Use a new order in each epoch."""
 
     @field_validator("task")
     @classmethod

@@ -1,4 +1,4 @@
-"""GuardConfig: what counts as a broken step of a training run, and what is done about it."""
+"""GuardConfig: settings of the guard of a training run."""
 
 from __future__ import annotations
 
@@ -14,35 +14,51 @@ _Factor = Annotated[float, Field(gt=1.0)]
 
 
 class GuardConfig(Section):
-    """A guard over the training: its presence turns it on, and `null` leaves it out.
+    """Guard over the training; null: none.
 
-    A step whose loss or gradient is not finite, or far above those before it, is left out before its update,
-    and its batches are not given again in this pass. After `patience` of them in a row training goes back to
-    a copy in memory, `rewinds` times, and then ends with a diagnosis. A step that is left out is none of
-    `max_steps`, and the schedule does not advance with it. Every unit of a local scope begins with an empty
-    history. The keys are those of `stackwise.stability.guard.GuardPolicy`; see [guard.md](guard.md).
-
-    `bundle_dir` gets a folder for each start of the run: what it takes to compute broken steps again.
+    A step whose loss or gradient is not finite, or far above the earlier ones, is skipped before its update,
+    and its batches are not used again in this epoch. After `patience` consecutive skipped steps, training
+    rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A skipped step
+    does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with an empty
+    history. The keys are those of `stackwise.GuardPolicy`; see [guard.md](guard.md).
     """
 
     deviations: float = Field(6.0, ge=0.0)
+    """Limit of a spike, in median absolute deviations of the change between steps."""
     factor: _Factor = 5.0
+    """Largest rise of the gradient norm that is no spike, without recomputation."""
     suspect_factor: _Factor | None = 2.5
+    """Rise of the gradient norm above which the step is recomputed; null: never."""
     proven_factor: _Factor = 30.0
+    """Multiple of the run's largest norm that passes if the recomputation agrees."""
     loss_factor: _Factor | None = 3.0
+    """Largest rise of the loss that is no spike; null: any finite loss passes."""
     logit_factor: _Factor | None = None
+    """Largest rise of the attention-logit bound that is no spike; null: any."""
     logit_limit: Annotated[float, Field(gt=0.0)] | None = None
+    """Largest attention-logit bound that passes; null: any."""
     recent: Size = 8
+    """Number of healthy steps that give the level."""
     minimum: Size = 4
+    """Healthy steps before the first possible spike."""
     history: Size = 128
+    """Number of healthy steps that give the scatter; at least recent and minimum."""
     spikes_clipped: Count = 0
+    """Number of consecutive gradient spikes that are clipped to the level and used."""
     patience: Size = 5
+    """Number of consecutive skipped steps before a rewind, or the end."""
     rewinds: Count = 1
+    """Number of rewinds without healthy steps between them."""
     snapshot_interval: Size | None = 50
+    """Largest number of steps that a rewind costs, above patience; null: no snapshots."""
     snapshot_on_host: bool = True
+    """Store the snapshot in host memory."""
     bundle_dir: str | None = None
+    """Folder of bundles, which reproduce a broken step; null: none."""
     bundle_weights: bool = True
+    """Store the weights in a bundle."""
     max_bundles: Count = 8
+    """Number of bundles per start of the run."""
 
     @field_validator("proven_factor")
     @classmethod

@@ -1,4 +1,4 @@
-"""ModelConfig: the Rack, its Stacks and its Blocks."""
+"""ModelConfig: settings of the Rack, its Stacks and its Blocks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ _MOST_BLOCKS = 10_000
 
 
 class ArchitectureConfig(Section):
-    """How many Stacks a Rack has, and how many Blocks each Stack has."""
+    """Number of Stacks in a Rack, and of Blocks in each Stack."""
 
     n_stacks: Size = Field(2, le=_MOST_BLOCKS)
+    """Number of Stacks in the Rack."""
     blocks_per_stack: Size = Field(4, le=_MOST_BLOCKS)
+    """Number of Blocks in each Stack."""
 
     @field_validator("blocks_per_stack")
     @classmethod
@@ -50,17 +52,22 @@ class ArchitectureConfig(Section):
 
 
 class LatentConfig(Section):
-    """The sizes of multi-head latent attention, under the names that DeepSeek-V2 and V3 publish.
+    """Sizes of multi-head latent attention, with the names of DeepSeek-V2 and V3.
 
-    `q_lora_rank=None` projects queries directly. Each head's query and key are `qk_nope_head_dim`
-    numbers without position and `qk_rope_head_dim` with; the rotated key is shared by all heads.
+    Each query and key head has `qk_nope_head_dim` dimensions without position and `qk_rope_head_dim` with
+    position. All heads share the rotated key.
     """
 
     kv_lora_rank: Size = 512
+    """Width of the latent of keys and values."""
     q_lora_rank: Size | None = None
+    """Width of the latent of queries; null: queries are projected directly."""
     qk_nope_head_dim: Size = 128
+    """Width of a query and key head without position."""
     qk_rope_head_dim: Size = 64
+    """Width of a query and key head with position."""
     v_head_dim: Size = 128
+    """Width of a value head."""
 
     @field_validator("qk_rope_head_dim")
     @classmethod
@@ -71,11 +78,11 @@ class LatentConfig(Section):
 
 
 class KernelConfig(Section):
-    """Which kernel attention weighs by, and how finely it is approximated.
+    """Kernel of linear attention, and its approximation.
 
-    `favor` is the softmax kernel by positive random features, `gaussian` and `laplacian` are
-    shift-invariant kernels of width `bandwidth` by random Fourier features, `elu` is elu(x) + 1.
-    `n_features` is per head; `elu` has one per dimension of the head and draws nothing.
+    `favor` is the softmax kernel with positive random features. `gaussian` and `laplacian` are
+    shift-invariant kernels of width `bandwidth` with random Fourier features. `elu` is elu(x) + 1, with one
+    feature per dimension of the head.
     """
 
     applies: ClassVar[Applies] = {
@@ -84,8 +91,11 @@ class KernelConfig(Section):
     }
 
     feature_map: FeatureMapKind = "favor"
+    """Kernel of the attention weights."""
     n_features: Size = 256
+    """Number of features per head; more are closer to the kernel."""
     bandwidth: float = Field(1.0, gt=0.0)
+    """Width of the gaussian and laplacian kernels."""
 
     @field_validator("n_features")
     @classmethod
@@ -96,11 +106,11 @@ class KernelConfig(Section):
 
 
 class RopeScalingConfig(Section):
-    """Rotary frequencies stretched for longer contexts.
+    """Stretching of rotary frequencies for longer contexts.
 
-    `linear` divides all by `factor` (Chen et al. 2023, arXiv:2306.15595); `llama3` divides those whose
-    wavelength exceeds `original_max_position_embeddings / low_freq_factor`, keeps those below
-    `original_max_position_embeddings / high_freq_factor` and blends between (Llama 3.1).
+    `linear` divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595). `llama3` divides those
+    with a wavelength above `original_max_position_embeddings / low_freq_factor`, keeps those below
+    `original_max_position_embeddings / high_freq_factor`, and interpolates between (Llama 3.1).
     """
 
     applies: ClassVar[Applies] = {
@@ -110,10 +120,15 @@ class RopeScalingConfig(Section):
     }
 
     rope_type: Literal["linear", "llama3"]
+    """Method of stretching."""
     factor: float = Field(ge=1.0)
+    """Factor of the stretching."""
     low_freq_factor: float = Field(1.0, gt=0.0)
+    """Longer wavelengths than context / this are divided."""
     high_freq_factor: float = Field(4.0, gt=0.0)
+    """Shorter wavelengths than context / this are unchanged."""
     original_max_position_embeddings: Size = 8192
+    """Context before stretching."""
 
     @field_validator("high_freq_factor")
     @classmethod
@@ -125,32 +140,54 @@ class RopeScalingConfig(Section):
 
 
 class _BlockSection(Section):
-    """What a Block and a whole Rack are both configured by."""
+    """Keys that a Block and a whole Rack share."""
 
     applies: ClassVar[Applies] = {"rope_theta": ("use_rope", (True,))}
 
     d_model: Size
+    """Width of the residual stream."""
     d_ff: Size
+    """Width inside the feed-forward network."""
     head_dim: Size | None = None
+    """Width of a head; null: d_model / n_heads."""
     attention_type: AttentionType = "mha"
+    """How queries share keys and values; mla stores a latent, kernel a sum."""
     n_heads: Size
+    """Number of query heads."""
     n_kv_heads: Size | None = None
+    """Number of key and value heads; null: as many as n_heads, or 1 with mqa."""
     attention_mode: AttentionMode = "causal"
+    """Whether a token attends only to earlier tokens."""
     latent: LatentConfig | None = None
+    """Sizes of multi-head latent attention; null: the defaults."""
     kernel: KernelConfig | None = None
+    """Settings of kernel attention; null: the defaults."""
     qk_norm: QueryKeyNorm | None = None
+    """Normalise queries and keys: per head, or over the whole width."""
     softcap: float | None = Field(None, gt=0.0)
+    """C: attention logits become C * tanh(logit / C)."""
     qkv_bias: bool = False
+    """Add a bias to queries, keys and values."""
     norm: NormKind = "rmsnorm"
+    """Kind of the norms."""
     norm_eps: float = Field(1e-6, gt=0.0)
+    """Constant that a norm adds to the variance."""
     norm_position: NormPosition = "pre"
+    """Normalise the input of a branch (pre) or its output (post)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of a branch's output that is dropped in training."""
     freeze_up_proj: bool = False
+    """Do not train the up projection of SwiGLU."""
     use_rope: bool = True
+    """Use rotary positions."""
     rope_theta: float = Field(10_000.0, gt=0.0)
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
+    """Stretching of the rotary frequencies; null: none."""
     initialization: InitializationKind = "normal"
+    """Distribution of the initial weights."""
     mup_base_width: Size | None = None
+    """With mup: the d_model for which the learning rate was tuned."""
 
     @field_validator("mup_base_width")
     @classmethod
@@ -237,17 +274,14 @@ class _BlockSection(Section):
 
 
 class BlockConfig(_BlockSection):
-    """One Block: its widths, its attention and its norms.
+    """Configuration of one Block: widths, attention and norms.
 
-    `n_kv_heads=None` means as many as `n_heads`, `head_dim=None` means `d_model // n_heads`,
-    which must be whole; heads of `attention_type="mla"` have the sizes in `latent` instead.
-    `sliding_window=W` lets a token see itself and the W-1 tokens before it. `qk_norm` normalises
-    queries and keys before they are rotated, each head for itself or all heads as one vector.
-    `softcap=c` bounds attention logits by c * tanh(logit / c). `norm_position="post"` normalises what a
-    branch adds to the residual stream instead of what it reads.
+    Heads of `attention_type="mla"` have the sizes in `latent`. `qk_norm` normalises queries and keys before
+    they are rotated.
     """
 
     sliding_window: Size | None = None
+    """W: a token attends to itself and the W - 1 tokens before it; null: all."""
 
     @field_validator("sliding_window")
     @classmethod
@@ -260,24 +294,29 @@ _WINDOWS: TypeAdapter[list[int | None]] = TypeAdapter(list[Size | None], config=
 
 
 class ModelConfig(_BlockSection):
-    """The Rack: a Block's keys, and what only the whole model has.
+    """Configuration of the Rack: the keys of a Block, and those of the whole model.
 
-    `sliding_window` may be a list, which is repeated over the blocks from the first to the last:
-    `[256, null]` alternates. `max_seq_len` is the longest sequence that generation may reach, and
-    `embedding_max_norm` the longest vector that a token enters the model as.
+    `sliding_window` may be a list, which is repeated over the Blocks from the first to the last:
+    `[256, null]` alternates.
     """
 
     vocab_size: Size = 256
+    """Number of tokens; a byte tokenizer needs 256."""
     d_model: Size = 512
     d_ff: Size = 2048
     n_heads: Size = 8
     n_kv_heads: Size | None = 2
     attention_type: AttentionType = "gqa"
     sliding_window: Size | list[Size | None] | None = None
+    """W: a token attends to itself and the W - 1 tokens before it; a list is repeated over the Blocks."""
     max_seq_len: Size | None = None
+    """Longest sequence of generation and of a prototype; null: no limit."""
     tie_embeddings: bool = True
+    """Use the embedding as the head."""
     embedding_max_norm: float | None = Field(None, gt=0.0)
+    """Largest norm of an embedding; null: no limit."""
     architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
+    """Number of Stacks and Blocks."""
 
     @field_validator("sliding_window", mode="plain")
     @classmethod

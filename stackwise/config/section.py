@@ -1,15 +1,19 @@
-"""Section: one part of a configuration, whose every refusal names its key.
+"""Section: base class of the parts of a configuration. Every error names its key.
 
-Sections stay valid after construction: assigning to a field checks the whole section again and leaves it
-untouched when the check fails.
+Sections stay valid: an assignment checks the whole section again, and changes nothing if the check fails.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
 import reprlib
+import textwrap
 from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Self, get_args
 
@@ -31,7 +35,7 @@ Applies = dict[str, tuple[str, tuple[object, ...]]]
 
 
 class _NotNull(tuple[object, ...]):
-    """Every value but null; to be shown it has one."""
+    """Every value except null. Its only item is its text."""
 
     def __contains__(self, value: object) -> bool:
         return value is not None
@@ -41,10 +45,10 @@ NOT_NULL = _NotNull(("not null",))
 
 
 class ConfigError(ValueError):
-    """A configuration was refused.
+    """Invalid configuration.
 
     Attributes:
-        problems: one line per problem: the key's path, the value seen and what is allowed.
+        problems: one line per problem, with the path of the key, the value seen and the values allowed.
         source: the file, or "configuration".
     """
 
@@ -59,7 +63,7 @@ class ConfigError(ValueError):
 
 
 class KeysRefusedError(ValueError):
-    """Keys of the section whose validator refuses them, each with its value and what is allowed."""
+    """Invalid keys of a section, each with its value and the values allowed."""
 
     def __init__(self, keys: list[tuple[str, object, str]]) -> None:
         self.keys = keys
@@ -67,12 +71,11 @@ class KeysRefusedError(ValueError):
 
 
 class Section(BaseModel):
-    """Keys with values that are checked, and nothing else.
+    """Part of a configuration: typed keys with validation. The docstring of a field describes its key.
 
     Attributes:
-        applies: keys, and sections, that mean something only where a key before them has one of some
-            values, or is `NOT_NULL`. Elsewhere they are at their default, so that no run is thought to do
-            what it does not.
+        applies: fields that have an effect only if an earlier field has one of the listed values, or is
+            `NOT_NULL`. Otherwise they must have their default, so that no key is silently ignored.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -111,10 +114,10 @@ class Section(BaseModel):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Build from nested mappings; a missing key takes its default.
+        """Return the section with the values of nested mappings. Missing keys have their defaults.
 
         Raises:
-            ConfigError: naming every unknown key and every refused value.
+            ConfigError: names every unknown key and every invalid value.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of keys"], source)
@@ -125,16 +128,16 @@ class Section(BaseModel):
 
     @classmethod
     def from_json(cls, loaded: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """As `from_dict`, of what was loaded from JSON, in which keys that were numbers are text.
+        """Return the section with values loaded from JSON, which stores numeric keys as text.
 
         Raises:
-            ConfigError: as of `from_dict`.
+            ConfigError: names every unknown key and every invalid value.
         """
         return cls.from_dict(_numbered(loaded), source=source)
 
     @classmethod
     def put_away(cls, content: dict[str, Any]) -> None:
-        """Put keys of nested mappings to their default that mean nothing beside the others; see `applies`."""
+        """Reset the keys of nested mappings that have no effect with the other keys; see `applies`."""
         for name, field in cls.model_fields.items():
             other, allowed = cls.applies.get(name, ("", ()))
             if other and content.get(other, cls.model_fields[other].default) not in allowed:
@@ -146,8 +149,17 @@ class Section(BaseModel):
                 if isinstance(each, type) and issubclass(each, Section) and isinstance(value, dict):
                     each.put_away(value)
 
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the description of each field: its docstring, also from base classes."""
+        found: dict[str, str] = {}
+        for each in reversed(cls.__mro__):
+            if issubclass(each, Section):
+                found |= _field_docstrings(each)
+        return {name: found[name] for name in cls.model_fields}
+
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain Python values; `from_dict` gives an equal section back."""
+        """Return nested plain values, from which `from_dict` builds an equal section."""
         return self.model_dump(mode="python")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -158,8 +170,24 @@ class Section(BaseModel):
         super().__setattr__(name, getattr(checked, name))
 
 
+@cache
+def _field_docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the strings after the fields in the source of a class, without the full stop."""
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        field.target.id: text.value.value.removesuffix(".")
+        for field, text in pairwise(node.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
 def _numbered(loaded: Any) -> Any:
-    """The same with numbers for keys that are the text of one, which no section calls a key of its own."""
+    """Return the mapping with numbers for keys that are texts of numbers. No section has such a key."""
     if not isinstance(loaded, Mapping):
         return loaded
     numbers = {key: int(key) for key in loaded if str(key).isascii() and str(key).isdigit()}

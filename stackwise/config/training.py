@@ -1,4 +1,4 @@
-"""TrainingConfig: how a Rack is trained."""
+"""TrainingConfig: settings of a training run."""
 
 from __future__ import annotations
 
@@ -31,35 +31,38 @@ ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 
 
 class ScopeConfig(Section):
-    """What `stackwise` and `blockwise` training do with their units, the Stacks or the Blocks.
+    """Units of `stackwise` and `blockwise` training, which are Stacks or Blocks.
 
-    - `head`: `shared` is the Rack's own final norm and head, which goes on training with each unit;
-      `per_unit` starts each unit with them as they were at first, which from right to left is refused: one
-      unit trains them there.
-    - `overlap`: how many units before it go on training with each unit.
-    - `suffix`: how many Blocks at the end of the Rack train with every unit, between it and the head.
-    - `order`: `right_to_left` trains the last unit first, and each through the frozen ones behind it.
-    - `growth`: a unit enters as the identity, so that it starts from what those before it have learned.
-      Of `rackwise` training: the Rack starts as its first Stack, and the others join one after the
-      other at even intervals, all in training.
-    - `polish_steps`: how many of `max_steps` are given to training all units together in the end.
-    - `cache_bytes`: of what frozen units before the unit in training say of each batch, so much is kept, in
-      memory or in `cache_dir`; the rest is computed again.
-      From right to left nothing is moved on, and only what comes again within a unit is spared.
-    - `offload`: where units are that take no part: on the device as well, in the memory of the CPU, or on
-      disk in `offload_dir`.
+    - `head`: `shared` trains the Rack's final norm and head with every unit. `per_unit` starts each unit with
+      a copy of the initial ones; it is refused from right to left, where only one unit trains them.
+    - `order`: `right_to_left` trains the last unit first, and each unit through the frozen ones after it.
+    - `growth`: a unit starts as the identity, so it continues from the result of the earlier units. With
+      `rackwise`, the Rack starts as its first Stack, and the others join at even intervals.
+    - `cache_bytes`: size of the cache for the activations that frozen units before the trained unit compute
+      for each batch. From right to left the cache only saves repeated work within a unit.
+    - `offload`: units that do not train stay on the device, in CPU memory, or on disk in `offload_dir`.
     """
 
     head: Literal["shared", "per_unit"] = "shared"
+    """Share the final norm and head between units, or start each unit with a new copy."""
     overlap: Count = 0
+    """Number of earlier units that continue to train with each unit."""
     suffix: Count = 0
+    """Number of Blocks at the end of the Rack that train with every unit."""
     order: Literal["left_to_right", "right_to_left"] = "left_to_right"
+    """Order in which the units are trained."""
     growth: bool = False
+    """Each unit starts as the identity; with rackwise: Stacks join during training."""
     polish_steps: Count = 0
+    """Number of the max_steps that train all units together at the end."""
     cache_bytes: Count = 0
+    """Size of the cache for activations of frozen units; the rest is recomputed."""
     cache_dir: str | None = None
+    """Folder of the cache; null: in memory."""
     offload: Literal["none", "cpu", "disk"] = "none"
+    """Place of units that do not train."""
     offload_dir: str | None = None
+    """Folder of offload: disk."""
 
     @field_validator("suffix")
     @classmethod
@@ -100,18 +103,16 @@ class ScopeConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What the Rack learns to predict.
+    """Prediction that the Rack is trained for.
 
-    - `next_token`: each token from those before it; needs causal attention.
+    - `next_token`: each token from the tokens before it. Needs causal attention.
     - `masked_token`: a `mask_fraction` of the tokens, replaced by `mask_token_id`, from all others (Devlin et
-      al. 2019, arXiv:1810.04805); needs bidirectional attention. Of those tokens a `random_fraction` is
-      replaced by random ones and a `same_fraction` left as it is instead; BERT took 0.1 of each.
-    - `mask_diffusion`: as many as a time drawn for each row says, weighted so that the loss bounds the
-      negative log-likelihood (Sahoo et al. 2024, arXiv:2406.07524); needs bidirectional attention.
-      `noise_schedule` is the fraction masked over time.
+      al. 2019, arXiv:1810.04805). Needs bidirectional attention. A `random_fraction` of these tokens is
+      replaced by random tokens and a `same_fraction` stays unchanged; BERT used 0.1 each.
+    - `mask_diffusion`: the share of masked tokens is drawn for each row, and the loss is weighted so that it
+      bounds the negative log-likelihood (Sahoo et al. 2024, arXiv:2406.07524). Needs bidirectional attention.
 
-    `z_loss` is the weight of the squared logarithm of the softmax's denominator (Chowdhery et al. 2022,
-    arXiv:2204.02311, who took 1e-4). `logits_chunk` is for how many tokens there are logits at one time.
+    `z_loss` follows Chowdhery et al. 2022 (arXiv:2204.02311), who used 1e-4.
     """
 
     applies: ClassVar[Applies] = {
@@ -122,13 +123,21 @@ class ObjectiveConfig(Section):
     }
 
     kind: ObjectiveKind = "next_token"
+    """Prediction that is trained."""
     mask_token_id: Count | None = None
+    """Token that replaces masked tokens; null with next_token."""
     mask_fraction: float = Field(0.15, gt=0.0, le=1.0)
+    """Share of the tokens that is predicted."""
     random_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the predicted tokens that is replaced by random tokens."""
     same_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the predicted tokens that stays unchanged."""
     noise_schedule: Literal["linear", "cosine"] = "linear"
+    """Share of masked tokens over time."""
     z_loss: float = Field(0.0, ge=0.0)
+    """Weight of the squared log of the softmax's denominator."""
     logits_chunk: Size | None = None
+    """Number of tokens whose logits exist at one time; null: all."""
 
     @field_validator("mask_token_id")
     @classmethod
@@ -150,29 +159,38 @@ class ObjectiveConfig(Section):
 
 
 class StackOptimizerConfig(Section):
-    """What a Stack has for itself; null: as all others."""
+    """Optimizer settings of one Stack."""
 
     lr: float | None = Field(None, gt=0.0)
+    """Learning rate of Stack N; null: that of the optimizer."""
     weight_decay: float | None = Field(None, ge=0.0)
+    """Weight decay of Stack N; null: that of the optimizer."""
 
 
 class OptimizerConfig(Section):
-    """How weights follow gradients. Weight decay spares norms, biases and embeddings.
+    """Optimizer.
 
-    `adamw` is that of Loshchilov & Hutter 2019 (arXiv:1711.05101). `muon` moves the matrices of the Blocks by
-    orthogonalised momentum (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025,
-    arXiv:2502.16982), and all else by AdamW. `per_stack` has settings of some Stacks by their index.
+    `adamw` is that of Loshchilov & Hutter 2019 (arXiv:1711.05101). `muon` updates the matrices of the Blocks
+    by orthogonalised momentum (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025,
+    arXiv:2502.16982), and all other weights by AdamW.
     """
 
     applies: ClassVar[Applies] = {"momentum": ("kind", ("muon",))}
 
     kind: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all weights, or Muon for the matrices of the Blocks."""
     lr: float = Field(1e-4, gt=0.0)
+    """Learning rate at the peak of the schedule."""
     weight_decay: float = Field(0.1, ge=0.0)
+    """Weight decay of matrices; norms, biases and embeddings have none."""
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    """Decay rates of AdamW's two averages."""
     eps: float = Field(1e-8, gt=0.0)
+    """Constant that AdamW adds to the root of the second average."""
     momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    """Momentum of Muon."""
     per_stack: dict[Count, StackOptimizerConfig] = Field(default_factory=dict)
+    """Settings of single Stacks, by their index."""
 
     @field_validator("betas")
     @classmethod
@@ -183,13 +201,12 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
+    """Learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
 
-    `warmup_steps=None` is a tenth of the run. `wsd` stays at the peak and falls linearly over the last
-    `decay_fraction` of the run (Hu et al. 2024, arXiv:2404.06395); `inverse_sqrt` falls as one over the
-    root of the step (Vaswani et al. 2017), and no lower than `min_lr`. Each unit of a local scope starts
-    it anew. With a polish the steps are divided, and so is the warm-up: units and polish have the share of
-    it that they have of `max_steps`, rounded down.
+    `wsd` stays at the peak and falls linearly in the last `decay_fraction` of the run (Hu et al. 2024,
+    arXiv:2404.06395). `inverse_sqrt` falls with the inverse root of the step (Vaswani et al. 2017). Each unit
+    of layer-wise training has its own schedule. With a polish, units and polish get a share of the warm-up in
+    proportion to their share of `max_steps`, rounded down.
     """
 
     applies: ClassVar[Applies] = {
@@ -198,18 +215,24 @@ class ScheduleConfig(Section):
     }
 
     kind: ScheduleKind = "cosine"
+    """Learning rate after the warm-up."""
     warmup_steps: int | None = Field(None, ge=0, lt=2**63)
+    """Steps of the linear warm-up from 0; null: a tenth of the run."""
     min_lr: float = Field(0.0, ge=0.0)
+    """Final learning rate."""
     decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
+    """Share of the run, at its end, in which the rate falls."""
 
 
 class RecomputeConfig(Section):
-    """Which activations are thrown away in the forward pass and computed again in the backward pass.
+    """Activation recomputation (checkpointing).
 
-    `none`; `full`: of every Block all but what it reads; `every_nth`: of every n-th Block; `selective`: all
-    but the outputs of matrix products and attention; `budget`: what the compiler chooses so that
-    `budget` of the memory is left (needs `compile`); `by_name`: of modules whose name matches one of
-    `names`, with the wildcards of a shell.
+    - `none`: store all activations.
+    - `full`: store only the input of each Block.
+    - `every_nth`: the same for every n-th Block.
+    - `selective`: store only the outputs of matrix products and attention.
+    - `budget`: the compiler chooses, so that the share `budget` of the memory remains. Needs `compile`.
+    - `by_name`: recompute the modules whose names match `names`.
     """
 
     applies: ClassVar[Applies] = {
@@ -219,9 +242,13 @@ class RecomputeConfig(Section):
     }
 
     kind: Literal["none", "full", "every_nth", "selective", "budget", "by_name"] = "none"
+    """Activations that are recomputed in the backward pass."""
     every: Size = 2
+    """Recompute every n-th Block."""
     budget: float = Field(0.5, ge=0.0, le=1.0)
+    """Share of the activation memory that remains."""
     names: list[str] = Field(default_factory=list)
+    """Patterns of module names, with the wildcards of a shell."""
 
     @field_validator("names")
     @classmethod
@@ -232,37 +259,41 @@ class RecomputeConfig(Section):
 
 
 class DistributedConfig(Section):
-    """How the processes that torchrun started share the work.
+    """Distribution over the processes of torchrun.
 
-    `ddp` gives each a whole Rack, `fsdp` a part of every weight (FSDP2: Block by Block, then the rest).
-    `reshard_after_forward` gives gathered weights up between the forward and the backward pass.
+    `ddp` gives each process a whole Rack, `fsdp` a part of every weight (FSDP2: one group per Block, and one
+    for the rest).
     """
 
     applies: ClassVar[Applies] = {"reshard_after_forward": ("strategy", ("fsdp",))}
 
     strategy: Literal["none", "ddp", "fsdp"] = "none"
+    """Work that the processes of torchrun share."""
     reshard_after_forward: bool = True
+    """Free gathered weights after the forward pass and gather them again for the backward pass."""
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints are kept, and how they are written.
+    """Retention and writing of checkpoints.
 
-    Kept are the newest `keep_last`, those of steps that `keep_every` divides, and the `keep_best` with the
-    lowest validation loss, of steps that are evaluated (`eval_interval`). `asynchronous` copies weights and
-    the optimizer's state and writes them while training goes on; with `overlapped` most is copied beside the
-    next batch as well. A run that is killed then loses up to two `save_interval`. `upload` has a copy of each
-    checkpoint, of which the newest `upload_keep_last` stay (`null`: all), and from which a run goes on where
-    `checkpoint_dir` is gone.
+    `keep_best` needs `eval_interval`. With `asynchronous`, a killed run loses up to two `save_interval`. If
+    `checkpoint_dir` is gone, a run resumes from `upload`.
     """
 
     applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}
 
     keep_last: Size = 3
+    """Number of newest checkpoints to keep."""
     keep_every: Size | None = None
+    """Also keep checkpoints whose step is a multiple of this; null: none."""
     keep_best: Count = 0
+    """Also keep this number of checkpoints with the lowest validation loss."""
     asynchronous: bool | Literal["overlapped"] = False
+    """Write while training continues; overlapped: also copy during the next step."""
     upload: str | None = None
+    """Folder, such as mounted storage, to which each checkpoint is copied; null: none."""
     upload_keep_last: Size | None = None
+    """Number of newest copies to keep; null: all."""
 
     @field_validator("asynchronous", mode="plain")
     @classmethod
@@ -276,33 +307,25 @@ class CheckpointConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """What is written down while a Rack trains.
-
-    `parameter_norms` has each step keep the gradient norm of every parameter; `jsonl` is a file with one
-    line a step, `tensorboard` a folder of event files. The computation of a step waits for neither.
-    """
+    """Records of the training. Steps do not wait for them."""
 
     parameter_norms: bool = False
+    """Record the gradient norm of every parameter in every step."""
     jsonl: str | None = None
+    """File with one line per step; null: none."""
     tensorboard: str | None = None
+    """Folder of TensorBoard event files; null: none."""
 
 
 class TrainingConfig(Section):
-    """One training run. `seq_len` counts the tokens the model sees in one row of a batch.
+    """Training run.
 
-    `training_architecture` says what is trained at one time: the Rack, a Stack, or a Block (`ScopeConfig`).
-    `max_steps` is for each unit. A step takes `accumulation_steps` batches of `batch_size` rows in each
-    process. `grad_clip` is the largest global L2 norm of the gradient, `null` for no clipping.
-    `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32
-    masters in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products
-    where the hardware has them). `compile` pays where a run is longer than the half minute it takes.
-    `device` is `auto` (CUDA where there is one, else the CPU), `cpu` or `cuda`, `cuda:1`, ...
-    Every `eval_interval` steps, of all units together, the validation loss of `eval_batches` batches is taken
-    (`null`: not before the end; of all batches). `checkpoint_dir=null` saves nothing; otherwise every
-    `save_interval` steps and at the end. `resume` continues the run in that folder from its newest complete
-    checkpoint, to the same bits, or begins it if there is none; `max_steps` may increase. Without `resume` a
-    folder that holds checkpoints is refused. Without a `guard` a step that is not finite ends the run, and
-    whatever is finite is trained on.
+    `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32 masters
+    in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products, if the
+    hardware supports them). `compile` takes about half a minute, so it pays for longer runs. `eval_interval`
+    counts the steps of all units together. `resume` continues to the same bits; `max_steps` may increase.
+    Without `resume`, a folder that contains checkpoints is refused. Without a `guard`, a non-finite step ends
+    the run.
     """
 
     applies: ClassVar[Applies] = {
@@ -313,30 +336,55 @@ class TrainingConfig(Section):
     }
 
     training_architecture: Literal["rackwise", "stackwise", "blockwise"] = "rackwise"
+    """Unit that is trained at one time: the Rack, a Stack or a Block."""
     batch_size: Size = 4
+    """Rows per batch in each process."""
     accumulation_steps: Size = 1
+    """Number of batches per step, whose gradients are added."""
     seq_len: Size = 512
+    """Tokens per row."""
     max_steps: Size = 200
+    """Number of updates; with stackwise and blockwise for each unit."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of weights, order, masks and dropout."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
+    """Device; auto: CUDA if available, otherwise the CPU."""
     precision: Precision = "bf16"
+    """Dtype of weights and computation."""
     compile: bool = False
+    """Compile the model and its loss."""
     grad_clip: float | None = Field(1.0, gt=0.0)
+    """Largest global L2 norm of the gradient; null: no clipping."""
     log_interval: Size = 10
+    """Steps between two log lines."""
     eval_interval: Size | None = None
+    """Steps between two evaluations on the validation data; null: only at the end."""
     eval_batches: Size | None = None
+    """Batches per evaluation during training; null: all."""
     checkpoint_dir: str | None = None
+    """Folder of checkpoints; null: no checkpoints."""
     save_interval: Size = 100
+    """Steps between two checkpoints; one is always written at the end."""
     resume: bool = False
+    """Continue the run in checkpoint_dir, or start it if there is none."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """Optimizer."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """Learning-rate schedule."""
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    """Training objective."""
     scope: ScopeConfig = Field(default_factory=ScopeConfig)
+    """Layer-wise training."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    """Activation recomputation."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Distributed training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Retention and writing of checkpoints."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    """Records of the training."""
     guard: GuardConfig | None = None
+    """Guard against broken steps; null: none."""
 
     @field_validator("checkpoint")
     @classmethod

@@ -1,4 +1,4 @@
-"""StackWiseConfig: everything that describes a run, as validated data. YAML in, YAML out."""
+"""StackWiseConfig: complete configuration of a run, from and to YAML."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ __all__ = ["StackWiseConfig"]
 
 
 class StackWiseConfig(Section):
-    """Everything that describes a run: `model`, `training`, `data`."""
+    """Complete configuration of a run."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
+    """The Rack."""
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """The training run."""
     data: DataConfig = Field(default_factory=DataConfig)
+    """The data."""
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Read a YAML file; an empty one is all defaults.
+        """Read a YAML file. Missing keys have their defaults.
 
         Raises:
-            ConfigError: the file is not YAML, repeats a key, or describes no valid configuration.
+            ConfigError: the file is not YAML, repeats a key, or has an invalid value.
             OSError: the file cannot be read.
         """
         try:
@@ -39,16 +42,17 @@ class StackWiseConfig(Section):
         return cls.from_dict({} if mapping is None else mapping, source=str(path))
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write a YAML file; `from_yaml` gives an equal configuration back.
+        """Write a YAML file atomically. Several processes may write the same file.
 
-        Processes may all write the same one: whoever reads it finds a whole one.
+        Raises:
+            OSError: the file cannot be written.
         """
         write_whole(Path(path), dump_yaml(self.to_dict()))
 
     def validate(self) -> None:  # type: ignore[override]
-        """Check everything again, rules across sections included.
+        """Check all values and rules again.
 
         Raises:
-            ConfigError: naming every refused value.
+            ConfigError: names every invalid value.
         """
         self.from_dict(self.to_dict())

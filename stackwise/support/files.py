@@ -49,6 +49,8 @@ def write_whole(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
         scratch.replace(path)
     except OSError as error:
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         scratch.unlink(missing_ok=True)

@@ -1034,7 +1034,7 @@ class TestTrainHelp:
         known = {key: rest for key, *rest in told}
         assert known["training.optimizer.lr"] == [
             "number > 0; default 0.0001",
-            "learning rate at the peak of the schedule",
+            "Learning rate at the peak of the schedule",
         ]
         assert known["training.grad_clip"][0] == "number > 0 | null; default 1.0"
         assert known["training.optimizer.betas"][0] == "list of 2 (number); default [0.9, 0.95]"

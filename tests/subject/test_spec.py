@@ -103,7 +103,8 @@ def test_what_is_inferred(subjects, name):
     spec = ModelSpec.of(factory)
     assert (spec.inputs, spec.width, spec.causal, spec.max_length) == KNOWN[name]
     assert spec.name == factory.__name__
-    assert f"{spec.inputs} of width {spec.width}" in spec.notes
+    kind = "token ids, vocabulary" if spec.inputs == "tokens" else "vectors of width"
+    assert f"takes {kind} {spec.width}" in spec.notes
     assert not spec.trained
 
 

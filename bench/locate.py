@@ -188,7 +188,7 @@ def answers(make: Callable[[], Any]) -> Iterator[dict[str, Any]]:
                     finite = all(bool(t.isfinite().all()) for t in (*losses, *gradients))
                     yield {
                         "sound": False,
-                        "fault": [name or "(the model itself)", direction, kind],
+                        "fault": [name or "(outside the submodules)", direction, kind],
                         "harmless": finite and kind != "x10",
                         "found": _plain(found),
                     }

@@ -246,13 +246,19 @@ class ComparisonTable:
         )
 
     def _summary(self) -> str:
-        """Return the number of rows and, for each workload, the fastest architecture, in one line."""
+        """Return the number of architectures and, for each workload, the fastest one, in one line.
+
+        A workload is undecided if the interval of its best speed-up contains 1.
+        """
         parts = [f"{len(dict.fromkeys(self['architecture']))} architectures, baseline {self.baseline}"]
         for workload in dict.fromkeys(self["workload"]):
             rows = [row for row in self.where(workload=workload) if _is_number(row.get("speed_up"))]
             if rows:
                 best = max(rows, key=lambda row: row["speed_up"])
-                parts.append(f"fastest at {workload}: {best['architecture']} ({best['speed_up']:.3f} times)")
+                low, high = best.get("speed_up_low"), best.get("speed_up_high")
+                is_decided = low is None or high is None or not low <= 1 <= high
+                name = f"{best['architecture']} ({best['speed_up']:.3f} times)" if is_decided else "undecided"
+                parts.append(f"fastest at {workload}: {name}")
         return "; ".join(parts)
 
     def _is_known(self, name: str) -> bool:

@@ -195,7 +195,7 @@ def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -
     if decision.confirmed:
         caption += " Estimate and interval are from the rounds that confirmed the result."
     if not is_near:
-        caption += f" The tolerance, {tolerance_text(trial)}, is far above all rounds."
+        caption += f" The tolerance ({tolerance_text(trial)}) is outside of the plot."
     return Plot(title, draw, 2.6, caption, status)
 
 
@@ -225,7 +225,7 @@ def _tests(result: GateResult) -> Section:
             rows.append(Row(cells, _trial_status(result, test, trial), str(trial.decision.verdict)))
     notes = [f"Seed {result.seed}.", *result.notes]
     if result.order_bias is not None and math.isfinite(result.order_bias):
-        bias = f"Effect of being first in a pair: {result.order_bias:+.2%}. The random order removes it."
+        bias = f"The first side of a pair differs by {result.order_bias:+.2%}. Random order cancels this."
         notes.insert(0, bias)
     tables = [Table("All tests", header, rows, right=header[2:])] if rows else []
     return Section("All tests", tables=tables, notes=notes)

@@ -71,7 +71,8 @@ def _change_and_limit(metric: str, trial: TrialResult) -> str:
     if not trial.differences:
         return f"{metric}: {_one_line(trial.decision.reason)}"
     is_worse = trial.decision.verdict is Verdict.REGRESSED
-    return f"{metric} {change_text(trial)}{' >' if is_worse else ', limit'} {tolerance_text(trial)}"
+    interval = f" {interval_text(trial)}" if trial.decision.verdict is Verdict.INCONCLUSIVE else ""
+    return f"{metric} {change_text(trial)}{interval}{' >' if is_worse else ', limit'} {tolerance_text(trial)}"
 
 
 def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80) -> list[str]:
@@ -119,7 +120,9 @@ def markdown(result: GateResult) -> str:
         blocks.append("\n".join(f"- {note}" for note in result.notes))
     details = [f"{counted(result.rounds, 'round')} in {result.seconds:.0f} s, seed {result.seed}"]
     if result.order_bias is not None and math.isfinite(result.order_bias):
-        details.append(f"Being first in a pair was worth {result.order_bias:+.2%}, which the turns take out")
+        details.append(
+            f"The first side of a pair differs by {result.order_bias:+.2%}, which the random order cancels"
+        )
     blocks.append(". ".join(details) + ".")
     return "\n\n".join(blocks) + "\n"
 

@@ -119,12 +119,12 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"lower cost, significant {after}",
+                f"significantly lower cost {after}",
             )
         if passes and mean < -minimum_effect and not last:  # it may be faster, which more rounds can tell
             return None
         if passes:
-            why = f"below the tolerance, significant {after}"
+            why = f"below the tolerance {after}"
             return decided(Verdict.PASS, to_pass, to_pass, 1 - 2 * self.miss, why)
         if slower:
             return decided(
@@ -132,7 +132,7 @@ class Rule:
                 to_flag,
                 to_flag,
                 1 - 2 * self.alpha,
-                f"higher cost, significant {after}",
+                f"significantly higher cost {after}",
             )
         if not last:
             return None

@@ -56,7 +56,7 @@ def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
         return None
     estimate, low, high = map(math.expm1, found)
     rounds = len(differences)
-    reason = f"the mean cost of {len(whole)} tests is higher, significant after {rounds} rounds"
+    reason = f"the mean cost of {len(whole)} tests is significantly higher after {rounds} rounds"
     decision = Decision(Verdict.REGRESSED, estimate, low, high, 1 - 2 * ALPHA, rounds, True, reason)
     trial = TrialResult(decision, "s", math.expm1(tolerance), math.expm1(least), differences, (), ())
     return TestResult(SUITE, "measured", {"time": trial})

@@ -35,7 +35,7 @@ def load_factory(target: str, *, search: Path | None = None) -> Any:
         return load_hf_model(target, search=search, trust_remote_code=os.environ.get(TRUST) == "1")
     module_name, separator, attribute = target.rpartition(":")
     if not (separator and module_name and attribute):
-        wanted = "MODULE:FACTORY, such as mypackage.models:tiny, or hf:NAME_OR_FOLDER"
+        wanted = "MODULE:FACTORY, path/to/file.py:FACTORY, hf:NAME_OR_FOLDER or hf-tiny:NAME_OR_FOLDER"
         raise ValueError(f"got {target!r}; wanted {wanted}")
     if search is not None and str(search) not in sys.path:
         sys.path.insert(0, str(search))

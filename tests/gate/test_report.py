@@ -111,7 +111,7 @@ def test_a_page_tells_first_what_is_wrong():
     assert inconclusive < page.index("- `bench/test_open.py::test_open`: time INCONCLUSIVE") < warnings
     assert "memory PASS" not in page  # it is right, and in the table
     assert "\n- a is b on the head\n" in page
-    assert "8 rounds in 61 s, seed 3. Being first in a pair was worth +1.20%" in page
+    assert "8 rounds in 61 s, seed 3. The first side of a pair differs by +1.20%" in page
 
 
 def test_every_row_of_the_table_has_all_cells():

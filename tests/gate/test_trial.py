@@ -72,7 +72,7 @@ def test_slower_and_then_undecided_is_inconclusive():
     give(trial, (*WILD, 0.1, -0.1))
     assert trial.decision.verdict == Verdict.INCONCLUSIVE and trial.decision.rounds == 10
     assert trial.decision.reason.startswith(
-        "higher cost, significant after 4 rounds; in new rounds: undecided after 6"
+        "significantly higher cost after 4 rounds; in new rounds: undecided after 6"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_flag_without_the_time_for_fresh_rounds_is_inconclusive():
     decision = trial.conclude("the time is up")
     assert decision.verdict == Verdict.INCONCLUSIVE and decision.rounds == 4
     assert (
-        "higher cost, significant after 4 rounds" in decision.reason and "the time is up" in decision.reason
+        "significantly higher cost after 4 rounds" in decision.reason and "the time is up" in decision.reason
     )
 
 

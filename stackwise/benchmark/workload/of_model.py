@@ -323,7 +323,7 @@ def _decode(
 def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
     if spec.decode is None:
         return f"{ALL_AGAIN}: {missing_cache(spec)}"
-    return "with a cache" + (", put back from a copy" if rewinds else "")
+    return "with a cache" + (", restored from a copy" if rewinds else "")
 
 
 def _each_token(stream: TokenStream, prompt: Tensor, new_tokens: int) -> Callable[[OnToken], None]:

@@ -33,7 +33,7 @@ _LONGEST_WINDOW = 64
 _LONGEST = 512
 
 _ADVICE = (
-    "Look at the position of the new tokens (what the cache holds already, no more), at causality aligned "
+    "Look at the positions of new tokens (they start at the length of the cache), at causality aligned "
     "with the last key instead of the first (is_causal with fewer queries than keys), at keys rotated twice "
     "or not at all, and at what a full or rolling cache overwrites."
 )
@@ -85,7 +85,11 @@ def cache_chunks(subject: Subject) -> CheckResult:
         return subject.not_applicable(reason)
     T = _length(subject)
     ways = [(T // 2, T - T // 2), (1, *_parts(T - 1, 4))]
-    return _compare(subject, ways, "A part sees the cache and, in itself, the past alone. " + _ADVICE)
+    return _compare(
+        subject,
+        ways,
+        "A token must attend to the cache and to earlier tokens of its part. " + _ADVICE,
+    )
 
 
 def _parts(total: int, size: int) -> Iterable[int]:

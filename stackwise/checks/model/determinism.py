@@ -54,7 +54,7 @@ def determinism(subject: Subject) -> CheckResult:
         return subject.failed(
             value,
             LIMIT,
-            meaning="Two calls in eval mode differ, and agree under one seed: something random is left on.",
+            meaning="Two calls in eval mode differ, but agree under one seed: something is random.",
             advice="Look for dropout that ignores self.training: F.dropout(x, p) or dropout_p=p without it.",
         )
     return subject.failed(

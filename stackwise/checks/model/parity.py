@@ -27,7 +27,7 @@ from stackwise.subject.inference import logits_of
 __all__ = ["Divergence", "first_divergence"]
 
 _NEEDED = "needs reference="
-_ROOT = "(the model itself)"
+_ROOT = "(outside the submodules)"
 _LOSS = "the loss"
 _EXACT = 1e-8
 # Sound pairs, one with a softmax in float32 and one without, get to 1.5e-6 with lively weights.
@@ -39,7 +39,7 @@ class Divergence:
     """Where two models part.
 
     Attributes:
-        module: name of the first module, in order of execution, that differs; "(the model itself)" for
+        module: name of the first module, in order of execution, that differs; "(outside the submodules)" for
             the root.
         side: "output": its inputs agree, what it makes of them does not; "input": it is handed something
             else, by code that is outside of any module.

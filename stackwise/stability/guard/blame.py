@@ -8,7 +8,7 @@ from statistics import median
 
 __all__ = ["blamed", "listed", "usual_norms"]
 
-_ROOT = "(the model itself)"
+_ROOT = "(outside the submodules)"
 _SHOWN = 3
 _NEGLIGIBLE = 1e-6  # of the norm of all gradients: below it, changes are rounding errors
 _ALL = 0.9  # of the modules: the others may have had a small gradient by chance

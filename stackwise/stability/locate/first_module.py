@@ -23,7 +23,7 @@ __all__ = [
 _COMPILED = "_orig_mod"
 # What torch's wrappers of one module add to its name.
 _WRAPPED = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-ROOT = "(the model itself)"
+ROOT = "(outside the submodules)"
 
 
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
@@ -35,7 +35,7 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
 
     Returns:
         The name of the first module, in order of completion, whose inputs are sound and whose output
-        is not ("(the model itself)" for the root), or None where there is none. NaN and +inf are
+        is not ("(outside the submodules)" for the root), or None where there is none. NaN and +inf are
         unsound; -inf only where nothing else is found, since additive masks are made of it.
     """
     found: list[str] = []

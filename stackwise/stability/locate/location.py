@@ -25,7 +25,7 @@ class Location:
     """The place where a step broke first. str(): "stacks.0.blocks.1.attention (forward)".
 
     Attributes:
-        module: name of the module, "(the model itself)" for the root; for "parameter" the name of the
+        module: name of the module, "(outside the submodules)" for the root; for "parameter" the name of the
             parameter or buffer; for "loss" "the loss".
         direction: "forward": sound inputs, broken output. "backward": sound gradient of the output, broken
             gradient of an input or a parameter. "parameter": a weight or buffer that was broken before the

@@ -254,7 +254,7 @@ def test_first_divergence_of_inputs_and_of_the_end(subjects):
     ids = torch.arange(12)[None]
     for kind, module, side in (
         (Louder, "layers.1.norm", "input"),
-        (Shifted, "(the model itself)", "output"),
+        (Shifted, "(outside the submodules)", "output"),
     ):
         model = kind().eval()
         model.load_state_dict(reference.state_dict())

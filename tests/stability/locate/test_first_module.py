@@ -96,7 +96,7 @@ def test_the_root_itself(subjects):
             return super().forward(ids) / 0
 
     model = Broken()
-    assert first_nonfinite_module(model, lambda: model(IDS)) == "(the model itself)"
+    assert first_nonfinite_module(model, lambda: model(IDS)) == "(outside the submodules)"
 
 
 class Masked(nn.Module):
@@ -130,7 +130,7 @@ def test_a_mask_is_no_culprit():
     # A row that hides everything is broken by the softmax, between the modules.
     model = Masked(reach=0)
     assert not model(x).isfinite().all()
-    assert first_nonfinite_module(model, lambda: model(x)) == "(the model itself)"
+    assert first_nonfinite_module(model, lambda: model(x)) == "(outside the submodules)"
 
 
 def test_negative_infinity_where_nothing_else_is_found(subjects):

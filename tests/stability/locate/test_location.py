@@ -16,7 +16,7 @@ from stackwise.stability.locate import Location, ModuleScales, locate
 from stackwise.stability.locate.reading import Readings
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
-ROOT = "(the model itself)"
+ROOT = "(outside the submodules)"
 
 
 class Bent(torch.autograd.Function):

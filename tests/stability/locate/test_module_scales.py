@@ -45,7 +45,7 @@ def test_sizes_are_root_mean_squares():
         ("outgoing", "1", 1, 0): rms(hidden.grad),
         ("incoming", "0", 1, 0): rms(hidden.grad),
         ("weights", "0", 1, 0): rms(torch.cat([p.grad.flatten() for p in model[0].parameters()])),
-        ("weights", "(the model itself)", 1, 0): rms(
+        ("weights", "(outside the submodules)", 1, 0): rms(
             torch.cat([p.grad.flatten() for p in model.parameters()])
         ),
         ("parameter", "1.weight", 0, 0): rms(model[1].weight),
@@ -54,7 +54,7 @@ def test_sizes_are_root_mean_squares():
     for key, value in expected.items():
         assert scales.sizes[key] == pytest.approx(value, rel=1e-5), key
     assert ("outgoing", "0", 1, 0) not in scales.sizes  # its input is data
-    assert scales.calls == {("0", 1), ("1", 1), ("(the model itself)", 1)}
+    assert scales.calls == {("0", 1), ("1", 1), ("(outside the submodules)", 1)}
     assert not scales.expected
 
 
@@ -88,7 +88,7 @@ def test_an_input_that_has_grown():
     scales = ModuleScales.observe(model, step_of(model, x))
     location = locate(model, step_of(model, x * 50), scales=scales)
     assert (location.module, location.direction, location.value) == (
-        "(the model itself)",
+        "(outside the submodules)",
         "input",
         pytest.approx(50),
     )
@@ -129,7 +129,7 @@ def test_what_grows_bit_by_bit_is_named_where_it_passes_the_factor():
     for layer in model:
         layer.register_forward_hook(lambda _, __, output: output * 2.5)
     location = locate(model, step_of(model, x), scales=scales)
-    assert (location.module, location.value) == ("(the model itself)", pytest.approx(2.5**4))
+    assert (location.module, location.value) == ("(outside the submodules)", pytest.approx(2.5**4))
     assert location.direction == "forward"
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -37,10 +38,8 @@ def main() -> int:
     trees = [_git("rev-parse", f"{arguments.base}^{{tree}}"), _current_tree()]
     groups = [] if arguments.groups is None else ["--groups", arguments.groups]
     base, current = _observe(list(dict.fromkeys(trees)), groups, arguments.jobs, trees)
-    base = {_renamed(name): value for name, value in base.items()}
-    different = sorted(name for name in base.keys() | current.keys() if base.get(name) != current.get(name))
-    intended = {name: reason for name in different if (reason := _reason(name)) is not None}
-    unexplained = [name for name in different if name not in intended]
+    base = renamed(base, RENAMES)
+    intended, unexplained = differences(base, current, CHANGES)
     for name in unexplained[:SHOWN]:
         print(f"{name}: {_short(base.get(name, 'absent'))} -> {_short(current.get(name, 'absent'))}")
     if len(unexplained) > SHOWN:
@@ -59,6 +58,29 @@ def main() -> int:
     for bar in bars:
         print(bar.line(quick=False))
     return int(any(bar.verdict != "PASS" for bar in bars))
+
+
+def renamed(values: Mapping[str, object], renames: Mapping[str, str]) -> dict[str, object]:
+    """Return the values of the base with the new names. A name is a whole part between two slashes."""
+    return {
+        "/".join(renames.get(part, part) for part in name.split("/")): value for name, value in values.items()
+    }
+
+
+def differences(
+    base: Mapping[str, object], current: Mapping[str, object], changes: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the intended differences with their reasons, and the names of all others.
+
+    A value that only one side has is a difference.
+    """
+    absent = object()
+    names = sorted(base.keys() | current.keys())
+    different = [name for name in names if base.get(name, absent) != current.get(name, absent)]
+    reasons = {
+        name: reason for name in different for pattern, reason in changes.items() if fnmatch(name, pattern)
+    }
+    return reasons, [name for name in different if name not in reasons]
 
 
 def _git(*arguments: str, index: str | None = None) -> str:
@@ -103,14 +125,6 @@ def _export(tree: str, folder: Path) -> None:
     archive = subprocess.run(command, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as file:
         file.extractall(folder, filter="data")
-
-
-def _renamed(name: str) -> str:
-    return "/".join(RENAMES.get(part, part) for part in name.split("/"))
-
-
-def _reason(name: str) -> str | None:
-    return next((reason for pattern, reason in CHANGES.items() if fnmatch(name, pattern)), None)
 
 
 def _short(value: object) -> str:

@@ -32,6 +32,8 @@ def collect(path: Path, groups: list[str], jobs: int) -> None:
     done = {name.rpartition("/")[0] for name in read(path)}
     torch.set_num_threads(1)
     with path.open("a") as file:
+        if path.stat().st_size:
+            file.write("\n")  # after a line that an interrupted run left incomplete
         for group in groups:
             new = {name: each for name, each in GROUPS[group]().items() if f"{group}/{name}" not in done}
             for name, ended in all_isolated(new, jobs=jobs, seconds=SECONDS):

@@ -1,1 +1,1 @@
-"""Subject: description of the model or training loop under test, and how it is found out."""
+"""Subject: description of the model or training loop under test, and its inference."""

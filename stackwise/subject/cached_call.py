@@ -136,7 +136,7 @@ class _MaskedCachedCall(CachedCall):
     def __call__(
         self, model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
     ) -> tuple[Any, Any]:
-        """As CachedCall. `keep` (B, S) is true at the real ones of all tokens so far."""
+        """Return output and cache. `keep` (B, S) is True for real tokens, of all tokens so far."""
         if keep is None:
             return self._continue(model, inputs, cache, {})
         T = inputs.shape[1]
@@ -259,7 +259,7 @@ class _Trial:
 
     @cached_property
     def _whole(self) -> Tensor | None:
-        """Logits of a full pass, without a cache."""
+        """Return the logits of a full pass without a cache."""
         logits: Tensor | None = self.attempt(lambda: self._logits_of(self.form(self.model, self.inputs)))
         return logits
 

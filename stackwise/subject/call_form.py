@@ -72,7 +72,7 @@ class CallForm:
 
 @dataclass(frozen=True)
 class ContiguousCall:
-    """A function of a ModelSpec, called with tensors of the layout that a data loader gives.
+    """Function of a ModelSpec that is called with contiguous tensors, as from a data loader.
 
     Models written for training loops use `view`, which fails on slices and transposed tensors. The inputs and
     all integer and boolean tensors become contiguous. Floating-point tensors after the inputs, such as a
@@ -110,7 +110,7 @@ class ContiguousCall:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that torch.compile or DistributedDataParallel wraps, whose own `forward` takes anything."""
+    """Return the model inside the wrapper of torch.compile or DistributedDataParallel."""
     while True:
         wrapped = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -126,7 +126,7 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def call_forms(model: nn.Module) -> Iterator[CallForm]:
-    """Forms that the signature of `model` allows, the usual one first."""
+    """Return the call forms that the signature of `model` allows, the usual one first."""
     named = forward_parameters(model)
     yield CallForm()
     if "targets" in named:

@@ -1,4 +1,4 @@
-"""Capabilities: what a model can do beyond a plain forward pass, seen from its signature and by trial.
+"""Capabilities: features of a model beyond the forward pass, found in its signature and by trial.
 
 Shapes: B batch, T positions.
 """
@@ -102,12 +102,12 @@ def capabilities(
 
 
 def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
-    """Ways to say what is padding, and on which sides it may be."""
+    """Yield functions that pass a padding mask, each with the sides on which padding is allowed."""
     for name, polarities in _MASKS.items():
         if name not in named:
             continue
         if name == "attention_mask" and "position_ids" in named and not form.element:
-            # Whoever pads on the left says where the real tokens are.
+            # Padding on the left needs the positions of the real tokens.
             yield masked_with_positions, ("right", "left")
         for polarity in polarities:
             yield _masking(name, polarity, form), ("right",)
@@ -122,12 +122,12 @@ def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any
 
 
 def masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
-    """Padding on any side, where the model is told the positions of the real tokens."""
+    """Call a model with a padding mask and the positions of the real tokens."""
     return model(inputs, attention_mask=keep.long(), position_ids=_positions(keep))
 
 
 def _positions(keep: Tensor) -> Tensor:
-    """(B, T): how many real tokens stand before each."""
+    """Return the number of real tokens before each position, (B, T)."""
     return (keep.long().cumsum(-1) - 1).clamp(min=0)
 
 
@@ -135,7 +135,7 @@ def _positions(keep: Tensor) -> Tensor:
 def _hides(
     masked: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
 ) -> bool:
-    """Whether a masked first position has no influence on the others."""
+    """Return True if a masked first position does not change the other outputs."""
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     keep[:, 0] = False
     changed, first = inputs.clone(), inputs[:, 0]
@@ -158,10 +158,10 @@ def _labellings(
     logits_of: Callable[[Any], Tensor],
     form: CallForm,
 ) -> Iterator[Callable[..., Any]]:
-    """Ways to ask for the model's own loss of labels that are not shifted.
+    """Yield functions that compute the model's own loss from labels that are not shifted.
 
-    `labels` are shifted by the model; `targets` are what each position is to predict, and -1 or -100 where
-    that is nothing.
+    A model shifts an argument `labels` itself. An argument `targets` is the prediction of each position, with
+    -1 or -100 for positions without a target.
     """
     if "labels" in named:
         yield partial(_labelled_loss, form=form)
@@ -175,7 +175,7 @@ def _labellings(
             for ids in (inputs, ahead):
                 with seeded(0, inputs.device):
                     firsts.append(logits_of(form(model, ids))[:, 0])
-        except Exception as error:  # it wants its targets at each call
+        except Exception as error:  # the model needs targets in each call
             if is_out_of_memory(error):
                 raise
             return
@@ -218,7 +218,7 @@ def _auxiliary_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Te
 
 
 def _handed_out_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None, *, form: CallForm) -> Tensor:
-    """What a model that balances its routers hands out beside its logits, asked or not."""
+    """Return the router loss that a model always returns with its logits."""
     mask = {} if keep is None else {"attention_mask": keep.long()}
     output = form(model, inputs, **mask)
     found = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
@@ -228,7 +228,7 @@ def _handed_out_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None, *, f
 
 
 def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> bool:
-    """Whether it is a scalar that asks for a gradient: one that does not is there to be looked at."""
+    """Return True for a scalar with a gradient. A scalar without one is only for logging."""
     try:
         with torch.enable_grad():
             value = loss(model, inputs, None)
@@ -251,7 +251,7 @@ def _is_scalar(call: Callable[[], Any]) -> bool:
 
 
 def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the model's own settings say: whether its head is tied, and what its layers see."""
+    """Yield the claims of the model's configuration: tied head, padding sides and window."""
     config = getattr(model, "config", None)
     for owner, name in ((model, "tie_embeddings"), (config, "tie_word_embeddings")):
         claim = getattr(owner, name, None)
@@ -261,7 +261,7 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if isinstance(sides := getattr(model, "padding_sides", None), tuple):
         yield "padding_sides", sides
     windows: set[Any] = {m.sliding_window for m in model.modules() if hasattr(m, "sliding_window")}
-    # Where the layers themselves say nothing, the setting holds for all, unless it is per layer or off.
+    # If no layer has a window, the setting holds for all layers, unless it is per layer or disabled.
     everywhere = getattr(config, "layer_types", None) is None and getattr(config, "use_sliding_window", True)
     if not windows and everywhere:
         windows = {getattr(config, "sliding_window", None)}

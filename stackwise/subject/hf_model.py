@@ -1,7 +1,7 @@
-"""Models of transformers by the name of a configuration: hf:NAME_OR_FOLDER and hf-tiny:NAME_OR_FOLDER.
+"""Models of transformers, built from a configuration: hf:NAME_OR_FOLDER and hf-tiny:NAME_OR_FOLDER.
 
 Only config.json is read. The weights are random. A tiny model has the architecture of the configuration, with
-two layers and small widths.
+two to four layers and small widths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIXES = ("hf:", "hf-tiny:")
 _FORM = f"a folder with config.json, such as {_PREFIXES[0]}path/to/folder, or a name on the hub"
 _TRUST_ADVICE = "--trust-remote-code (pytest: --stackwise-trust-remote-code) allows it"
 
-# Names that configurations have for each size.
+# Configuration keys for each size.
 _SIZE_NAMES = {
     "vocab": "vocab_size n_token vocab_size_per_layer_input",
     "width": "hidden_size n_embd d_model dim embedding_size embedding_dim embed_dim emb_dim "
@@ -50,7 +50,7 @@ _SIZE_NAMES = {
 }
 _VOCAB, _HEAD, _WINDOW, _LAYERS, _EXPERTS, _LENGTH = 256, 16, 8, 2, 4, 512
 _MAX_HEADS_PER_KV, _MAX_KINDS = 8, 4
-# Sizes of single architectures. Each is reduced to the value if it is larger.
+# Sizes that few architectures have, with their upper limits.
 _RARE: dict[str, int] = {
     **dict.fromkeys(
         ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8
@@ -67,7 +67,7 @@ _RARE: dict[str, int] = {
     "num_nextn_predict_layers": 0,
     "num_buckets": 4,
 }
-# Settings that are tried one after the other if the reduced configuration alone cannot be built.
+# Overrides, tried in order until the reduced model can be built and called.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"layer_types": ["linear_attention", "full_attention"]},
@@ -86,14 +86,14 @@ _BYTES_PER_PARAMETER = 4 + 8 + 4 + 8 + 8
 
 @dataclass(frozen=True, eq=False)
 class HFModel:
-    """Factory of a model with random weights, which `ModelSpec.of` takes.
+    """Factory for `ModelSpec.of` that builds a model with random weights.
 
     Attributes:
         config: configuration of transformers.
-        model_class: class of transformers that takes it.
+        model_class: transformers class for the configuration.
         name: the name of the configuration.
         notes: differences from the named configuration.
-        trust_remote_code: allow code of the hub.
+        trust_remote_code: allow code from the Hugging Face Hub.
     """
 
     config: Any
@@ -123,8 +123,8 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
 
     Args:
         target: the name. A folder has a config.json.
-        search: folder that a relative folder is in. None: the current one.
-        trust_remote_code: allow code of the hub.
+        search: base of a relative folder. None: the current folder.
+        trust_remote_code: allow code from the Hugging Face Hub.
 
     Raises:
         ValueError: no such configuration, a mistake in it, an unknown model type, code of the hub without
@@ -158,11 +158,11 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
 
 
 def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
-    """Return the configuration with two layers and small widths, and notes on what could not be kept.
+    """Return the reduced configuration, and notes on settings that could not be kept.
 
     Args:
         config: configuration of transformers.
-        more: settings that replace others, if the configuration has them.
+        more: overrides for keys that the configuration has.
     """
     given = config.to_dict()
     notes: list[str] = []
@@ -209,7 +209,7 @@ def _read_config(name: Path | str, trust_remote_code: bool) -> Any:
 
 
 def _text_part(config: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the configuration of the language model if there are others, such as one for images."""
+    """Return the text configuration of a multimodal model, with a note."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config(decoder=True) if type(config).sub_configs else config
@@ -284,7 +284,7 @@ def _n_parameters(model: HFModel) -> int:
 
 
 def _available_bytes() -> int:
-    """Return the memory that this process can still take: of the machine, or of its control group."""
+    """Return the available memory of the machine or of the control group, whichever is smaller."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     amounts = [pages]
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -298,7 +298,7 @@ def _available_bytes() -> int:
 
 
 def _small_sizes(found: Mapping[str, int | None], notes: list[str]) -> dict[str, int]:
-    """Return the small size for each size of the configuration."""
+    """Return the reduced value of each size."""
     heads, kv_heads = _heads(found["heads"], found["kv_heads"], notes)
     head = min(_HEAD, found["head"] or _HEAD)
     is_full = found["head"] is None or found["head"] * (found["heads"] or 1) == found["width"]
@@ -323,7 +323,7 @@ def _resized(
     n_layers: int,
     notes: list[str],
 ) -> dict[str, int]:
-    """Return the new value of each setting that is a size."""
+    """Return the new value of each size setting."""
     changed = {}
     names = [(size, key) for size, keys in _SIZE_NAMES.items() for key in keys.split()]
     for size, key in names:
@@ -351,14 +351,14 @@ def _rare(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _fit_groups(given: Mapping[str, Any], changed: dict[str, Any]) -> None:
-    """Divide the few experts into two groups if they were divided."""
+    """Use two expert groups if the original has several."""
     for key in ("n_group", "num_expert_group"):
         if (given.get(key) or 1) > 1:
             changed |= {key: 2, "topk_group": 1 if given["topk_group"] < given[key] else 2}
 
 
 def _fit_heads(given: Mapping[str, Any], changed: dict[str, Any], head: int | None, small: int) -> None:
-    """Set the sizes that follow from the size of a head, which had `head` dimensions and has `small`."""
+    """Set the sizes that depend on the head dimension (`head` before, `small` now)."""
     rotary = changed.get("qk_rope_head_dim")
     if rotary and given.get("head_dim") == given["qk_rope_head_dim"]:
         changed["head_dim"] = rotary
@@ -372,7 +372,7 @@ def _fit_heads(given: Mapping[str, Any], changed: dict[str, Any], head: int | No
 
 
 def _per_layer(given: Mapping[str, Any], rows: list[int], n_layers: int | None) -> dict[str, Any]:
-    """Return the lists and dictionaries that have a value per layer, for the layers in `rows`."""
+    """Return per-layer lists and dictionaries, reduced to the layers in `rows`."""
     changed: dict[str, Any] = {}
     for key, value in given.items():
         if _is_index_list(key, value, n_layers):
@@ -405,14 +405,14 @@ def _heads(heads: int | None, kv_heads: int | None, notes: list[str]) -> tuple[i
         return min(4, heads), min(4, heads)
     ratio = heads // kv_heads
     if ratio > _MAX_HEADS_PER_KV:
-        notes.append(f"{_MAX_HEADS_PER_KV} query heads per key head instead of {ratio}")
+        notes.append(f"{_MAX_HEADS_PER_KV} query heads per KV head instead of {ratio}")
         ratio = _MAX_HEADS_PER_KV
     small = min(kv_heads, 2)
     return small * ratio, small
 
 
 def _fit_mamba(given: Mapping[str, Any], changed: dict[str, Any], width: int) -> None:
-    """Give state-space layers as many heads as their expanded width has."""
+    """Set the number of state-space heads from the expanded width."""
     for heads, head, groups in (
         ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
         ("mamba_num_heads", "mamba_head_dim", "n_groups"),
@@ -431,7 +431,7 @@ def _fit_mamba(given: Mapping[str, Any], changed: dict[str, Any], width: int) ->
 
 
 def _layers(given: Mapping[str, Any], n_layers: int | None, notes: list[str]) -> list[int]:
-    """Return the layers that are kept: two, with one of each kind."""
+    """Return the indices of the kept layers: one per kind, two to four."""
     if n_layers is None or n_layers <= _LAYERS:
         return list(range(n_layers or _LAYERS))
     indices = [value for key, value in given.items() if _is_index_list(key, value, n_layers)]
@@ -448,7 +448,7 @@ def _layers(given: Mapping[str, Any], n_layers: int | None, notes: list[str]) ->
         kinds.setdefault(str(kind), row)
     rows = sorted(kinds.values())
     if len(rows) > _MAX_KINDS:
-        notes.append(f"{_MAX_KINDS} of {len(rows)} kinds of layers")
+        notes.append(f"only {_MAX_KINDS} of {len(rows)} kinds of layers are kept")
         rows = rows[:_MAX_KINDS]
     return rows if len(rows) >= _LAYERS else [0, n_layers - 1]
 
@@ -464,7 +464,7 @@ def _is_index_list(key: str, value: Any, n_layers: int | None) -> bool:
 
 
 def _rotary(parameters: Mapping[str, Any], head: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary settings whose lists fit the small heads."""
+    """Resize the rotary settings for the small head dimension."""
     partial = parameters.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0
     half = int(head * partial) // 2
     changed = dict(parameters)

@@ -1,4 +1,4 @@
-"""A Lightning module as a run: its hooks in the order of automatic optimization, without a trainer."""
+"""LightningRun: a Lightning module as a run, with its hooks in Lightning's order, without a trainer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ __all__ = ["LightningRun", "copies", "is_lightning_module", "step_arguments"]
 Batch = Any
 
 _FILE = "last.ckpt"
-# Beside what Lightning writes.
+# Further keys of a checkpoint.
 _BATCHES, _RANDOM_STATES = "batches", "random_states"
-# Of a training whose length nothing says.
+# Number of steps if the length of the training is unknown.
 _UNPLANNED = 1000
-# A method that one of these defines is there to be overridden, and says nothing of the module.
+# A method that these packages define is a default, not one of the module.
 _LIBRARIES = ("lightning", "pytorch_lightning")
 
 
 def is_lightning_module(made: Any) -> bool:
-    """Whether it is a module that says how it is trained."""
+    """Return True for a module with `training_step` and `configure_optimizers`."""
     return isinstance(made, nn.Module) and all(
         callable(getattr(made, name, None)) for name in ("training_step", "configure_optimizers")
     )
 
 
 def copies(module: nn.Module) -> Callable[[], nn.Module]:
-    """A factory of copies of `module` as it is now."""
+    """Return a factory of copies of the current state of `module`."""
     original = copy.deepcopy(module)
     return lambda: copy.deepcopy(original)
 
 
 def step_arguments(function: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:
-    """Of a step of a module, such as `training_step`, which may or may not take the number of the batch."""
+    """Return the arguments of a step such as `training_step`, with the batch number if it takes one."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     takes_number = sum(kind in positional for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
@@ -52,11 +52,11 @@ def step_arguments(function: Callable[..., Any], batch: Any, number: int) -> tup
 
 
 class LightningRun:
-    """A Lightning module under automatic optimization, with one optimizer and without a trainer.
+    """Run of a Lightning module with automatic optimization and one optimizer, without a trainer.
 
     Each update calls the hooks of a batch in Lightning's order: `training_step`, zeroed gradients,
     `backward`, `on_before_optimizer_step`, `configure_gradient_clipping`, the optimizer (by `optimizer_step`
-    where the module has its own), and a scheduler whose interval is "step". Modes are left as they are.
+    if the module defines it), and a scheduler with the interval "step". Train and eval modes are not changed.
     `evaluate` needs a `validation_step`, `epoch` a `train_dataloader`.
 
     What a trainer adds is not there: clipping by its own limit, callbacks, strategies, precision. Random
@@ -90,11 +90,11 @@ class LightningRun:
         self.epoch: Callable[[int], Iterator[Batch]] | None = self._epoch if has_data else None
 
     def step(self, batch: Batch) -> Tensor:
-        """One batch, one update."""
+        """Make one update from one batch."""
         return self.accumulate([batch])
 
     def accumulate(self, batches: list[Batch]) -> Tensor:
-        """One update from several, each loss divided by their number; returns the mean of the losses."""
+        """Make one update from several batches, whose losses are averaged, and return the mean loss."""
         losses: list[Tensor] = []
         for number, batch in enumerate(batches):
             first, last = number == 0, number == len(batches) - 1
@@ -118,7 +118,7 @@ class LightningRun:
         return torch.stack(losses).mean()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Of `training_step`: what it returns, or its "loss"."""
+        """Return the loss that `training_step` returns, or its item "loss"."""
         step: Any = self.model.training_step
         output = step(*step_arguments(step, batch, self._number))
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -127,7 +127,7 @@ class LightningRun:
         return loss
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """In the layout of Lightning's checkpoints, `on_save_checkpoint` included."""
+        """Write a checkpoint in Lightning's layout, with `on_save_checkpoint`."""
         checkpoint: dict[str, Any] = {
             "epoch": self._attached.current_epoch,
             "global_step": self._attached.global_step,
@@ -145,7 +145,7 @@ class LightningRun:
         torch.save(checkpoint, Path(folder) / _FILE)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """As Lightning restores one, `on_load_checkpoint` first; one of its own that has this name, too."""
+        """Restore a checkpoint as Lightning does, with `on_load_checkpoint` first."""
         checkpoint = torch.load(Path(folder) / _FILE, map_location="cpu", weights_only=False)
         self._call("on_load_checkpoint", checkpoint)
         strict = bool(getattr(self.model, "strict_loading", True))
@@ -160,7 +160,7 @@ class LightningRun:
             set_random_states(checkpoint[_RANDOM_STATES])
 
     def _backward(self, batch: Batch, n_batches: int, first: bool, last: bool) -> Tensor:
-        """What Lightning's closure does: the loss, its gradients, and before an update the hooks of it."""
+        """Run Lightning's closure: loss, gradients and, before an update, its hooks."""
         with torch.enable_grad():
             loss = self.loss(batch)
             if first:
@@ -189,7 +189,7 @@ class LightningRun:
             self.scheduler.step() if own is None else own(self.scheduler, None)
 
     def _evaluate(self, batches: list[Batch]) -> float:
-        """What `validation_step` logs under a name with "loss", else returns, over batches by their rows."""
+        """Return the mean over rows of the loss that `validation_step` logs or returns."""
         modes = {module: module.training for module in self.model.modules()}
         own = self._own("on_validation_model_eval")
         self._log = log = _Log()
@@ -217,7 +217,7 @@ class LightningRun:
                 own()
 
     def _epoch(self, number: int) -> Iterator[Batch]:
-        """Of `train_dataloader`, which is made once."""
+        """Return an iterator over an epoch of `train_dataloader`, which is called once."""
         if self._loader is None:
             self._loader = self.model.train_dataloader()  # type: ignore[operator]
         return iterate_epoch(self._loader, number, self._set_epoch)
@@ -229,11 +229,11 @@ class LightningRun:
                 set_epoch(number)
 
     def _attach(self) -> None:
-        """Stand in for what a module asks its trainer for: to log, to clip, and how far it is."""
+        """Attach a minimal trainer to the module, for logging, clipping and progress."""
         module: Any = self.model
         module.log, module.log_dict, module.clip_gradients = self._noted, self._noted_all, _clip
         if not isinstance(getattr(type(module), "trainer", None), property) and hasattr(module, "trainer"):
-            return  # it has something of its own by that name
+            return  # the module has an own attribute `trainer`
         module.trainer = self._attached
 
     def _noted(self, name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
@@ -247,7 +247,7 @@ class LightningRun:
             self._noted(name, value, batch_size=batch_size)
 
     def _own(self, hook: str) -> Callable[..., Any] | None:
-        """The module's own method, not the one that Lightning defines to be overridden."""
+        """Return the method if the module defines it, and None for Lightning's default."""
         function = getattr(self.model, hook, None)
         if not callable(function):
             return None
@@ -261,7 +261,7 @@ class LightningRun:
 
 
 class _Attached:
-    """What a module may ask of the trainer that is not there."""
+    """Minimal trainer that a module can use."""
 
     global_step = 0
     current_epoch = 0
@@ -283,7 +283,7 @@ class _Attached:
 
 
 class _Log:
-    """What an evaluation logs and returns, by name: values, and the rows that each stands for."""
+    """Values that an evaluation logs and returns, by name, each with its number of rows."""
 
     def __init__(self) -> None:
         self.rows: int | None = None
@@ -303,7 +303,7 @@ class _Log:
             self._returned.append((output, self.rows))
 
     def loss(self) -> float:
-        """The mean by rows of the one loss that is logged, else of what was returned."""
+        """Return the mean over rows of the logged loss, otherwise of the returned loss."""
         named = [name for name in self._values if "loss" in name.lower()]
         if len(named) > 1:
             named = [name for name in named if "val" in name.lower()] or named
@@ -318,7 +318,7 @@ class _Log:
 
 
 def _configured(returned: Any) -> tuple[torch.optim.Optimizer, Any, int]:
-    """What `configure_optimizers` returned: (optimizer, scheduler, updates to its step; 0: by epochs)."""
+    """Return optimizer, scheduler and updates per scheduler step (0: one step per epoch)."""
     optimizers, schedulers = returned, None
     if isinstance(returned, Mapping):
         optimizers, schedulers = returned["optimizer"], returned.get("lr_scheduler")
@@ -351,7 +351,7 @@ def _clip(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """As `LightningModule.clip_gradients` does."""
+    """Clip gradients as `LightningModule.clip_gradients` does."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not gradient_clip_val or gradient_clip_val <= 0:
         return
@@ -362,7 +362,7 @@ def _clip(
 
 
 def _rows(batch: Any) -> int:
-    """Of the first tensor in it, as Lightning counts them."""
+    """Return the number of rows of the first tensor, as Lightning counts them."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
@@ -370,6 +370,6 @@ def _rows(batch: Any) -> int:
 
 
 def _version() -> str:
-    """Of the Lightning that is loaded: its checkpoints name it."""
+    """Return the version of the loaded Lightning, for checkpoints."""
     found = (getattr(sys.modules.get(name), "__version__", None) for name in reversed(_LIBRARIES))
     return next((str(version) for version in found if version), "2.0.0")

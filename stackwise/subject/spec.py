@@ -1,4 +1,4 @@
-"""ModelSpec: what is under test, and how to drive it from outside.
+"""ModelSpec: description of a model under test.
 
 Shapes: B batch, T positions, V vocabulary, C width of a model that takes vectors.
 """
@@ -35,7 +35,7 @@ _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
 
 class FactoryError(ValueError):
-    """A factory raised, which is the cause, or what it returned is no model that can be run."""
+    """A factory raised an exception, which is the cause, or returned a model that cannot run."""
 
 
 # Named, so that a spec can be sent to a process.
@@ -49,55 +49,54 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model under test: how to build it, what goes in, what it claims.
+    """Description of a model under test: how to build and call it, and its claims.
 
-    Functions that call the model get contiguous tensors, as a data loader gives them (`ContiguousCall`).
-
-    `ModelSpec.of(factory)` fills in what can be seen from outside; whatever it cannot see is
-    declared by keyword: `ModelSpec.of(factory, causal=False)`.
+    `ModelSpec.of(factory)` infers the attributes from the model. Declare the others by keyword:
+    `ModelSpec.of(factory, causal=False)`. Functions that call the model get contiguous tensors, as from a
+    data loader.
 
     Attributes:
-        build: makes a fresh model; called under a fixed seed.
-        name: in test ids and reports.
+        build: builds a new model. It is called with a fixed seed.
+        name: name in test ids and reports.
         inputs: "tokens" (integer ids (B, T)) or "vectors" (float (B, T, C)).
-        width: V for tokens, C for vectors.
-        causal: whether no output may depend on a later input; None: nothing is claimed.
-        trained: the weights are trained, so that checks of the initialisation do not apply.
-        max_length: the longest sequence that the model takes; None: no limit known.
-        forward: (model, inputs) -> output; a tensor, or something with `logits`.
-        make_batch: (batch_size, seq_len, generator) -> inputs on the CPU; None: random ones.
-        loss: (model, inputs) -> scalar; None: next-token cross-entropy for causal tokens,
-            cross-entropy with the input itself for other tokens, mean square of the output for
-            vectors and for models with fewer outputs than tokens.
+        width: vocabulary size of tokens, or C of vectors.
+        causal: True if no output may depend on a later input. None: no claim.
+        trained: True if the weights are trained, so that checks of the initialisation do not apply.
+        max_length: longest sequence of the model. None: no known limit.
+        forward: (model, inputs) -> output, which is a tensor or has `logits`.
+        make_batch: (batch_size, seq_len, generator) -> inputs on the CPU. None: random inputs.
+        loss: (model, inputs) -> scalar. None: next-token cross-entropy for causal tokens, cross-entropy with
+            the input itself for other tokens, mean square of the output for vectors and for models with
+            fewer outputs than tokens.
         optimizer: list of parameters -> optimizer, for short training runs.
-        masked: (model, inputs, keep (B, T) bool) -> output, of a batch with padding; None: it takes no mask.
-        padding_sides: where padding may be: "right", "left", both or neither.
-        packed: (model, inputs, documents (B, T) integer) -> output, of rows of several documents, whose
-            positions restart; None: it packs none.
-        decode: (model, inputs, cache or None) -> (output, cache), of tokens that follow those in a cache;
-            one that takes a fourth argument, keep (B, S) of all tokens so far, can be asked about padding on
-            the left; None: it keeps none.
-        cache_problem: why no `decode` was found, though the model can generate or seems to have a cache; "":
-            it was found or declared, or nothing suggests that there is one.
+        masked: (model, inputs, keep (B, T) bool) -> output of a batch with padding. None: no padding mask.
+        padding_sides: sides on which padding is allowed: "right", "left", both or none.
+        packed: (model, inputs, documents (B, T) integer) -> output of rows of several documents, whose
+            positions restart. None: no packing.
+        decode: (model, inputs, cache or None) -> (output, cache) for tokens that follow those in a cache. A
+            fourth argument keep (B, S), for all tokens so far, enables checks of padding on the left. None:
+            no cache.
+        cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
+            cache. "": no problem.
         labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
-            loss; None: it has none.
-        auxiliary_loss: (model, inputs, keep or None) -> scalar, as of routers; None: it has none.
-        window: how many positions each layer sees, its own included (where not causal, as many ahead); or
-            a pair, how many before its own and how many after it; None: nothing is claimed.
-        tied: whether the head is the embedding's own weight; None: nothing is claimed.
-        positionless: whether the model claims to be equivariant to permutations of its positions.
-        at_width: factor -> a model so many times as wide, for models that claim a width-independent (muP)
-            parametrisation; None: nothing is claimed.
-        reference: makes a model with the same parameter names that computes the same; None: there is none.
-        never_waits: whether a forward and backward pass claims never to make the host wait for the device,
-            as one captured in a CUDA graph has to; None: nothing is claimed.
-        unused: names of parameters that need no gradient, as prefixes.
-        frozen: names of parameters that are meant not to train, as prefixes.
-        assumed: names of the attributes above that are neither declared nor seen, but the usual case.
-        tolerance: largest difference, relative to how far the output varies, that counts as rounding
-            where a model cannot be run in float64.
+            loss. None: no own loss.
+        auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
+        window: number of positions that each layer sees, including its own (if not causal, the same number
+            ahead), or a pair (before, after). None: no claim.
+        tied: True if the head is the weight of the embedding. None: no claim.
+        positionless: True if the model is equivariant to permutations of its positions.
+        at_width: factor -> a model of that many times the width, for a width-independent (muP)
+            parametrisation. None: no claim.
+        reference: builds a model with the same parameter names and the same results. None: no reference.
+        never_waits: True if no forward or backward pass makes the host wait for the device, as in a CUDA
+            graph. None: no claim.
+        unused: prefixes of the names of parameters without a gradient.
+        frozen: prefixes of the names of parameters that do not train.
+        assumed: names of the attributes that are assumed, neither declared nor inferred.
+        tolerance: largest rounding difference, relative to the variation of the output, for models that
+            cannot run in float64.
         seq_len: T of the checks.
-        notes: what was inferred or assumed, in one line.
+        notes: inferred and assumed facts, in one line.
     """
 
     build: Factory
@@ -133,22 +132,22 @@ class ModelSpec:
 
     @classmethod
     def of(cls, subject: Any, **declared: Any) -> ModelSpec:
-        """Describe `subject` by building it and trying it.
+        """Return the spec of a model, inferred by building and calling it.
 
-        A factory is called twice: where the models share weights, as those of `lambda: model` do, each use
-        gets a copy, so that nothing is done to the caller's.
+        A factory is called twice. If its models share weights, as with `lambda: model`, each use gets a copy,
+        so that the caller's model is not changed.
 
         Args:
-            subject: a function that returns a module (or a ModelSpec), a module (copied for each
-                use), a transformers or litgpt configuration (random weights are made of it), or a
-                ModelSpec (of which a copy with the declared attributes is made).
-            **declared: attributes of ModelSpec that are not to be inferred.
+            subject: a function that returns a module or a ModelSpec, a module (copied for each use), a
+                transformers or litgpt configuration (with random weights), or a ModelSpec (copied with the
+                declared attributes).
+            **declared: attributes of ModelSpec that replace the inferred ones.
 
         Raises:
-            FactoryError: `subject` raised, or its weights cannot be run: on the meta device, lazy, or made
-                under inference_mode.
-            InferenceError: no way of calling the model was found; the message says what was tried.
-            TypeError: `subject` is, or returns, something else, or needs arguments.
+            FactoryError: `subject` raised, or its weights cannot be used: on the meta device, lazy, or
+                created in inference_mode.
+            InferenceError: no call of the model gave logits. The message lists the calls.
+            TypeError: `subject` is or returns something else, or needs arguments.
         """
         if (build := _builder(subject)) is not None:
             return cls.of(build, **{"name": type(subject).__name__, **declared})
@@ -184,10 +183,9 @@ class ModelSpec:
 
     @classmethod
     def _infer(cls, build: Factory, model: nn.Module, name: str, declared: dict[str, Any]) -> ModelSpec:
-        """What is declared wins; only the rest is inferred, from `model`, which is of no other use.
+        """Return the spec with the declared attributes, and the others inferred from `model`.
 
-        Of a compiled model that is what was compiled: how it can be called shows there, and no trial is
-        compiled.
+        A compiled model is unwrapped first, so that no trial is compiled.
         """
         with seeded(0):
             inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
@@ -209,13 +207,13 @@ class ModelSpec:
 
     @cached_property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, which is built once to count them. 0: it is no model."""
+        """Number of parameters. The first access builds a model. 0 if `build` returns no module."""
         with seeded(0):
             model = self.build()
         return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
-        """A fresh model on `device`, built under `seed`. The caller's random state is untouched."""
+        """Return a new model on `device`, built with `seed`. The caller's random state does not change."""
         with seeded(seed, device):
             model = self.build()
         if not isinstance(model, nn.Module):
@@ -225,7 +223,7 @@ class ModelSpec:
     def batch(
         self, batch_size: int, seq_len: int, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> Tensor:
-        """Inputs on `device`: (B, T) ids or (B, T, C) vectors, a function of `seed` alone.
+        """Return inputs on `device`, ids (B, T) or vectors (B, T, C), which depend only on `seed`.
 
         Raises:
             ValueError: `seq_len` is beyond what the model takes.
@@ -242,11 +240,11 @@ class ModelSpec:
         return inputs.to(device).contiguous()
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The model's output on `inputs`: (B, T, anything). Vectors are cast to the model's own dtype."""
+        """Return the logits (B, T, ...) for `inputs`. Vectors are cast to the dtype of the model."""
         return logits_of(self.forward(model, cast(inputs, model)))
 
     def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The scalar that a training step minimises."""
+        """Return the scalar that a training step minimises."""
         if self.loss is not None:
             return self.loss(model, inputs)
         output = self.logits(model, inputs)
@@ -259,7 +257,7 @@ class ModelSpec:
 
 
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
-    """What a user's factory returns; whatever goes wrong in it is one clear error."""
+    """Return the result of a user's factory. Every exception in it becomes a FactoryError."""
     name = getattr(factory, "__name__", type(factory).__name__)
     try:
         signature = inspect.signature(factory)
@@ -284,7 +282,7 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
 
 
 def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Module]:
-    """A factory of models that share nothing, and a model to try; `made` is what `factory` gave first."""
+    """Return a factory of models without shared tensors, and a model for trials."""
     kept = copy.deepcopy(made)  # before the second call, which may change what both hold
     second = _made(factory, again=True)
     if not isinstance(second, nn.Module):
@@ -298,7 +296,7 @@ def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Mo
 
 
 def _places(tensors: Iterable[Tensor]) -> set[int]:
-    """Which tensors these are, and where in memory."""
+    """Return the ids and memory addresses of the tensors of a model."""
     places = set[int]()
     for tensor in tensors:
         places.add(id(tensor))
@@ -308,7 +306,7 @@ def _places(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _refuse_unready(model: nn.Module, name: str) -> None:
-    """Refuse a model whose weights have no values, or none that can be trained.
+    """Raise if weights have no values, or cannot be trained.
 
     Raises:
         FactoryError: naming the first of them.
@@ -337,7 +335,7 @@ def _is_of_the_network(error: BaseException | None) -> bool:
 
 
 def _builder(subject: Any) -> Factory | None:
-    """What makes a model of another library's configuration; None: it is none."""
+    """Return the factory for a configuration of another library, or None."""
     library = type(subject).__module__.partition(".")[0]
     if hasattr(subject, "model_type") and hasattr(subject, "to_diff_dict"):
         from transformers import AutoModelForCausalLM

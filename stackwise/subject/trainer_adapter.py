@@ -1,4 +1,4 @@
-"""Trainer adapters: what others call a trainer, as a run with model, optimizer and step(batch)."""
+"""Trainer adapters: third-party trainers as runs with model, optimizer and step(batch)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
 
 
 class FunctionRun:
-    """A bare function that makes one step.
+    """Run of a function that makes one step.
 
     Args:
         model: what is trained.
@@ -60,7 +60,7 @@ class FunctionRun:
         self.model, self.optimizer, self._function = model, optimizer, function
 
     def step(self, batch: Batch) -> Any:
-        """One call of the function."""
+        """Call the function."""
         return self._function(self.model, self.optimizer, batch)
 
 

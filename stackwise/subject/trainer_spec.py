@@ -1,4 +1,4 @@
-"""TrainerSpec: a training step under test, and how to drive it from outside.
+"""TrainerSpec: description of a training loop under test.
 
 Shapes: B batch, T positions.
 """
@@ -42,70 +42,67 @@ _CAPABILITIES = (
 
 @runtime_checkable
 class TrainingRun(Protocol):
-    """A model in training, as every question about a training step sees it.
+    """Training run, as the checks of training loops use it.
 
-    Only the three members below are needed. A run may have more, and each question says which it needs:
+    The three members below are required. Optional members enable more checks:
 
-    - `scheduler`, `scaler`: the learning rate scheduler, the gradient scaler;
-    - `loss(batch) -> Tensor`: the scalar that a step minimises, differentiable, without a step;
+    - `scheduler`, `scaler`: learning-rate scheduler, gradient scaler;
+    - `loss(batch) -> Tensor`: the differentiable scalar that a step minimises, without a step;
     - `accumulate(batches) -> float`: one optimizer step from several micro-batches;
-    - `epoch(number) -> Iterable[batch]`: the training data in the order of that epoch;
-    - `evaluate(batches) -> float`: the mean loss in nats per target of batches, without training;
+    - `epoch(number) -> Iterable[batch]`: training data in the order of an epoch;
+    - `evaluate(batches) -> float`: mean loss of batches in nats per target, without training;
     - `perplexity(batches) -> float`: exp of that mean, as the run reports it;
-    - `save(folder)`, `load(folder)`: everything that a resumed run needs, to and from an empty folder;
-    - `position() -> Any`: where in its data the run is; of two integers (epoch, batch of it that comes next)
-      the run can be driven on its own data;
+    - `save(folder)`, `load(folder)`: write to and read from an empty folder everything that a resumed run
+      needs;
+    - `position() -> Any`: position in the data. If it is (epoch, index of the next batch), the checks can
+      drive the run on its own data;
     - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
-    - `shuffles`, `n_examples`: claims of its data: a new order each epoch, and how many examples it has;
-    - `averages_batches`: which of `accumulate` and `evaluate` weigh all batches the same, whatever they hold,
-      as the trainers of some libraries do: what differs for that reason alone warns;
-    - `grad_norm`: of the last step, before clipping;
-    - `alarms`, or a `guard` that has them: the `Alarm`s so far;
-    - `data_part() -> (index, count)`: the part of a batch that this rank takes, if not (rank, ranks);
-    - `fit()`: a whole training from its start, of as many updates as it is meant to have.
+    - `shuffles`, `n_examples`: claims about the data: a new order in each epoch, and the number of examples;
+    - `averages_batches`: those of "accumulate" and "evaluate" that average over batches of any size, as the
+      trainers of some libraries do. Differences for this reason are warnings;
+    - `grad_norm`: gradient norm of the last step, before clipping;
+    - `alarms`, or a `guard` with alarms: the `Alarm`s so far;
+    - `data_part() -> (index, count)`: part of a batch that this rank uses, if not (rank, ranks);
+    - `fit()`: the whole training from its start.
 
     Attributes:
-        model: what is trained.
-        optimizer: what updates it. A run with several optimizers has a list, tuple or dict of them, or an
-            object that holds them.
+        model: the model.
+        optimizer: the optimizer, or a list, tuple, dict or object that holds several.
     """
 
     model: nn.Module
     optimizer: Any
 
     def step(self, batch: Batch) -> Any:
-        """One optimizer step on `batch`; returns the loss before it, a number or a scalar tensor."""
+        """Make one optimizer step, and return the loss before it: a number or a scalar tensor."""
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """A training step under test: how to set a run up, what goes in, what it claims.
+    """Description of a training loop under test: how to set up a run, its batches and its claims.
 
-    `TrainerSpec.of(factory)` fills in what can be seen from outside; what it cannot see is declared by
-    keyword.
+    `TrainerSpec.of(factory)` infers the attributes from a run. Declare the others by keyword.
 
     Attributes:
-        build: sets up a fresh run; called under a fixed seed.
-        name: in test ids and reports.
-        vocab_size: token ids of batches are below it.
-        make_batch: (batch_size, seq_len, generator) -> a batch on the CPU; None: a dict of random
-            `input_ids` (B, T), `attention_mask` of ones and `labels`, a copy of the ids, not shifted.
-        batch_size: B of the questions.
-        seq_len: T of the questions.
-        max_norm: the gradient norm that the step claims to clip to; None: nothing is claimed.
-        learning_rate: step number from 0 -> the learning rate that it claims; None: nothing is claimed.
-        frozen: names of parameters that are meant not to train, as prefixes; (): all are meant to; None:
-            nothing is claimed.
-        decayed: (name, parameter) -> whether weight decay is meant to reach it; None: nothing is claimed.
-        total_steps: how many updates `fit` is meant to make; None: nothing is claimed.
-        never_waits: whether a step claims never to make the host wait for the device; None: nothing is
-            claimed.
-        ignored_label: label of a position that is not to be predicted; None: there is none. None is also the
-            default of `of` for batches (ids, targets).
-        distributed: sets a run up in each rank of an initialised process group; None: nothing is distributed.
-        factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" that gives this spec, or the run, in
-            another process; None: what needs one is not asked.
-        notes: what was inferred or assumed, in one line.
+        build: sets up a new run. It is called with a fixed seed.
+        name: name in test ids and reports.
+        vocab_size: upper limit of the token ids in batches.
+        make_batch: (batch_size, seq_len, generator) -> a batch on the CPU. None: a dict of random
+            `input_ids` (B, T), `attention_mask` of ones, and `labels`, a copy of the ids, not shifted.
+        batch_size: B of the checks.
+        seq_len: T of the checks.
+        max_norm: gradient norm to which the step clips. None: no claim.
+        learning_rate: step number from 0 -> learning rate. None: no claim.
+        frozen: prefixes of the names of parameters that do not train. (): all train. None: no claim.
+        decayed: (name, parameter) -> True if weight decay applies to it. None: no claim.
+        total_steps: number of updates that `fit` makes. None: no claim.
+        never_waits: True if a step never makes the host wait for the device. None: no claim.
+        ignored_label: label of a position without a target. None: there is none, which is also the default
+            of `of` for batches (ids, targets).
+        distributed: sets up a run in each rank of an initialised process group. None: not distributed.
+        factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" of this spec or run, for checks in another
+            process. None: those checks do not apply.
+        notes: inferred and assumed facts, in one line.
     """
 
     build: Callable[[], TrainingRun]
@@ -127,17 +124,17 @@ class TrainerSpec:
 
     @classmethod
     def of(cls, subject: Any, **declared: Any) -> TrainerSpec:
-        """Describe `subject` by setting it up once and trying one step.
+        """Return the spec of a training loop, inferred from a run and one step of it.
 
         Args:
-            subject: a function that returns a TrainingRun, a `transformers.Trainer` (not trained yet), a
+            subject: a function that returns a TrainingRun, a `transformers.Trainer` before its training, a
                 Lightning module, an object with a method `trainer_spec`, or a TrainerSpec; or one of the
                 last three itself.
-            **declared: attributes of TrainerSpec that are not to be inferred.
+            **declared: attributes of TrainerSpec that replace the inferred ones.
 
         Raises:
-            TypeError: `subject` is, or returns, something else.
-            ValueError: its step raises, which is the cause: it does not take the batch.
+            TypeError: `subject` is or returns something else.
+            ValueError: the step raised an exception, which is the cause.
         """
         if is_lightning_module(subject):
             return cls.of(copies(subject), **{"name": type(subject).__name__, **declared})
@@ -179,13 +176,13 @@ class TrainerSpec:
         ),
         **declared: Any,
     ) -> TrainerSpec:
-        """Describe a bare function that makes one step.
+        """Return the spec of a function that makes one step.
 
         Args:
             step: (model, optimizer, batch) -> the loss before the step.
-            create_model: makes a fresh model.
+            create_model: returns a new model.
             create_optimizer: model -> its optimizer.
-            **declared: attributes of TrainerSpec that are not to be inferred.
+            **declared: attributes of TrainerSpec that replace the inferred ones.
         """
 
         def build() -> TrainingRun:
@@ -205,7 +202,7 @@ class TrainerSpec:
         found: dict[str, Any],
         declared: dict[str, Any],
     ) -> TrainerSpec:
-        """What is declared wins; only the rest is inferred, from `run`."""
+        """Return the spec with the declared attributes, and the others inferred from `run`."""
         own = str(getattr(named, "__name__", type(run).__name__))
         attributes: dict[str, Any] = {
             "build": build,
@@ -231,7 +228,7 @@ class TrainerSpec:
         return replace(spec, ignored_label=None)
 
     def _try(self, run: TrainingRun) -> None:
-        """Take one step, so that a run which cannot take our batch says so once."""
+        """Make one step, so that a run that cannot use the batch fails here and not in each check."""
         device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
         batch = self.batch(device=device)
         try:
@@ -257,13 +254,13 @@ class TrainerSpec:
 
     @cached_property
     def n_parameters(self) -> int:
-        """Number of parameters of the model, in a run that is set up once to count them. 0: it is no run."""
+        """Number of parameters of the model. The first access sets up a run. 0 if `build` returns no run."""
         with seeded(0):
             run = self.build()
         return sum(p.numel() for p in run.model.parameters()) if isinstance(run, TrainingRun) else 0
 
     def create(self, device: torch.device | str = "cpu", seed: int = 0) -> TrainingRun:
-        """A fresh run, set up under `seed`. The caller's random state is untouched."""
+        """Return a new run, set up with `seed`. The caller's random state does not change."""
         with seeded(seed, device):
             run = self.build()
         if not isinstance(run, TrainingRun):
@@ -281,7 +278,7 @@ class TrainerSpec:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> Batch:
-        """A batch on `device`, a function of `seed` alone."""
+        """Return a batch on `device` that depends only on `seed`."""
         batch_size = self.batch_size if batch_size is None else batch_size
         seq_len = self.seq_len if seq_len is None else seq_len
         generator = torch.Generator().manual_seed(seed)
@@ -318,13 +315,13 @@ def with_labels(batch: Batch, labels: Tensor) -> Batch:
 
 def _moved(batch: Batch, device: torch.device | str) -> Batch:
     def moves(leaf: Any) -> bool:
-        """What can be moved as a whole is: the parts of a packed sequence belong on different devices."""
+        """Return True for an object with `to`. Parts of a packed sequence belong on different devices."""
         return callable(getattr(leaf, "to", None))
 
     def moved(leaf: Any) -> Any:
         if moves(leaf):
             return leaf.to(device)
-        if isinstance(leaf, Mapping):  # of a kind that torch does not look into
+        if isinstance(leaf, Mapping):  # a mapping that torch's tree functions do not know
             return {key: _moved(value, device) for key, value in leaf.items()}
         return leaf
 
@@ -332,12 +329,12 @@ def _moved(batch: Batch, device: torch.device | str) -> Batch:
 
 
 def _described(batch: Mapping[str, Tensor]) -> str:
-    """What is in the batch that is made where none is declared."""
+    """Return the content of the default batch as text."""
     return "a dict of " + ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
 
 
 def _vocab_size(model: nn.Module) -> int:
-    """What the model says, else the smallest table of embeddings, whose ids all tables have."""
+    """Return the model's vocab_size, otherwise the size of its smallest embedding of tokens."""
     for owner in (getattr(model, "config", None), model):
         said = getattr(owner, "vocab_size", None)
         if isinstance(said, int) and said > 0:

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` as a run: its own step, data, evaluation and checkpoints, one update at a time."""
+"""TransformersRun: a `transformers.Trainer` as a run, with its own step, data, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ __all__ = ["TransformersRun", "is_transformers_trainer"]
 
 Batch = Any
 
-# Of a schedule whose length nothing says.
+# Length of a schedule if the data has no length.
 _UNPLANNED = 1000
 
 
 def is_transformers_trainer(made: Any) -> bool:
-    """Whether it can be driven as a `transformers.Trainer` is."""
+    """Return True for an object with the methods of a `transformers.Trainer`."""
     return all(hasattr(made, name) for name in ("training_step", "create_optimizer", "accelerator", "args"))
 
 
 class TransformersRun:
-    """A `transformers.Trainer`, one optimizer step at a time, in the order of its own inner loop.
+    """Run of a `transformers.Trainer`, one optimizer step at a time, in the order of its inner loop.
 
-    Callbacks are not called, and no noise is added to embeddings. What the Trainer lacks is None, and is not
-    asked:
+    Callbacks are not called, and no noise is added to embeddings. Members that the Trainer cannot support are
+    None:
 
-    - `epoch` needs a train dataset, or a `get_train_dataloader` of its own; `position` also a length, one
-      micro-batch to an update, and `ignore_data_skip` left off: of these its resume computes the place.
-    - `save`, `load`, `checkpoint` and `latest` need checkpoints from which it resumes: no `save_only_model`.
-    - `evaluate` needs labels or a model that gives a loss without them.
+    - `epoch` needs a train dataset or an own `get_train_dataloader`. `position` also needs a length, one
+      micro-batch per update, and no `ignore_data_skip`: from these a resume computes the position.
+    - `save`, `load`, `checkpoint` and `latest` need checkpoints that can be resumed: no `save_only_model`.
+    - `evaluate` needs labels, or a model that returns a loss without them.
 
-    Its evaluation loop weighs all batches the same, whatever they hold: `averages_batches` says so.
+    The evaluation loop averages the losses of batches (`averages_batches`).
 
     Args:
-        trainer: not trained yet.
+        trainer: the Trainer, before its training.
     """
 
     averages_batches = ("evaluate",)
@@ -52,15 +52,15 @@ class TransformersRun:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._loader = _train_loader(trainer)
-        # The epoch in which it was resumed, and the random states before that.
+        # Epoch of the resume, and the random states before it.
         self._resumed: tuple[int | None, dict[str, Any]] = None, {}
         _recompute(trainer)
-        trainer.is_in_train = True  # as `train` says it; evaluation casts the weights otherwise
+        trainer.is_in_train = True  # as in `train`; otherwise evaluation casts the weights
         trainer.create_optimizer()
         self._wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
         total_steps = _total_steps(trainer, self._loader)
         trainer.create_scheduler(num_training_steps=total_steps)
-        # What a resume compares with its own.
+        # Values that a resume compares.
         trainer.state.max_steps, trainer.state.train_batch_size = total_steps, trainer._train_batch_size
         trainer.state.compute_steps(trainer.args, total_steps)
         self.model: nn.Module = trainer.model
@@ -87,11 +87,11 @@ class TransformersRun:
         self.position: Callable[[], tuple[int, int]] | None = self._position if placed else None
 
     def step(self, batch: Batch) -> Tensor:
-        """One update from one micro-batch."""
+        """Make one update from one micro-batch."""
         return self.accumulate([batch])
 
     def accumulate(self, batches: list[Batch]) -> Tensor:
-        """One update from several."""
+        """Make one update from several micro-batches."""
         trainer = self.trainer
         batches, n_items = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
         trainer.current_gradient_accumulation_steps = len(batches)
@@ -109,7 +109,7 @@ class TransformersRun:
         return torch.stack(losses).sum()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Of `compute_loss`."""
+        """Return the loss of `compute_loss`."""
         trainer = self.trainer
         context: AbstractContextManager[Any] = trainer.compute_loss_context_manager()
         with context:
@@ -117,8 +117,8 @@ class TransformersRun:
         return loss
 
     def _evaluate(self, batches: list[Batch]) -> float:
-        """The loss of `evaluation_loop`, which is the mean of those of the batches."""
-        # An iterator: of what has a length a bar is drawn.
+        """Return the loss of `evaluation_loop`, which is the mean over batches."""
+        # An iterator has no length, so no progress bar is drawn.
         output = self.trainer.evaluation_loop(iter(batches), "Evaluation", prediction_loss_only=True)
         if "eval_loss" not in output.metrics:
             wanted = ", ".join(self.trainer.label_names)
@@ -126,13 +126,13 @@ class TransformersRun:
         return float(output.metrics["eval_loss"])
 
     def _epoch(self, number: int) -> Iterator[Batch]:
-        """Of `get_train_dataloader`."""
+        """Yield the batches of an epoch of `get_train_dataloader`."""
         assert self._loader is not None
         epoch, states = self._resumed
         if number != epoch:
             yield from iterate_epoch(self._loader, number, self._set_epoch)
             return
-        # Its resume skips batches first, and restores the random states then.
+        # The Trainer's resume skips batches first, and then restores the random states.
         with use_random_states(states):
             batches = iterate_epoch(self._loader, number, self._set_epoch)
             first = list(islice(batches, 1))
@@ -140,20 +140,20 @@ class TransformersRun:
         yield from batches
 
     def _set_epoch(self, number: int) -> None:
-        # A batch sampler that the loader has wrapped is not told by it.
+        # The loader does not pass the epoch to a wrapped batch sampler.
         wrapped = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
         for each in (self._loader, wrapped):
             if callable(set_epoch := getattr(each, "set_epoch", None)):
                 set_epoch(number)
 
     def _position(self) -> tuple[int, int]:
-        """Where its resume goes on, from the number of updates alone."""
+        """Return the position from which a resume continues, computed from the number of updates."""
         assert isinstance(self._loader, Sized)
         epoch, number = divmod(int(self.trainer.state.global_step), len(self._loader))
         return epoch, number
 
     def _checkpoint(self, folder: str | os.PathLike[str], step: int) -> Path:
-        """As it writes one after `step` updates, the oldest removed by its `save_total_limit`."""
+        """Write the checkpoint of `step` updates, and remove old ones as `save_total_limit` requires."""
         state, made = self.trainer.state, int(self.trainer.state.global_step)
         state.global_step = step
         try:
@@ -164,18 +164,18 @@ class TransformersRun:
         return Path(folder) / f"checkpoint-{step}"
 
     def _latest(self, folder: str | os.PathLike[str]) -> Path | None:
-        """What `resume_from_checkpoint=True` takes."""
+        """Return the checkpoint that `resume_from_checkpoint=True` uses."""
         from transformers.trainer_utils import get_last_checkpoint
 
         found = get_last_checkpoint(os.fspath(folder))  # type: ignore[no-untyped-call]
         return None if found is None else Path(found)
 
     def _save(self, folder: str | os.PathLike[str]) -> None:
-        """One of its checkpoints."""
+        """Write a checkpoint."""
         self._checkpoint(folder, int(self.trainer.state.global_step))
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
-        """As it resumes from the newest checkpoint in a folder, or from the folder."""
+        """Resume from the newest checkpoint in a folder, or from the folder itself."""
         found = os.fspath(self._latest(folder) or folder)
         trainer, states = self.trainer, random_states()
         trainer._load_from_checkpoint(found)
@@ -189,7 +189,7 @@ class TransformersRun:
 
 @contextmanager
 def _kept(arguments: Any, **changed: Any) -> Iterator[None]:
-    """Inside, the arguments are others."""
+    """Change arguments for the block."""
     before = {name: getattr(arguments, name) for name in changed}
     try:
         for name, value in changed.items():
@@ -201,7 +201,7 @@ def _kept(arguments: Any, **changed: Any) -> Iterator[None]:
 
 
 def _recompute(trainer: Any) -> None:
-    """Recompute activations where `train` would begin to; the older name is that of transformers before 5."""
+    """Enable activation checkpointing as `train` does. The second name is that of transformers 4."""
     arguments, model = trainer.args, trainer.model
     if getattr(arguments, "activation_checkpointing", False) and hasattr(
         model, "activation_checkpointing_enable"
@@ -216,7 +216,7 @@ def _recompute(trainer: Any) -> None:
 
 
 def _train_loader(trainer: Any) -> Any:
-    """Its own; None: it has no training data."""
+    """Return the training data loader, or None without training data."""
     if trainer.train_dataset is not None:
         return trainer.get_train_dataloader()
     try:
@@ -226,7 +226,7 @@ def _train_loader(trainer: Any) -> Any:
 
 
 def _total_steps(trainer: Any, loader: Any) -> int:
-    """What its schedule is planned for."""
+    """Return the number of updates for the schedule."""
     if trainer.args.max_steps > 0:
         return int(trainer.args.max_steps)
     if (length := _length(loader)) is None:
@@ -236,7 +236,7 @@ def _total_steps(trainer: Any, loader: Any) -> int:
 
 
 def _length(loader: Any) -> int | None:
-    """How many batches an epoch has; None: the loader does not say."""
+    """Return the number of batches per epoch, or None if the loader has no length."""
     try:
         return len(loader) or None
     except TypeError:

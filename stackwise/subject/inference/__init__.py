@@ -1,4 +1,4 @@
-"""Inference: how a model can be called, and what it claims, as far as that shows from outside."""
+"""Inference: call form, input kind, causality and capabilities of a model, found by trial."""
 
 from stackwise.subject.inference.infer import infer
 from stackwise.subject.inference.output import cast, logits_of

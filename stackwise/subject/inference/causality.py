@@ -1,4 +1,4 @@
-"""Causality: what a model claims of it, as far as that shows from outside."""
+"""Causality: the model's claim, from its settings and its class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stackwise.support.system_errors import is_out_of_memory
 __all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
 
 ASSUMED_CAUSAL = "assumed causal (otherwise declare causal=False)"
-# Settings of configurations that make a model causal which is not without them.
+# Settings that make a model causal.
 _CAUSAL_SETTINGS = {
     "is_decoder": True,
     "is_causal": True,
@@ -32,7 +32,7 @@ _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """What the model says of itself; a next-token model by its shape is assumed to be causal."""
+    """Return the model's claim (None: no claim) and its source. A model of tokens is assumed to be causal."""
     layers = getattr(model, "attn_layers", None)
     for owner in (model, layers):
         for name in ("is_causal", "causal"):
@@ -56,9 +56,10 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
 
 
 def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:
-    """The setting of its configuration that a model which reads ahead would have to change not to.
+    """Return the setting that makes a model bidirectional, or None.
 
-    A model that reads ahead whatever is set, or that did not when it was built, has a defect instead.
+    A model that reads later tokens with every setting has a defect instead. So has a model that reads them
+    although a new model of the same configuration does not.
     """
     config = getattr(model, "config", None)
     settings = {
@@ -82,7 +83,7 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
         for name, value in settings.items():
             if not _reads_ahead(rebuilt(**{name: value}), known):
                 return f"{name}={getattr(config, name)!r}"
-    except Exception as error:  # a class that is not built from its configuration alone
+    except Exception as error:  # the class needs more than its configuration
         if is_out_of_memory(error):
             raise
         return None
@@ -91,11 +92,11 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
 
 @torch.no_grad()
 def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Whether another last input moves earlier outputs by more than rounding, whichever input it is."""
+    """Return True if changes of the last input change earlier outputs by more than rounding."""
     if known["seq_len"] < 2:
         return False
     forward = known.get("forward", lambda module, inputs: module(inputs))
-    for _ in range(3):  # ids that stand for padding may cut a row off, before and after them
+    for _ in range(3):  # an id may mean padding, which would hide the effect
         inputs = example_batch(model, known)
         changed = inputs.clone()
         last = inputs[:, -1]

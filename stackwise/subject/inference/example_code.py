@@ -1,4 +1,4 @@
-"""Example code: the ModelSpec that may be meant, written out for an error."""
+"""Example code: a likely ModelSpec as code, for the message of an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["examples_by_convolution", "examples_by_missing", "examples_by_output
 def examples_by_output(
     model: nn.Module, known: Mapping[str, Any], form: CallForm, inputs: Tensor, output: Any
 ) -> Iterator[tuple[int, str]]:
-    """What came back under another name than that of logits."""
+    """Yield a ModelSpec for outputs that are not named logits."""
     kind = "vectors" if inputs.is_floating_point() else "tokens"
     width = inputs.shape[-1] if kind == "vectors" else max(vocabulary_candidates(model), default=0)
     mapping = isinstance(output, Mapping)
@@ -33,7 +33,7 @@ def examples_by_output(
 def examples_by_missing(
     model: nn.Module, known: Mapping[str, Any], missing: Mapping[str, str]
 ) -> Iterator[tuple[int, str]]:
-    """What the model looked for in a dict: the inputs, or beside them, where it has looked for those too."""
+    """Yield a ModelSpec with the keys that the model read from a batch."""
     inputs = next((name for name in missing if name in missing.values()), None)
     for sought in list(missing.values())[:1]:
         batch = f'"{sought}": x' if inputs is None else f'"{inputs}": x, "{missing[inputs]}": ...'
@@ -42,7 +42,7 @@ def examples_by_missing(
 
 
 def examples_by_signature(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """What the arguments that have no default show of it; nothing, where there is but one, as usual."""
+    """Yield a ModelSpec if the model needs more than one argument."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = forward_parameters(model).values()
     required = [p for p in named if p.default is p.empty and p.kind not in variadic]
@@ -66,7 +66,7 @@ def examples_by_convolution(model: nn.Module, known: Mapping[str, Any]) -> Itera
 
 
 def _likely_inputs(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
-    """Kind and width of what the layers of a model take, with how likely that is."""
+    """Return kind and width of the likely inputs, with a priority."""
     sizes = {"tokens": vocabulary_candidates(model)[-1:], "vectors": width_candidates(model)[:1]}
     for rank, kind in ((1, "tokens"), (0, "vectors")):
         if known.get("inputs", kind) == kind:
@@ -74,13 +74,13 @@ def _likely_inputs(model: nn.Module, known: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _example_text(known: Mapping[str, Any], kind: str, width: int, call: str) -> str:
-    """A ModelSpec that may be meant, as code; what is declared wins."""
+    """Return a ModelSpec as code. Declared attributes take precedence."""
     width = known.get("width", width)
     return f'ModelSpec.of({known["name"]}, inputs="{kind}", width={width}, forward=lambda m, x: {call})'
 
 
 def _written(form: CallForm) -> str:
-    """A call in this form, as code."""
+    """Return a call of this form as code."""
     more = ["targets=x"] if form.with_targets else []
     if isinstance(form, MaskedForm):
         more.append(f"{MASK}=torch.ones(x.shape[:2], dtype=torch.long)")

@@ -1,4 +1,4 @@
-"""Infer: how a model can be called, and what it claims, as far as that shows from outside.
+"""Infer: the attributes of a ModelSpec, found by calling the model.
 
 Shapes: B batch, T positions.
 """
@@ -21,14 +21,14 @@ __all__ = ["infer"]
 
 
 def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a ModelSpec: how it is called, what it claims, what else it can do, `assumed`, `notes`.
+    """Return the attributes of a ModelSpec that are not declared, with `assumed` and `notes`.
 
     Args:
-        model: in eval mode; it is called, and of no other use afterwards.
-        declared: attributes that are known already; only calls that agree with them are tried.
+        model: in eval mode. It is called, and may be changed by that.
+        declared: known attributes. Only calls that agree with them are tried.
 
     Raises:
-        InferenceError: no call was found; the message says what was tried.
+        InferenceError: no call gave logits. The message lists the calls.
     """
     inferred: dict[str, Any] = {}
     max_length, doubtful = length_limit(model)
@@ -80,7 +80,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_sequence_first(model: nn.Module) -> bool:
-    """Whether this is one of torch's own layers in torch's own default order, (positions, batch, width)."""
+    """Return True for a layer of torch with inputs (positions, batch, width)."""
     match model:
         case nn.RNNBase() | nn.MultiheadAttention():
             return not model.batch_first

@@ -18,7 +18,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class MaskedForm(CallForm):
-    """The same for a model that cannot do without a mask: it is given one that hides nothing."""
+    """Call form of a model that requires a mask. The mask hides nothing."""
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
         """Call the model with a mask of ones."""
@@ -30,7 +30,7 @@ class MaskedForm(CallForm):
 
 
 def masked_forms(model: nn.Module) -> Iterator[CallForm]:
-    """The call forms of a model without a default for its mask, with one of ones."""
+    """Yield the call forms of a model that requires a mask."""
     mask = forward_parameters(model).get(MASK)
     if mask is not None and mask.default is mask.empty:
         for form in call_forms(model):

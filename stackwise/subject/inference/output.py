@@ -1,4 +1,4 @@
-"""Output: the logits in what a model returns, wherever they are."""
+"""Output: the logits in the output of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cast", "logit_places", "logits_of", "part_of"]
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: itself, `.logits`, `["logits"]`, or the first of a tuple.
+    """Return the logits of an output: itself, `.logits`, `["logits"]` or the first item of a tuple.
 
     Raises:
         TypeError: none of these is a tensor.
@@ -32,19 +32,19 @@ def logits_of(output: Any) -> Tensor:
 
 
 def cast(inputs: Tensor, model: nn.Module) -> Tensor:
-    """Floating-point inputs in the model's own dtype; ids as they are."""
+    """Return floating-point inputs in the dtype of the model, and ids unchanged."""
     if not inputs.is_floating_point():
         return inputs
     return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
 
 
 def part_of(output: Any, name: str) -> Any:
-    """What an output names so, as an item or as an attribute; None: nothing."""
+    """Return the item or attribute of an output with a name, or None."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def logit_places(output: Any, inputs: Tensor) -> list[int]:
-    """Where in a tuple of outputs, if it is one that names none, logits may be."""
+    """Return the indices of a tuple without names that may be logits."""
     if not isinstance(output, tuple | list) or hasattr(output, "logits"):
         return []
     return [

@@ -1,4 +1,4 @@
-"""Sizes: how wide a model's inputs may be and how long, as its layers and settings show.
+"""Sizes: candidates for the width and length of the inputs, from layers and settings.
 
 Shapes: B batch, T positions.
 """
@@ -24,8 +24,7 @@ __all__ = [
 ]
 
 _LONGEST_TRIAL = 1024
-# What the longest sequence is called. Some of these names mean other things too, as the size of a block of
-# sparse attention.
+# Names of the longest sequence. Some of them have other meanings too, such as a block of sparse attention.
 _LIMITS = (
     "max_position_embeddings",
     "max_seq_len",
@@ -41,24 +40,23 @@ _LIMITS = (
     "context_size",
     "block_size",
 )
-# What a model was configured by.
+# Attributes that hold the configuration of a model.
 _SETTINGS = ("config", "cfg", "args", "params")
 
 
 def vocabulary_candidates(model: nn.Module) -> list[int]:
-    """How many ids there may be, from the fewest."""
+    """Return possible vocabulary sizes, in ascending order."""
     config = getattr(model, "config", None)
     named = [getattr(config, "vocab_size", None)] + [
         getattr(model, n, None) for n in ("vocab_size", "num_tokens")
     ]
     seen = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    # From the smallest, so that ids are tried beyond an embedding only where no other way is left: on
-    # CUDA an index out of range ruins the process.
+    # Ascending, so that ids beyond an embedding come last: on CUDA, an index out of range ends the process.
     return sorted({v for v in (*named, *seen) if isinstance(v, int) and v > 0})
 
 
 def width_candidates(model: nn.Module) -> list[int]:
-    """How wide vectors may be that the model takes, the likeliest first."""
+    """Return possible widths of input vectors, the likeliest first."""
     widths: list[Any] = [getattr(model, name, None) for name in ("d_model", "dim", "hidden_size")]
     for module in model.modules():
         match module:
@@ -72,11 +70,11 @@ def width_candidates(model: nn.Module) -> list[int]:
 
 
 def length_limit(model: nn.Module) -> tuple[int | None, bool]:
-    """The longest sequence that the model's settings name, and whether the name may mean something else."""
+    """Return the longest sequence of the settings (None: no limit), and True if the name is ambiguous."""
     config = getattr(model, "config", None)
     owners = (model, *(getattr(model, name, None) for name in _SETTINGS))
     certain = [(config, "max_position_embeddings"), (model, "max_seq_len"), (model, "max_length")]
-    # Of a configuration, max_length may be that of the texts that it is to generate.
+    # max_length of a configuration may be the length of generated texts.
     doubtful = [(o, name) for name in _LIMITS for o in owners if o is model or name != "max_length"]
     for place, (owner, name) in enumerate(certain + doubtful):
         limit = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""Trial: a model is called in one way after another, until one gives logits."""
+"""Trial: call a model in several forms until one gives logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LONGEST_ERROR = 160
 
 
 class InferenceError(ValueError):
-    """A model's way of being called could not be inferred and has to be declared."""
+    """No call of the model gave logits, so that the call must be declared."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class _Vain:
     """Calls that did not give logits.
 
     Attributes:
-        errors: why not -> inputs.
-        missing: name of the inputs in a dict -> what else the model looked for in it.
-        examples: ModelSpecs that may be meant, as code, and how likely that is.
+        errors: error -> the inputs that caused it.
+        missing: name of the inputs in a dict -> another key that the model read.
+        examples: likely ModelSpecs as code, each with a priority.
     """
 
     errors: dict[str, list[str]] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class _Vain:
 
 @dataclass
 class Trial:
-    """What one call of the model gave.
+    """Result of a call that gave logits.
 
     Attributes:
-        element: where in a tuple of outputs the logits are.
-        beside: how many more of its outputs could have been these.
-        auxiliary: whether a loss of its routers came with them.
-        attributes: of a ModelSpec: the kind of input, width, a length that works.
+        element: index of the logits in a tuple of outputs.
+        beside: number of other outputs that could be logits.
+        auxiliary: True if the output has a router loss.
+        attributes: attributes of a ModelSpec: kind and width of the inputs, and a length that works.
     """
 
     element: int = 0
@@ -72,7 +72,7 @@ class Trial:
 
 @torch.no_grad()
 def try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, Trial]:
-    """How the model can be called (None: as declared), and what that gave."""
+    """Return the call form (None: the declared one) and the result of its call."""
     vain = _Vain()
     forms = [None] if "forward" in known else [*call_forms(model), *masked_forms(model)]
     for form in forms:
@@ -96,15 +96,15 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None,
 def _try_form(
     model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], vain: _Vain
 ) -> Trial | None:
-    """What a call gives; None: it cannot be called so, and in `vain` is why."""
+    """Return the result of a call, or None after adding the error to `vain`."""
 
     def attempt(inputs: Tensor) -> tuple[Trial, int] | None:
-        """The trial, and how wide its logits are."""
+        """Return the trial and the width of its logits."""
         device = next((p.device for p in model.parameters()), inputs.device)
         given, trial, output = cast(inputs.to(device), model), Trial(), None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a call that is none of the model's
+                warnings.simplefilter("ignore")  # of a wrong call
                 output = forward(model, given)
             if isinstance(forward, CallForm):
                 trial.auxiliary = part_of(output, "aux_loss") is not None
@@ -113,7 +113,7 @@ def _try_form(
                     trial.beside = len(places) - 1
                     output = output[trial.element]
             logits = logits_of(output)
-        except Exception as error:  # any failure but this one is an answer: this is not how it is called
+        except Exception as error:  # every other error means that the call is wrong
             if is_out_of_memory(error):
                 raise
             text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
@@ -123,7 +123,7 @@ def _try_form(
             elif isinstance(forward, CallForm) and forward.in_batch and isinstance(error, KeyError):
                 vain.missing[str(forward.keyword)] = str(next(iter(error.args), ""))
             return None
-        # Images have no positions: any output with one row for each of them will do.
+        # Images have no positions, so one row per image is enough.
         rows = 2 if is_sequence(inputs) else 1
         sized = logits.ndim == 3 if rows == 2 else logits.ndim > 1
         if sized and logits.shape[:rows] == inputs.shape[:rows] and logits.is_floating_point():
@@ -171,7 +171,7 @@ def _try_form(
 def _place_of_logits(
     model: nn.Module, form: CallForm, output: Sequence[Tensor], inputs: Tensor, places: list[int]
 ) -> int:
-    """The first of several outputs that is as wide as the vocabulary; else the first."""
+    """Return the index of the first output with the width of the vocabulary, otherwise the first index."""
     if len(places) == 1 or inputs.is_floating_point():
         return places[0]
     read = _vocabulary_read(model, form, inputs)
@@ -184,7 +184,7 @@ def _place_of_logits(
 
 
 def _vocabulary_read(model: nn.Module, form: CallForm, inputs: Tensor) -> int | None:
-    """The size of the embedding that the ids themselves go into, and not their positions or kinds."""
+    """Return the size of the embedding that reads the ids themselves."""
     sizes: list[int] = []
 
     def see(module: nn.Module, given: tuple[Any, ...]) -> None:

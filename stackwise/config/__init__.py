@@ -1,7 +1,6 @@
-"""The configuration: what to build, how to train it and on what.
+"""Configuration of a Rack, its training and its data.
 
-Every problem of a file is reported at once, each with the path of its key, the value seen and what is
-allowed.
+All errors of a file are reported at once, each with the key, the value seen and the values allowed.
 """
 
 from stackwise.config.data import DataConfig, TaskKind

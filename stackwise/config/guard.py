@@ -16,8 +16,8 @@ _Factor = Annotated[float, Field(gt=1.0)]
 class GuardConfig(Section):
     """Guard over the training; null: none.
 
-    A step whose loss or gradient is not finite, or far above the earlier ones, is skipped before its update,
-    and its batches are not used again in this epoch. After `patience` consecutive skipped steps, training
+    A step whose loss or gradient is not finite, or much larger than before, is skipped before its update,
+    and its batches are not used in this epoch any more. After `patience` consecutive skipped steps, training
     rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A skipped step
     does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with an empty
     history. The keys are those of `stackwise.GuardPolicy`; see [guard.md](guard.md).

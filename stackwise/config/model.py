@@ -108,9 +108,10 @@ class KernelConfig(Section):
 class RopeScalingConfig(Section):
     """Stretching of rotary frequencies for longer contexts.
 
-    `linear` divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595). `llama3` divides those
-    with a wavelength above `original_max_position_embeddings / low_freq_factor`, keeps those below
-    `original_max_position_embeddings / high_freq_factor`, and interpolates between (Llama 3.1).
+    `linear` divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595). `llama3` divides
+    frequencies with a wavelength above `original_max_position_embeddings / low_freq_factor`, does not change
+    frequencies with one below `original_max_position_embeddings / high_freq_factor`, and interpolates between
+    them (Llama 3.1).
     """
 
     applies: ClassVar[Applies] = {
@@ -140,7 +141,7 @@ class RopeScalingConfig(Section):
 
 
 class _BlockSection(Section):
-    """Keys that a Block and a whole Rack share."""
+    """Keys that a Block and a Rack share."""
 
     applies: ClassVar[Applies] = {"rope_theta": ("use_rope", (True,))}
 
@@ -163,7 +164,7 @@ class _BlockSection(Section):
     kernel: KernelConfig | None = None
     """Settings of kernel attention; null: the defaults."""
     qk_norm: QueryKeyNorm | None = None
-    """Normalise queries and keys: per head, or over the whole width."""
+    """Normalise queries and keys: per head, or over the full width."""
     softcap: float | None = Field(None, gt=0.0)
     """C: attention logits become C * tanh(logit / C)."""
     qkv_bias: bool = False
@@ -294,7 +295,7 @@ _WINDOWS: TypeAdapter[list[int | None]] = TypeAdapter(list[Size | None], config=
 
 
 class ModelConfig(_BlockSection):
-    """Configuration of the Rack: the keys of a Block, and those of the whole model.
+    """Configuration of the Rack: the keys of a Block, and further keys.
 
     `sliding_window` may be a list, which is repeated over the Blocks from the first to the last:
     `[256, null]` alternates.
@@ -321,7 +322,7 @@ class ModelConfig(_BlockSection):
     @field_validator("sliding_window", mode="plain")
     @classmethod
     def _some_window(cls, value: object, info: ValidationInfo) -> int | list[int | None] | None:
-        # Of a union, pydantic would report what each of its members expected.
+        # For a union, pydantic would report the expectation of every member.
         if not isinstance(value, list):
             return _refuse_window(_WINDOW.validate_python(value), info)
         if not value:

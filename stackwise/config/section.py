@@ -1,6 +1,6 @@
 """Section: base class of the parts of a configuration. Every error names its key.
 
-Sections stay valid: an assignment checks the whole section again, and changes nothing if the check fails.
+Sections stay valid: an assignment checks the section, and fails without an effect if the value is invalid.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
 def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         field = section.model_fields.get(str(part))
-        if field is None:  # the index in a mapping whose values are sections
+        if field is None:  # the index in a mapping of sections
             continue
         kinds = (field.annotation, *get_args(field.annotation))
         (section,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
@@ -235,7 +235,7 @@ def _show(value: object) -> str:
         return type(value).__name__
     try:
         text = _brief.repr(value)
-    except Exception:  # a value whose repr fails is refused like any other
+    except Exception:  # the repr of the value failed
         text = object.__repr__(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 

@@ -34,10 +34,10 @@ class ScopeConfig(Section):
     """Units of `stackwise` and `blockwise` training, which are Stacks or Blocks.
 
     - `head`: `shared` trains the Rack's final norm and head with every unit. `per_unit` starts each unit with
-      a copy of the initial ones; it is refused from right to left, where only one unit trains them.
+      a copy of the initial ones; it is refused from right to left, because only one unit trains them there.
     - `order`: `right_to_left` trains the last unit first, and each unit through the frozen ones after it.
     - `growth`: a unit starts as the identity, so it continues from the result of the earlier units. With
-      `rackwise`, the Rack starts as its first Stack, and the others join at even intervals.
+      `rackwise`, the Rack starts as its first Stack, and further Stacks join at even intervals.
     - `cache_bytes`: size of the cache for the activations that frozen units before the trained unit compute
       for each batch. From right to left the cache only saves repeated work within a unit.
     - `offload`: units that do not train stay on the device, in CPU memory, or on disk in `offload_dir`.
@@ -106,7 +106,7 @@ class ObjectiveConfig(Section):
     """Prediction that the Rack is trained for.
 
     - `next_token`: each token from the tokens before it. Needs causal attention.
-    - `masked_token`: a `mask_fraction` of the tokens, replaced by `mask_token_id`, from all others (Devlin et
+    - `masked_token`: a `mask_fraction` of the tokens, replaced by `mask_token_id`, from the rest (Devlin et
       al. 2019, arXiv:1810.04805). Needs bidirectional attention. A `random_fraction` of these tokens is
       replaced by random tokens and a `same_fraction` stays unchanged; BERT used 0.1 each.
     - `mask_diffusion`: the share of masked tokens is drawn for each row, and the loss is weighted so that it
@@ -137,7 +137,7 @@ class ObjectiveConfig(Section):
     z_loss: float = Field(0.0, ge=0.0)
     """Weight of the squared log of the softmax's denominator."""
     logits_chunk: Size | None = None
-    """Number of tokens whose logits exist at one time; null: all."""
+    """Number of tokens with logits at one time; null: all."""
 
     @field_validator("mask_token_id")
     @classmethod
@@ -232,7 +232,7 @@ class RecomputeConfig(Section):
     - `every_nth`: the same for every n-th Block.
     - `selective`: store only the outputs of matrix products and attention.
     - `budget`: the compiler chooses, so that the share `budget` of the memory remains. Needs `compile`.
-    - `by_name`: recompute the modules whose names match `names`.
+    - `by_name`: recompute the modules with names that match `names`.
     """
 
     applies: ClassVar[Applies] = {
@@ -261,7 +261,7 @@ class RecomputeConfig(Section):
 class DistributedConfig(Section):
     """Distribution over the processes of torchrun.
 
-    `ddp` gives each process a whole Rack, `fsdp` a part of every weight (FSDP2: one group per Block, and one
+    `ddp` gives each process a full Rack, `fsdp` a part of every weight (FSDP2: one group per Block, and one
     for the rest).
     """
 
@@ -270,7 +270,7 @@ class DistributedConfig(Section):
     strategy: Literal["none", "ddp", "fsdp"] = "none"
     """Work that the processes of torchrun share."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass and gather them again for the backward pass."""
+    """Free gathered weights after the forward pass, and gather them for the backward pass."""
 
 
 class CheckpointConfig(Section):
@@ -285,7 +285,7 @@ class CheckpointConfig(Section):
     keep_last: Size = 3
     """Number of newest checkpoints to keep."""
     keep_every: Size | None = None
-    """Also keep checkpoints whose step is a multiple of this; null: none."""
+    """Also keep checkpoints at multiples of this number of steps; null: none."""
     keep_best: Count = 0
     """Also keep this number of checkpoints with the lowest validation loss."""
     asynchronous: bool | Literal["overlapped"] = False
@@ -298,7 +298,7 @@ class CheckpointConfig(Section):
     @field_validator("asynchronous", mode="plain")
     @classmethod
     def _some_way(cls, value: object) -> bool | Literal["overlapped"]:
-        # Of a union, pydantic would report what each of its members expected.
+        # For a union, pydantic would report the expectation of every member.
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value == "overlapped":
@@ -340,7 +340,7 @@ class TrainingConfig(Section):
     batch_size: Size = 4
     """Rows per batch in each process."""
     accumulation_steps: Size = 1
-    """Number of batches per step, whose gradients are added."""
+    """Number of batches per step; their gradients are added."""
     seq_len: Size = 512
     """Tokens per row."""
     max_steps: Size = 200
@@ -366,7 +366,7 @@ class TrainingConfig(Section):
     save_interval: Size = 100
     """Steps between two checkpoints; one is always written at the end."""
     resume: bool = False
-    """Continue the run in checkpoint_dir, or start it if there is none."""
+    """Continue the run in checkpoint_dir, or start one if the folder is empty."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

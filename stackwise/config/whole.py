@@ -50,7 +50,7 @@ class StackWiseConfig(Section):
         write_whole(Path(path), dump_yaml(self.to_dict()))
 
     def validate(self) -> None:  # type: ignore[override]
-        """Check all values and rules again.
+        """Check all values and rules.
 
         Raises:
             ConfigError: names every invalid value.

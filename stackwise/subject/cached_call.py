@@ -1,4 +1,4 @@
-"""Cached calls: find how a model continues a sequence from a cache, by trying it.
+"""Cached calls: find the call that continues a sequence from a cache, by trial.
 
 Libraries rename the arguments for their caches. A name therefore only decides which call is tried first.
 A call is accepted because the tokens that it continues with get the logits of a full pass.
@@ -57,7 +57,7 @@ class CachedCall:
         place: parameter that takes the position of the first new token. None: the model knows it.
         place_kind: the number itself ("start"), the positions (T,) ("index") or (B, T) ("rows").
         maker: method that returns an empty cache, or that prepares the model's own cache.
-        capacity: number of tokens that `maker` is asked for, if it has to be told.
+        capacity: capacity argument of `maker`, if it needs one.
     """
 
     form: CallForm
@@ -100,7 +100,7 @@ class CachedCall:
         return output, held if self.place is None else (held, past)
 
     def _unpacked(self, model: nn.Module, inputs: Tensor, cache: Any) -> tuple[Any, int]:
-        """Return what the model is given as its cache, and the number of tokens before the inputs."""
+        """Return the cache argument of the model, and the number of tokens before the inputs."""
         if cache is None:
             own = unwrapped(model)
             made = None if self.maker is None else _make_cache(own, self.maker, inputs, self.capacity)
@@ -168,7 +168,7 @@ def find_cached_call(
     *,
     capacity: int | None = None,
 ) -> CacheSearch:
-    """Find how `model` continues from a cache.
+    """Find the call with which `model` continues from a cache.
 
     Each call that the signature, the output and the methods of the model suggest is tried on a prefix and
     some single tokens. The first call whose logits equal those of a full pass is returned. If there is none,
@@ -278,7 +278,7 @@ class _Trial:
             return None
 
     def verdict(self, call: CachedCall) -> Verdict:
-        """Return what the continuation of the prefix by `call` shows."""
+        """Return the verdict on `call`, from a continuation of the prefix."""
         if self._whole is None:
             return "refused"
         half, end = self._sizes[0], sum(self._sizes)
@@ -345,7 +345,7 @@ def _with_returned_cache(
 def _with_made_cache(
     trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[CachedCall, bool]]:
-    """Yield calls with a cache that a method of the model makes, and that a call changes in place."""
+    """Yield calls with a cache from a method of the model, which a call changes in place."""
     for maker in _makers(trial.model):
         made = trial.attempt(
             lambda: _make_cache(unwrapped(trial.model), maker, trial.inputs, base.capacity)  # noqa: B023
@@ -363,7 +363,7 @@ def _with_made_cache(
 def _with_own_cache(
     trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[CachedCall, bool]]:
-    """Yield calls of a model that keeps its cache in itself."""
+    """Yield calls of a model that stores its cache in itself."""
     flags = [each for each in _flags(named, variadic=False) if any(map(_CACHE_NAME.search, each))]
     for maker in (*_makers(trial.model), None):
         for place, kind in _places(named):
@@ -384,7 +384,7 @@ def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Par
 
 
 def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple[str, ...]]:
-    """Return switches to set, in order of trial: those named like a cache, none, all others."""
+    """Return switches to set, in order of trial: named like a cache, none, all others."""
 
     def is_switch(name: str, parameter: inspect.Parameter) -> bool:
         says_so = name.startswith(("use_", "return_", "output_"))
@@ -435,7 +435,7 @@ def _takers(named: Mapping[str, inspect.Parameter], part: str | int | None, vari
 
 
 def _arguments_before(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Any, ...] | None:
-    """Return the defaults of the parameters before `name`, if it can only be given by place."""
+    """Return the defaults of the parameters before `name`, if it can only be passed by position."""
     if name not in named or named[name].kind is not inspect.Parameter.POSITIONAL_ONLY:
         return None
     names = list(named)
@@ -446,7 +446,7 @@ def _arguments_before(named: Mapping[str, inspect.Parameter], name: str) -> tupl
 def _places(
     named: Mapping[str, inspect.Parameter],
 ) -> list[tuple[str, Literal["start", "index", "rows"]]]:
-    """Return parameters that may take the position of new tokens, with each way to say it."""
+    """Return parameters that may take the position of new tokens, with each possible value."""
     found: list[tuple[str, Literal["start", "index", "rows"]]] = []
     for name, parameter in named.items():
         if parameter.kind in _NAMELESS or not _POSITION_NAME.search(name):
@@ -460,7 +460,7 @@ def _places(
 
 
 def _makers(model: nn.Module) -> list[str]:
-    """Return methods that make or prepare a cache, `new_cache` first."""
+    """Return methods that create or prepare a cache, `new_cache` first."""
     own = unwrapped(model)
     names = [name for name in dir(type(own)) if _MAKER_NAME.match(name)]
     return sorted(
@@ -469,7 +469,7 @@ def _makers(model: nn.Module) -> list[str]:
 
 
 def _make_cache(own: Any, maker: str, inputs: Tensor, capacity: int) -> Any:
-    """Call a method that makes or prepares a cache.
+    """Call a method that creates or prepares a cache.
 
     Raises:
         TypeError: it needs an argument that is neither a batch size, a length, a device nor a dtype.

@@ -22,10 +22,10 @@ from stackwise.support.system_errors import is_out_of_memory
 __all__ = ["capabilities", "masked_with_positions"]
 
 _USUAL = CallForm()
-# What a dict may hold beside the inputs.
+# Keys of a batch other than the inputs.
 _IN_BATCHES = ("attention_mask", "labels")
 
-# Of padding masks, and whether they are true at real tokens; where nothing fixes that, both are tried.
+# Names of padding masks, and whether True means a real token. If a name is ambiguous, both are tried.
 _MASKS: dict[str, tuple[bool, ...]] = {
     "attention_mask": (True,),
     "src_key_padding_mask": (False,),
@@ -78,8 +78,8 @@ def capabilities(
     partly = everything.clone()
     partly[-1, T // 2 :] = False
     usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
-    # Of two ways that work, the one that hides what it masks is meant; where none does, the first.
-    if form.in_batch:  # what is not looked at in a dict does not show
+    # Of two masks that work, use the one that hides the masked token, otherwise the first.
+    if form.in_batch:  # unread keys of a dict leave no trace
         usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
     hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
     if usable:

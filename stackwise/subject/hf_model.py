@@ -158,7 +158,7 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
 
 
 def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
-    """Return the reduced configuration, and notes on settings that could not be kept.
+    """Return the reduced configuration, and notes on other changed settings.
 
     Args:
         config: configuration of transformers.
@@ -431,7 +431,7 @@ def _fit_mamba(given: Mapping[str, Any], changed: dict[str, Any], width: int) ->
 
 
 def _layers(given: Mapping[str, Any], n_layers: int | None, notes: list[str]) -> list[int]:
-    """Return the indices of the kept layers: one per kind, two to four."""
+    """Return the indices of the remaining layers: one per kind, two to four."""
     if n_layers is None or n_layers <= _LAYERS:
         return list(range(n_layers or _LAYERS))
     indices = [value for key, value in given.items() if _is_index_list(key, value, n_layers)]

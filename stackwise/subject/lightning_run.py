@@ -94,7 +94,7 @@ class LightningRun:
         return self.accumulate([batch])
 
     def accumulate(self, batches: list[Batch]) -> Tensor:
-        """Make one update from several batches, whose losses are averaged, and return the mean loss."""
+        """Make one update from the mean loss of several batches, and return that loss."""
         losses: list[Tensor] = []
         for number, batch in enumerate(batches):
             first, last = number == 0, number == len(batches) - 1
@@ -181,7 +181,7 @@ class LightningRun:
         return loss.detach()
 
     def _schedule(self) -> None:
-        # One that waits for a metric is stepped where that is logged.
+        # A scheduler of a metric is stepped when the metric is logged.
         if self._period == 0 or isinstance(self.scheduler, ReduceLROnPlateau):
             return
         if self._attached.global_step % self._period == 0:
@@ -291,7 +291,7 @@ class _Log:
         self._returned: list[tuple[Any, int]] = []
 
     def note(self, name: str, value: Any, batch_size: int | None) -> None:
-        if self.rows is None:  # of the whole epoch
+        if self.rows is None:  # for the epoch
             self._values[name] = [(value, 1)]
         else:
             self._values.setdefault(name, []).append((value, batch_size or self.rows))

@@ -49,7 +49,7 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Description of a model under test: how to build and call it, and its claims.
+    """Description of a model under test: construction, calls and claims.
 
     `ModelSpec.of(factory)` infers the attributes from the model. Declare the others by keyword:
     `ModelSpec.of(factory, causal=False)`. Functions that call the model get contiguous tensors, as from a
@@ -283,14 +283,14 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
 
 def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Module]:
     """Return a factory of models without shared tensors, and a model for trials."""
-    kept = copy.deepcopy(made)  # before the second call, which may change what both hold
+    kept = copy.deepcopy(made)  # before the second call, which may change shared tensors
     second = _made(factory, again=True)
     if not isinstance(second, nn.Module):
         got = type(second).__name__
         raise TypeError(f"model: called again, the function returned {got}; wanted a model at each call")
     if not _places(made.parameters()).isdisjoint(_places(second.parameters())):
         return lambda: copy.deepcopy(kept), copy.deepcopy(kept)
-    if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables that are made once
+    if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables shared by all models
         return lambda: copy.deepcopy(factory()), kept
     return factory, kept
 

@@ -18,7 +18,7 @@ Batch = Any
 
 
 def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
-    """Return how to run the trainer of another library. It is recognised by its methods, not by its name.
+    """Return the adapter for a third-party trainer, which is recognised by its methods.
 
     Returns:
         (function from such an object to a run, attributes of a TrainerSpec), or None if `made` is no known
@@ -43,7 +43,7 @@ def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
 
 
 class FunctionRun:
-    """Run of a function that makes one step.
+    """Run of a function for one training step.
 
     Args:
         model: what is trained.
@@ -81,7 +81,7 @@ def with_one_optimizer(run: Any, name: str) -> Any:
 
 
 def members_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the outermost optimizers with step hooks in `given`; the list is empty if there are none.
+    """Return the outermost optimizers with step hooks in an object.
 
     Args:
         given: an optimizer, a list, tuple or dict of them, or an object that `optimizers_in` searches.

@@ -79,7 +79,7 @@ class TrainingRun(Protocol):
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Description of a training loop under test: how to set up a run, its batches and its claims.
+    """Description of a training loop under test: set-up of a run, batches and claims.
 
     `TrainerSpec.of(factory)` infers the attributes from a run. Declare the others by keyword.
 
@@ -176,7 +176,7 @@ class TrainerSpec:
         ),
         **declared: Any,
     ) -> TrainerSpec:
-        """Return the spec of a function that makes one step.
+        """Return the spec of a function for one training step.
 
         Args:
             step: (model, optimizer, batch) -> the loss before the step.

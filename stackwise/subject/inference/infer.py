@@ -53,8 +53,8 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(f"takes {'token ids, vocabulary' if is_tokens else 'vectors of width'} {known['width']}")
     else:
         notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
-    if trial.beside:
-        notes.append(f"judged by its output [{trial.element}] alone, beside which are {trial.beside} more")
+    if trial.n_others:
+        notes.append(f"uses output [{trial.element}]; {trial.n_others} more may be logits")
     if "causal" not in declared:
         inferred["causal"], reason = claimed_causality(model, known)
         inferred["assumed"] = ("causal",) if reason == ASSUMED_CAUSAL else ()

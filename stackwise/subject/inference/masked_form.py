@@ -18,7 +18,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class MaskedForm(CallForm):
-    """Call form of a model that requires a mask. The mask hides nothing."""
+    """Call form of a model that requires a mask. All positions are visible."""
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
         """Call the model with a mask of ones."""

@@ -59,13 +59,13 @@ class Trial:
 
     Attributes:
         element: index of the logits in a tuple of outputs.
-        beside: number of other outputs that could be logits.
+        n_others: number of other outputs that could be logits.
         auxiliary: True if the output has a router loss.
         attributes: attributes of a ModelSpec: kind and width of the inputs, and a length that works.
     """
 
     element: int = 0
-    beside: int = 0
+    n_others: int = 0
     auxiliary: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ def _try_form(
                 trial.auxiliary = part_of(output, "aux_loss") is not None
                 if places := logit_places(output, given):
                     trial.element = _place_of_logits(model, forward, output, given, places)
-                    trial.beside = len(places) - 1
+                    trial.n_others = len(places) - 1
                     output = output[trial.element]
             logits = logits_of(output)
         except Exception as error:  # every other error means that the call is wrong

@@ -19,7 +19,7 @@ class HiddenOutput:
     """Output that was collected and not shown.
 
     Attributes:
-        terminal: standard error as it is outside of the block, for the command's own lines.
+        terminal: the original standard error, for the command's own lines.
         text: everything that was written to standard output and standard error in the block.
     """
 
@@ -67,7 +67,7 @@ def hidden_output() -> Iterator[HiddenOutput]:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[TextIO]:
-    """Yield a stream to where standard error leads now, also after file descriptor 2 is redirected."""
+    """Yield a copy of standard error that stays valid when file descriptor 2 is redirected."""
     original = sys.__stderr__
     if original is None or sys.stderr is not original:
         yield sys.stderr  # replaced by the caller, for example by a test
@@ -96,7 +96,7 @@ def _crash_report(terminal: TextIO) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _redirected(descriptor: int, file: IO[str]) -> Iterator[None]:
-    """Let a file descriptor write to the file in the block."""
+    """Redirect a file descriptor to the file in the block."""
     saved = os.dup(descriptor)
     try:
         os.dup2(file.fileno(), descriptor)

@@ -1,4 +1,4 @@
-"""Page of a gate: regressions first, with the paired differences of their rounds."""
+"""HTML page of a gate run: regressions first, with paired differences per round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["gate_page"]
 
 _MOST_ROWS, _MOST_PLOTS = 40, 12
-_TOO_FAR = 5  # times the largest change: a tolerance beyond it would hide the changes
+_TOO_FAR = 5  # tolerances above this multiple of the largest change are not drawn
 _STATUSES: dict[Outcome, Status] = {
     "failed": "failed",
     "error": "failed",
@@ -39,13 +39,13 @@ _STATUSES: dict[Outcome, Status] = {
 }
 _COLOURS = {Verdict.REGRESSED: BAD, Verdict.INCONCLUSIVE: WARN, Verdict.IMPROVED: GOOD, Verdict.PASS: ACCENT}
 _ADVICE = {
-    Verdict.INCONCLUSIVE: "Give the gate more time, or measure on a machine with less other work.",
-    Verdict.REGRESSED: "If the higher cost is intended, raise the limit of this test with the marker gate.",
+    Verdict.INCONCLUSIVE: "Give the gate more time, or use a less busy machine.",
+    Verdict.REGRESSED: "If the higher cost is intended, raise the tolerance with the test's marker `gate`.",
 }
 
 
 def gate_page(result: GateResult) -> Page:
-    """Return the page of a gate: failures, open questions, plots of the rounds, and all tests in a table."""
+    """Return the page of a gate: failures, inconclusive tests, plots of the rounds, table of all tests."""
     status: Status = _STATUSES[result.outcome]
     findings: dict[Status, list[Finding]] = {"failed": [], "warning": []}
     for test in result.findings:
@@ -115,7 +115,7 @@ def _differences(result: GateResult) -> Section:
     with_rounds = [each for each in trials if _varies(each[2])]
     plots += [_rounds(*each, _trial_status(result, each[0], each[2])) for each in with_rounds[:_MOST_PLOTS]]
     left_out = len(with_rounds) - _MOST_PLOTS
-    notes = [f"The rounds of {left_out} more are only in the JSON report."] if left_out > 0 else []
+    notes = [f"{left_out} more plots are not shown; the JSON report has their rounds."] * (left_out > 0)
     return Section("Paired differences", plots=plots, notes=notes)
 
 
@@ -159,13 +159,13 @@ def _overview(trials: list[tuple[TestResult, str, TrialResult]]) -> Plot:
         names = [label_text(f"{test.nodeid}: {metric}") for test, metric, _ in trials]
         axes.set_yticks(range(len(trials)), names)
         axes.set_ylim(len(trials) - 0.5, -0.5)
-        axes.set_xlabel("change of cost from base to head [%]")
+        axes.set_xlabel("change from base to head [%]")
         style_axes(figure)
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         draw_legend(figure, list(named.values()), list(named))
 
-    caption = "Dots are estimates, lines their intervals. A result above the tolerance is worse than allowed."
-    return Plot("Change of all tests", draw, 1.2 + 0.28 * len(trials), caption)
+    caption = "Dots: estimates. Lines: intervals. Red bars: tolerances."
+    return Plot("Change by test and metric", draw, 1.2 + 0.28 * len(trials), caption)
 
 
 def _rounds(test: TestResult, metric: str, trial: TrialResult, status: Status) -> Plot:

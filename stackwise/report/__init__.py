@@ -1,4 +1,4 @@
-"""Reports: every finding from the same records, for people and for programs."""
+"""Reports in text, Markdown, JSON and HTML, from the same records."""
 
 from stackwise.report.report import Report, report_files, training_record
 

@@ -17,21 +17,21 @@ __all__ = ["latency_plot", "training_plot"]
 
 Item = TypeVar("Item")
 
-# Points of a line, and marks of a kind. More would only make the file larger.
+# Maximum points per line and markers per kind. More only enlarge the file.
 _MOST_STEPS, _MOST_MARKS = 1000, 200
 
 
 def training_plot(
     title: str, run: dict[str, Any], *, status: str = "neutral", caption: str = ""
 ) -> Plot | None:
-    """Return a plot of loss and gradient norm over the steps of a run, or None for fewer than two steps.
+    """Return a plot of loss and gradient norm over the steps, or None for fewer than two losses.
 
     Steps at which a fault acted, alarms, skipped updates and replays are marked.
 
     Args:
         title: heading of the plot.
-        run: plain values of a StabilityRun, or of a training: "records", "alarms" and "fired".
-        status: status of the record in the page.
+        run: a StabilityRun or a training run as a dict: "records", "alarms" and "fired".
+        status: status for the filter of the page.
         caption: sentence below the heading.
     """
     records = run["records"]
@@ -111,7 +111,7 @@ def latency_plot(
 
 
 def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: dict[str, Any]) -> None:
-    """Draw one number of each step: a line through the last attempt of each step, and the marks."""
+    """Draw a value per step (of its last attempt), with markers for faults, alarms, skips and replays."""
     last = {record["step"]: float(record[key]) for record in records}
     steps = sorted(last)
     seen: set[int] = set()
@@ -124,7 +124,7 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
             replayed.append(point)
         seen.add(record["step"])
     if fired := _some(run.get("fired", ()), _MOST_MARKS):
-        # One line with gaps is smaller in the file than many lines.
+        # One line with gaps makes a smaller file than many lines.
         xs = [x for step in fired for x in (step, step, math.nan)]
         ys = [0.0, 1.0, math.nan] * len(fired)
         upright = axes.get_xaxis_transform()
@@ -164,14 +164,14 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
 
 
 def _thinned(records: Sequence[dict[str, Any]], marked: set[int]) -> Sequence[dict[str, Any]]:
-    """Return some of all records and some of those that are marked or skipped, in their order."""
+    """Return a sample of the records that includes marked and skipped ones, in order."""
     places = range(len(records))
     special = [place for place in places if records[place]["step"] in marked or records[place].get("skipped")]
     return [records[place] for place in sorted({*_some(places, _MOST_STEPS), *_some(special, _MOST_STEPS)})]
 
 
 def _some(items: Sequence[Item], most: int) -> Sequence[Item]:
-    """Return every nth item, so that they are at most `most`."""
+    """Return every nth item, at most `most` items."""
     return items[:: max(1, math.ceil(len(items) / most))]
 
 

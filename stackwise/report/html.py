@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["report_page"]
 
-_MOST_PLOTS = 12  # of a section: each takes about 20 kB and 0.3 s
+_MOST_PLOTS = 12  # per section: each takes about 20 kB and 0.3 s
 _MOST_ALARMS = 3
 _VERDICTS: dict[str, Status] = {"PASS": "passed", "WARN": "warning", "FAIL": "failed"}
 _LATENCIES = {
@@ -36,7 +36,7 @@ _LATENCIES = {
 
 
 def report_page(report: Report) -> Page:
-    """Return the page of a report: verdict, failures, warnings, measurements, passed checks, all others."""
+    """Return the page of a report: verdict, failures, warnings, measurements, and all other checks."""
     models = list(dict.fromkeys(row["model"] for row in report.checks))
     sections = [
         *_failures(report),
@@ -100,7 +100,7 @@ def _warnings(report: Report) -> list[Section]:
 
 
 def _finding(report: Report, section: str, row: dict[str, Any], status: Status) -> Finding:
-    """Return a record with a finding, in words."""
+    """Return the Finding for a record."""
     test, name = row.get("test", ""), report.name_of(row)
     command = report.commands.get(name, "")
     error = report.errors.get(name, {})
@@ -207,7 +207,12 @@ def _stability(report: Report) -> list[Section]:
         )
         for row, status in runs
     ]
-    table = Table("Stability runs", ["model", "run", "alarms", "test"], rows, wide=("run", "alarms"))
+    table = Table(
+        "Stability runs",
+        ["model", "run and faults", "alarms", "test"],
+        rows,
+        wide=("run and faults", "alarms"),
+    )
     return [_section("Stability runs", [plot for plot in plots if plot], table)]
 
 
@@ -245,7 +250,7 @@ def _memory(report: Report) -> list[Section]:
     ]
     return [
         Section(
-            "Memory", tables=[Table("Memory", ["test", "bytes", "reason"], rows, wide=("bytes", "reason"))]
+            "Memory", tables=[Table("Memory", ["test", "memory", "reason"], rows, wide=("memory", "reason"))]
         )
     ]
 

@@ -29,7 +29,7 @@ _STATUSES: dict[Status, str] = {
     "neutral": "Measured",
     "not applicable": "Not applicable",
 }
-# Facts of the machine as `stackwise.support.device.fingerprint` names them.
+# Labels for the keys of `stackwise.support.device.fingerprint`.
 _FACTS = {
     "cpu": "Processor",
     "cpu_count": "Cores",
@@ -57,7 +57,7 @@ class Finding:
         status: "failed" or "warning".
         title: name of the check or test.
         subject: name of the model or training step; "": not known.
-        label: the record's own word for its status, such as "unstable"; "": the status.
+        label: text of the badge, such as "unstable"; "": the status.
         message: what is wrong.
         where: location: a position, a module, a line of a file.
         evidence: measured value and limit.
@@ -86,12 +86,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """Line of a table.
+    """Row of a table.
 
     Attributes:
         cells: one text for each column.
         status: status of the record.
-        label: the record's own word for its status, such as "caught"; "": the row has no such word.
+        label: text of the badge, such as "caught"; "": no badge.
     """
 
     cells: Sequence[str]
@@ -104,13 +104,13 @@ class Table:
     """Table of records.
 
     Attributes:
-        title: name of the table for screen readers.
+        title: caption, also for screen readers.
         header: names of the columns.
         rows: the records.
         right: names of the columns that are aligned to the right: numbers.
         code: names of the columns with names of tests and files, which may break at any character.
         wide: names of the columns with sentences.
-        results: False: the rows are no results. They are not counted, and the filter does not hide them.
+        results: False: the rows are not results: not counted and not filtered.
     """
 
     title: str
@@ -132,7 +132,7 @@ class Section:
     """Part of a page under a heading.
 
     Attributes:
-        title: the heading, in plain English.
+        title: the heading.
         findings: shown in full.
         plots: shown before the tables.
         tables: shown after the findings and plots.
@@ -172,7 +172,7 @@ class Page:
         verdict: the result in one word.
         status: status of the verdict, which sets the colour of the page.
         summary: the result in one line.
-        sections: in the order in which they are shown. Their titles differ.
+        sections: in display order, with unique titles.
         environment: facts about the machine, as `stackwise.support.device.fingerprint` returns them.
         created: ISO 8601, UTC.
     """
@@ -195,7 +195,7 @@ class Page:
         return Path(path)
 
     def html(self) -> str:
-        """Return the page as HTML. Without matplotlib it has no plots, and a line says how to get them."""
+        """Return the page as HTML. Without matplotlib, a note explains how to get plots."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
 
@@ -235,7 +235,7 @@ class Page:
         return any(section.findings for section in self.sections)
 
     def _drawings(self) -> tuple[dict[str, str], list[str]]:
-        """Return the drawings by "SECTION-NUMBER", and a note if there is no matplotlib to make them."""
+        """Return the drawings by "SECTION-NUMBER", and a note if matplotlib is missing."""
         found = {}
         for place, section in enumerate(self.sections):
             for number, plot in enumerate(section.plots):
@@ -249,7 +249,7 @@ class Page:
     def _counts(self) -> list[tuple[Status, str, int]]:
         """Return the status, the label and the number of results.
 
-        If the page has findings, rows that failed or warn are not counted: they are findings as well.
+        If the page has findings, failed and warning rows are not counted twice.
         """
         findings, counts = self._statuses()
         if findings:

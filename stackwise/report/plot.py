@@ -1,4 +1,4 @@
-"""Plot: a drawing of matplotlib with an accessible name, as an SVG inside a page."""
+"""Plot: a matplotlib figure as an accessible inline SVG."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def draw_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]
 
 
 def style_axes(figure: Figure) -> None:
-    """Remove the frame on the right and above of all axes, and draw the grid behind the data."""
+    """Hide the top and right spines of all axes, and draw the grid behind the data."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(MUTED)

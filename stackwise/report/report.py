@@ -1,4 +1,4 @@
-"""Report: the records of a run, as text, Markdown, JSON and HTML, and one verdict over them."""
+"""Report: the records of a run, as text, Markdown, JSON and HTML, with one verdict."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from stackwise.support.markdown import markdown_table
 
 __all__ = ["Report", "report_files", "training_record"]
 
-_WIDTH = 100  # columns of the text of a finding
+_WIDTH = 100  # line width of findings
 _SECTIONS = ("checks", "stability", "throughput", "memory", "quality")
 _ENDINGS = (".md", ".json", ".html")
 
 
 @dataclass
 class Report:
-    """What a run found out.
+    """Results of a run.
 
     Attributes:
         checks: CheckResults as dicts.
         stability: StabilityRuns as dicts.
         throughput: Measurements and GenerationMeasurements as dicts, with their shape.
-        memory: peaks of memory ("peak") and what steps leave behind ("growth"), each with its test.
-        quality: what models were at tasks, each with its test.
+        memory: memory peaks ("peak") and growth per step ("growth"), each with its test.
+        quality: task results of models, each with its test.
         training: parameters, steps, seconds, speed and losses of a training run, optionally with the
             "records" of its steps and its "alarms"; None: there was no training.
         environment: the machine's fingerprint, or None.
-        failed_tests: names of the tests that failed, whatever they were about.
+        failed_tests: names of all failed tests.
         errors: "where" (location) and "message" of the error, by the name of the failed test.
-        commands: shell command that repeats a test or check, by its name. Of failures and findings only.
+        commands: shell command that repeats a test or check, by its name, for failures and findings.
         subjects: notes on each model and training loop: the facts that were inferred or assumed.
         noun: "test", or "check" if checks ran without tests.
         complete: True if the run was not interrupted.
@@ -171,7 +171,7 @@ class Report:
 
         Args:
             verbosity: below 0: findings only. 0: also declared findings and measurements. Above 0: also
-                checks that passed, and the reasons of those that do not apply.
+                checks that passed, and the reasons why checks do not apply.
         """
         if self.training:
             yield self.training_line()
@@ -207,7 +207,7 @@ class Report:
         yield self.summary()
 
     def markdown(self) -> str:
-        """A page for people."""
+        """Return the report as Markdown."""
         blocks = [f"# stackwise report\n\n**{self.summary()}**"]
         blocks.append(f"{self.created}, stackwise {version('stackwise')}")
         if self.environment:
@@ -262,7 +262,7 @@ class Report:
         return "\n\n".join(blocks) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; in a file, NaN and infinities are the strings "nan", "inf" and "-inf"."""
+        """Return plain values. In a file, NaN and infinities are the strings "nan", "inf" and "-inf"."""
         return {
             "stackwise": version("stackwise"),
             "created": self.created,
@@ -283,10 +283,10 @@ class Report:
         }
 
     def write(self, path: str | Path) -> None:
-        """Write Markdown, JSON or HTML, by the ending of `path`. The write is atomic.
+        """Write Markdown, JSON or HTML, by the suffix of `path`. The write is atomic.
 
         Raises:
-            ValueError: another ending.
+            ValueError: another suffix.
             OSError: the file cannot be written.
         """
         path = Path(path)
@@ -308,7 +308,7 @@ class Report:
         """Read a .json file that `write` wrote.
 
         Raises:
-            ValueError: the file is no report; the message names the file and the key.
+            ValueError: the file is not a report. The message names the file and the key.
             OSError: the file cannot be read.
         """
         from pydantic import TypeAdapter, ValidationError
@@ -350,7 +350,7 @@ def training_record(
 
 
 def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int, notes: str = "") -> Iterator[str]:
-    """Yield the rows of a model's checks that `Report.lines` shows, under a heading if there are any."""
+    """Yield the lines for the checks of a model, with a heading if there are any."""
     asked, not_asked = asked_and_not(rows)
     declared = ("expected failure", "accepted warning") if verbosity >= 0 else ()
     if verbosity <= 0:
@@ -397,7 +397,7 @@ def report_files(path: str | Path) -> list[Path]:
 
 
 def _plain(value: Any) -> Any:
-    """The same with non-finite numbers as text, which JSON has no numbers for."""
+    """Return the value with non-finite numbers as text, because JSON has no numbers for them."""
     match value:
         case dict():
             return {key: _plain(item) for key, item in value.items()}

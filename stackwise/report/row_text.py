@@ -114,7 +114,7 @@ def asked_and_not(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def measured_text(row: dict[str, Any]) -> str:
-    """What a check found beside its limit; "" where it measures nothing."""
+    """Return the measured value and the limit, or "" if nothing was measured."""
     value, limit = number_text(row["value"]), number_text(row["limit"])
     if not (value and limit):
         return value
@@ -136,7 +136,7 @@ def finding_texts(row: dict[str, Any]) -> list[str]:
 
 
 def fault_text(run: dict[str, Any]) -> str:
-    """The length, the steps and the faults of a run."""
+    """Return sequence length, steps and faults of a run."""
     faults = ", ".join(run["faults"]) or "no fault"
     if run["seq_len"] is None:
         return faults
@@ -155,7 +155,7 @@ def shape_text(row: dict[str, Any]) -> str:
 
 
 def rate_text(row: dict[str, Any]) -> str:
-    """How fast it was, and all that is known of that, in a line."""
+    """Return the measured speed and its conditions in one line."""
     if not row["measured"]:
         return "called once, not measured (benchmarks are disabled)"
     rate = f"{_rate(row)} tokens/s, " if _rate(row) else ""
@@ -181,7 +181,7 @@ def rate_text(row: dict[str, Any]) -> str:
 
 
 def throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows; of columns that are not of every record those that say something."""
+    """Return header and rows, without optional columns that have no values."""
     columns: dict[str, list[str]] = {
         "test": [row.get("test") or "" for row in rows],
         "model": [row["model"] for row in rows],
@@ -234,7 +234,7 @@ def _floor(row: dict[str, Any]) -> str:
 
 
 def _unsteady(row: dict[str, Any]) -> str:
-    """Why the warm-up ended before the time had settled, in brackets; "" where that is not known."""
+    """Return the reason for an unsteady warm-up in brackets; "" where that is not known."""
     reason = (row.get("warmup") or {}).get("reason")
     return f" ({reason})" if reason else ""
 
@@ -246,7 +246,7 @@ def _execution(row: dict[str, Any]) -> str:
 
 
 def _peak(row: dict[str, Any]) -> str:
-    """The peak of memory: on a GPU that of tensors, else of the whole process, and it says so."""
+    """Return peak memory: of the tensors on a GPU, otherwise of the process."""
     count = row["peak_memory_bytes"]
     if count is None:
         return "not available"
@@ -254,7 +254,7 @@ def _peak(row: dict[str, Any]) -> str:
 
 
 def memory_text(row: dict[str, Any]) -> str:
-    """The bytes, and what is allowed."""
+    """Return memory use and limit."""
     if row["kind"] == "growth":
         return f"{row['bytes_per_step']:+,.0f} bytes a step over {row['steps']} steps"
     if not row["peaks"]:
@@ -264,7 +264,7 @@ def memory_text(row: dict[str, Any]) -> str:
 
 
 def growth_lines(row: dict[str, Any]) -> list[str]:
-    """Why memory grows, and of what there is more."""
+    """Return the reasons for growth, and the types that grow."""
     if row["kind"] != "growth" or row["verdict"] == "flat":
         return []
     types = [f"{each['name']}: {each['count_per_step']:+.3g} a step" for each in row["types"][:3]]
@@ -277,7 +277,7 @@ def _percentile_time(percentiles: dict[str, Any] | None, name: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    """With three digits, in us, ms or s: the largest of which it is one at least."""
+    """Return a time with three digits in us, ms or s."""
     rounded = float(f"{seconds:.3g}")
     scale, unit = (1.0, "s") if rounded >= 1 else (1e3, "ms") if rounded >= 1e-3 else (1e6, "us")
     value = seconds * scale
@@ -286,7 +286,7 @@ def _time(seconds: float) -> str:
 
 
 def _rate(row: dict[str, Any]) -> str:
-    """Tokens per second; "" of work that has none."""
+    """Return tokens per second, or "" for work without tokens."""
     return f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
 
 
@@ -297,5 +297,5 @@ def _share(row: dict[str, Any], name: str) -> str:
 
 
 def number_text(value: float | str | None) -> str:
-    """With three digits; "" of None."""
+    """Return a number with three digits, or "" for None."""
     return "" if value is None else f"{float(value):.3g}"

@@ -1,4 +1,4 @@
-"""ProgressLine: progress of a long command on standard error, with the remaining time."""
+"""ProgressLine: progress of a long command on standard error, with the time left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgressLine:
     Args:
         label: start of the line, such as "checking".
         stream: where to write. None: standard error at the time of the call.
-        clock: seconds from any start.
+        clock: returns seconds from any origin.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ def _width() -> int:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in whole seconds, minutes or hours, such as "40 s", "3 min" or "2 h 5 min"."""
+    """Return a rounded duration, such as "40 s", "3 min" or "2 h 5 min"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -69,7 +69,7 @@ def test_test_that_crashed_shows_its_output():
 def test_plots_are_one_of_all_tests_and_one_of_each_with_rounds():
     titles = [plot.title for plot in sections(RESULT)["Paired differences"].plots]
     assert titles == [
-        "Change of all tests",
+        "Change by test and metric",
         "REGRESSED: time of b.py::step",
         "INCONCLUSIVE: time of b.py::open",
         "PASS: time of b.py::fine",
@@ -90,7 +90,7 @@ def test_rounds_without_information_are_not_drawn(differences):
     equal = replace(FINE.trials["time"], differences=differences)
     result = replace(RESULT, tests=(SLOWER, replace(FINE, trials={"memory": equal})))
     titles = [plot.title for plot in sections(result)["Paired differences"].plots]
-    assert titles == ["Change of all tests", "REGRESSED: time of b.py::step"]
+    assert titles == ["Change by test and metric", "REGRESSED: time of b.py::step"]
 
 
 def test_tolerance_far_above_all_rounds_is_not_drawn():

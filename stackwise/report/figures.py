@@ -102,7 +102,7 @@ def latency_plot(
             axes.axvline(value * scale, color=colour, linestyle=line, linewidth=1.4, label=text)
         axes.set_xlabel(f"latency [{unit}]")
         axes.set_ylabel("samples")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="y", integer=True)
         style_axes(figure)
         if known:
             draw_legend(figure, *axes.get_legend_handles_labels())

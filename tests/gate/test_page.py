@@ -47,7 +47,7 @@ def test_regression_shows_place_evidence_advice_and_command():
     assert finding.where == "b.py:12"
     assert (finding.label, finding.message) == ("REGRESSED", "time: because")
     assert finding.evidence == "time 1.2 ms -> 1.26 ms, +5.00% [+4.00%, +6.00%], tolerance 2%"
-    assert "raise the limit" in finding.advice
+    assert "raise the tolerance" in finding.advice
     assert finding.command == "stackwise gate main --tests b.py::step"
 
 

@@ -1091,3 +1091,26 @@ def test_probes_pass_tensors_as_a_training_loop_does(subjects, build, probe):
 
     probe(ModelSpec.of(examined, causal=True))
     assert refused == []
+
+
+class UnusualNames(nn.Module):
+    """Its loss and its memory have names that no library uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, letters, answers=None, mask=None, scale=1.0):
+        logits = scale * self.head(self.embedding(letters))
+        if answers is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+
+def test_unused_arguments_are_noted():
+    assert "not used: answers= (declare" in ModelSpec.of(UnusualNames).notes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "rack", "gru"])
+def test_usual_arguments_are_not_noted(subjects, name):
+    assert "not used" not in ModelSpec.of(getattr(subjects, name)).notes

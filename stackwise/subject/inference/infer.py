@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm
+from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
 from stackwise.subject.inference.output import logits_of
@@ -18,6 +18,8 @@ from stackwise.subject.inference.sizes import example_batch, is_sequence, length
 from stackwise.subject.inference.trial import try_calls
 
 __all__ = ["infer"]
+
+_MAX_UNUSED = 3
 
 
 def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +78,26 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred |= can
         if named := [key for key in can if key != "cache_problem"]:
             notes.append("found: " + ", ".join(named))
+        if unused := _unused_arguments(model, form, can):
+            notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]) -> list[str]:
+    """Return the optional arguments of `forward` that no call uses, such as labels with an unusual name.
+
+    Models of libraries have many such arguments, so more than three are not listed.
+    """
+    if form.in_batch or hasattr(getattr(model, "config", None), "model_type"):
+        return []
+    used = {form.keyword, *("labels", "targets", "is_causal")}
+    used |= {"document_ids"} if "packed" in found else set()
+    decode = str(found.get("decode", ""))
+    parameters = forward_parameters(model)
+    optional = [name for name, each in list(parameters.items())[1:] if each.default is None]
+    masks = {name for name in optional if "mask" in name}
+    unused = [name for name in optional if name not in used | masks and f"{name}=" not in decode]
+    return [f"{name}=" for name in unused] if len(unused) <= _MAX_UNUSED else []
 
 
 def _is_sequence_first(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from bench.same.collect import read
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build/same"
+NOT_OBSERVED = ("bench/same/changes.py", "docs", "*.md")
 SHOWN = 40  # differences in the terminal
 
 
@@ -90,11 +91,15 @@ def _git(*arguments: str, index: str | None = None) -> str:
 
 
 def _current_tree() -> str:
-    """Return the git tree of the working folder, with files that are not committed."""
+    """Return the git tree of the working folder, with files that are not committed.
+
+    Pages and the list of changes are removed, so that an edit of them does not start a new observation.
+    """
     with tempfile.TemporaryDirectory() as folder:
         index = f"{folder}/index"
         _git("read-tree", "HEAD", index=index)
         _git("add", "--all", index=index)
+        _git("rm", "-r", "-q", "--cached", "--", *NOT_OBSERVED, index=index)
         return _git("write-tree", index=index)
 
 

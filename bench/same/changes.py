@@ -9,6 +9,8 @@ RENAMES: dict[str, str] = {}
 
 # Pattern of "group/name/key" (as in fnmatch) -> reason why its value differs.
 CHANGES: dict[str, str] = {
+    "*/notes": "notes are in plain words",
+    "guard/*/stopped": "alarms are in plain words",
     "names/public/stackwise.inference.*": "inference is a part of stackwise.subject",
     "names/public/stackwise.subject.*": "inference is a part of stackwise.subject",
 }

@@ -40,6 +40,7 @@ COMPAT_TESTS := tests/subject/test_cached_call.py tests/subject/test_capability.
 	tests/subject/test_transformers_run.py tests/benchmark/test_llama.py tests/model/test_interop.py tests/model/test_parity.py \
 	tests/plugin/test_benchmark_compatibility.py tests/plugin/test_compatibility.py tests/plugin/test_zero_code.py \
 	tests/prototype/search tests/quality/test_cache_rows.py tests/quality/test_harness.py tests/stability/adapters \
+	tests/stability/locate/test_module_scales.py \
 	tests/training/test_cross_entropy.py tests/training/test_objective.py tests/training/test_recompute.py
 COMPAT_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 COMPAT_INSTALL = $(COMPAT)/$*/bin/python -m pip install --quiet $(COMPAT_INDEX)

@@ -83,7 +83,9 @@ class Operation:
     """One operation of a backward pass.
 
     Attributes:
-        node: of the graph.
+        node: of the graph. It is invalid after the graph is freed, if an `autograd.Function` made it.
+        name: of the node.
+        number: of the node in the order of the forward pass; None for a leaf, which has none.
         thread: whose sequence numbers count.
         leaf: the tensor that it adds a gradient to; None: it computes.
         is_root: whether a backward pass begins here.
@@ -94,6 +96,8 @@ class Operation:
     """
 
     node: Node
+    name: str
+    number: int | None
     thread: int
     leaf: Tensor | None
     is_root: bool
@@ -247,7 +251,9 @@ class Trace:
                 operation.edges.append(None if target is None else reach(target))
 
     def _operation(self, node: Node, *, is_root: bool) -> Operation:
-        operation = Operation(node, threading.get_ident(), getattr(node, "variable", None), is_root)
+        leaf = getattr(node, "variable", None)
+        number = None if leaf is not None else node._sequence_nr()
+        operation = Operation(node, node.name(), number, threading.get_ident(), leaf, is_root)
 
         def hook(gave: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
             if operation.ran < 0:
@@ -282,9 +288,8 @@ class Trace:
         """Find the innermost call of each operation: calls return from the inside out."""
         by_thread: dict[int, list[tuple[int, Operation]]] = {}
         for operation in self.operations:
-            if operation.leaf is None:
-                number = operation.node._sequence_nr()
-                by_thread.setdefault(operation.thread, []).append((number, operation))
+            if operation.number is not None:
+                by_thread.setdefault(operation.thread, []).append((operation.number, operation))
         for thread, numbered in by_thread.items():
             numbered.sort(key=lambda each: each[0])
             numbers = [number for number, _ in numbered]
@@ -298,7 +303,7 @@ class Trace:
                 place = bisect_left(numbers, call.end)
                 if call.hooked and place < len(numbers) and numbers[place] == call.end:
                     operation = numbered[place][1]
-                    if operation.node.name() == _HOOKED:
+                    if operation.name == _HOOKED:
                         operation.call = operation.call or call
 
     # Sizes

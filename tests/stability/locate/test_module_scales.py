@@ -25,6 +25,34 @@ def rms(tensor):
     return tensor.detach().double().square().mean().sqrt().item()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class LossOfOneFunction(nn.Module):
+    """The last node of the graph belongs to an autograd.Function, as in a compiled model with its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Doubled.apply(self.linear(x).square().mean())
+
+
+def test_graph_that_ends_with_an_autograd_function():
+    model = LossOfOneFunction()
+    scales = ModuleScales.observe(model, lambda: model(torch.randn(5, 8)).backward())
+    assert scales.calls == {("linear", 1), ("(outside the submodules)", 1)}
+    assert scales.sizes["weights", "linear", 1, 0] > 0
+
+
 def test_sizes_are_root_mean_squares():
     model = chain(depth=2)
     x = torch.randn(5, 8)

@@ -161,40 +161,95 @@ def _labellings(
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
     A model shifts an argument `labels` itself. An argument `targets` is the prediction of each position, with
-    -1 or -100 for positions without a target.
+    -1 or -100 for positions without a target. An argument with another name is used if its loss is the
+    cross-entropy of one of these.
     """
     if "labels" in named:
-        yield partial(_labelled_loss, form=form)
-    if "targets" not in named or inputs.is_floating_point():
+        yield partial(_labelled_loss, form=form, name="labels")
+    if inputs.is_floating_point():
         return
-    with torch.no_grad():
-        ahead = inputs.clone()
-        ahead[:, -1] = inputs[:, 0]
-        try:
-            firsts = []
-            for ids in (inputs, ahead):
+    names = {"targets": False} if "targets" in named else {}
+    if not names and "labels" not in named and isinstance(named, Mapping):
+        names = _label_names(model, named, inputs, logits_of, form)
+    for name, is_shifted_inside in names.items():
+        if is_shifted_inside:
+            yield partial(_labelled_loss, form=form, name=name)
+            continue
+        shift = _sees_only_the_past(model, inputs, logits_of, form)
+        if shift is None:
+            continue
+        for ignored in (-100, -1):
+            way = partial(_targeted_loss, form=form, name=name, shift=int(shift), ignored=ignored)
+            if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
+                yield way
+
+
+def _sees_only_the_past(
+    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
+) -> bool | None:
+    """Return True if the last id has no effect on the first output. None: the model needs targets to run."""
+    changed = inputs.clone()
+    changed[:, -1] = inputs[:, 0]
+    firsts = []
+    try:
+        with torch.no_grad():
+            for ids in (inputs, changed):
                 with seeded(0, inputs.device):
                     firsts.append(logits_of(form(model, ids))[:, 0])
-        except Exception as error:  # the model needs targets in each call
-            if is_out_of_memory(error):
-                raise
-            return
-    shift = int(torch.equal(*firsts))
-    for ignored in (-100, -1):
-        way = partial(_targeted_loss, form=form, shift=shift, ignored=ignored)
-        if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
-            yield way
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return torch.equal(*firsts)
 
 
-def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm) -> Tensor:
-    return _loss_in(form(model, inputs, labels=labels))
+def _label_names(
+    model: nn.Module,
+    named: Mapping[str, inspect.Parameter],
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm,
+) -> dict[str, bool]:
+    """Return the arguments whose loss is a cross-entropy, and whether the model shifts the labels itself."""
+    found: dict[str, bool] = {}
+    labels = inputs.roll(1, dims=0).flip(1)
+    for name in (name for name, parameter in named.items() if parameter.default is None):
+
+        def loss() -> Any:
+            with seeded(0, inputs.device):
+                return _loss_in(form(model, inputs, **{name: labels}))  # noqa: B023
+
+        if not _is_scalar(loss):
+            continue
+        with torch.no_grad():
+            with seeded(0, inputs.device):
+                logits = logits_of(form(model, inputs)).double()
+            value = loss().double()
+        if logits.shape[-1] <= int(inputs.max()):
+            continue
+        for is_shifted, scores, wanted in ((False, logits, labels), (True, logits[:, :-1], labels[:, 1:])):
+            if torch.isclose(value, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()), rtol=1e-3):
+                found[name] = is_shifted
+                break
+    return found
+
+
+def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, name: str) -> Tensor:
+    return _loss_in(form(model, inputs, **{name: labels}))
 
 
 def _targeted_loss(
-    model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, shift: int, ignored: int
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    form: CallForm,
+    name: str,
+    shift: int,
+    ignored: int,
 ) -> Tensor:
     targets = F.pad(labels[:, shift:], (0, shift), value=-100)
-    return _loss_in(form(model, inputs, targets=targets.masked_fill(targets == -100, ignored)))
+    return _loss_in(form(model, inputs, **{name: targets.masked_fill(targets == -100, ignored)}))
 
 
 def _loss_in(output: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from stackwise.support.units import byte_text
 
-__all__ = ["HFModel", "load_hf_model"]
+__all__ = ["HFModel", "hf_factory", "load_hf_model"]
 
 _PREFIXES = ("hf:", "hf-tiny:")
 _FORM = f"a folder with config.json, such as {_PREFIXES[0]}path/to/folder, or a name on the hub"
@@ -157,6 +157,16 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
     return full
 
 
+def hf_factory(config: Any) -> HFModel:
+    """Return the factory of models with a configuration of transformers, and random weights.
+
+    The class is that of `architectures`, otherwise one with a head for the type of configuration. Code from
+    the Hugging Face Hub is never run.
+    """
+    model_class, notes = _model_class(config, trust_remote_code=False)
+    return HFModel(config, model_class, type(config).__name__, notes)
+
+
 def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
     """Return the reduced configuration, and notes on other changed settings.
 
@@ -219,7 +229,7 @@ def _text_part(config: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, tuple[str, ...]]:
-    """Return the class of `architectures`, otherwise a causal, masked or base model; and notes."""
+    """Return the class of `architectures`, otherwise one with a head, otherwise the base model; and notes."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -240,6 +250,12 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, tuple[str, 
         found = transformers.AutoModelForMaskedLM
     elif kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         found = transformers.AutoModelForSeq2SeqLM
+    elif kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        found = transformers.AutoModelForImageClassification
+    elif kind in auto.MODEL_FOR_CTC_MAPPING:
+        found = transformers.AutoModelForCTC
+    elif kind in auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING:
+        found = transformers.AutoModelForAudioClassification
     else:
         found = transformers.AutoModel
     if not names or is_remote:

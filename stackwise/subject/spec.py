@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
+from stackwise.subject.hf_model import hf_factory
 from stackwise.subject.inference import cast, infer, logits_of
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 from stackwise.support.random_state import seeded
@@ -60,14 +61,16 @@ class ModelSpec:
         name: name in test ids and reports.
         inputs: "tokens" (integer ids (B, T)) or "vectors" (float (B, T, C)).
         width: vocabulary size of tokens, or C of vectors.
+        per_position: True if the output has one entry per position, (B, T, ...). False: one per row (B, ...),
+            such as the classes of an image. Checks of positions then do not apply.
         causal: True if no output may depend on a later input. None: no claim.
         trained: True if the weights are trained, so that checks of the initialisation do not apply.
         max_length: longest sequence of the model. None: no known limit.
         forward: (model, inputs) -> output, which is a tensor or has `logits`.
         make_batch: (batch_size, seq_len, generator) -> inputs on the CPU. None: random inputs.
         loss: (model, inputs) -> scalar. None: next-token cross-entropy for causal tokens, cross-entropy with
-            the input itself for other tokens, mean square of the output for vectors and for models with
-            fewer outputs than tokens.
+            the input itself for other tokens, mean square of the output for vectors, for an output per row
+            and for models with fewer outputs than tokens.
         optimizer: list of parameters -> optimizer, for short training runs.
         masked: (model, inputs, keep (B, T) bool) -> output of a batch with padding. None: no padding mask.
         padding_sides: sides on which padding is allowed: "right", "left", both or none.
@@ -103,6 +106,7 @@ class ModelSpec:
     name: str
     inputs: Literal["tokens", "vectors"]
     width: int
+    per_position: bool = True
     causal: bool | None = None
     trained: bool = False
     max_length: int | None = None
@@ -138,15 +142,15 @@ class ModelSpec:
         so that the caller's model is not changed.
 
         Args:
-            subject: a function that returns a module or a ModelSpec, a module (copied for each use), a
-                transformers or litgpt configuration (with random weights), or a ModelSpec (copied with the
-                declared attributes).
+            subject: a module (copied for each use), a transformers or litgpt configuration (with random
+                weights), a ModelSpec (copied with the declared attributes), or a function that returns one of
+                these.
             **declared: attributes of ModelSpec that replace the inferred ones.
 
         Raises:
             FactoryError: `subject` raised, or its weights cannot be used: on the meta device, lazy, or
                 created in inference_mode.
-            InferenceError: no call of the model gave logits. The message lists the calls.
+            InferenceError: no call of the model gave an output. The message lists the calls.
             TypeError: `subject` is or returns something else, or needs arguments.
         """
         if (build := _builder(subject)) is not None:
@@ -157,9 +161,11 @@ class ModelSpec:
             return cls._infer(lambda: copy.deepcopy(subject), copy.deepcopy(subject), name, declared)
         if callable(subject):
             made = _made(subject)
+            name = getattr(subject, "__name__", "<lambda>")
+            name = type(made).__name__ if name == "<lambda>" else name
+            if (build := _builder(made)) is not None:
+                return cls.of(build, **{"name": name, **declared})
             if isinstance(made, nn.Module):
-                name = getattr(subject, "__name__", "<lambda>")
-                name = type(made).__name__ if name == "<lambda>" else name
                 _refuse_unready(made, name)
                 build, model = _apart(subject, made)
                 spec = cls._infer(build, model, name, declared)
@@ -172,9 +178,10 @@ class ModelSpec:
             subject = made
         if not isinstance(subject, ModelSpec):
             raise TypeError(
-                f"model: got {type(subject).__name__}; wanted a function that takes no arguments and returns "
-                "an nn.Module or a ModelSpec, an nn.Module, a transformers or litgpt configuration, or a "
-                "ModelSpec" + _TRAINER_HINT * hasattr(subject, "model")
+                f"model: got {type(subject).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
+                "transformers or litgpt, or a function without arguments that returns one of these"
+                + _TRAINER_HINT
+                * hasattr(subject, "model")
             )
         if not declared:
             return subject
@@ -240,7 +247,7 @@ class ModelSpec:
         return inputs.to(device).contiguous()
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return the logits (B, T, ...) for `inputs`. Vectors are cast to the dtype of the model."""
+        """Return the logits (B, T, ...), or (B, ...) per row. Vectors are cast to the dtype of the model."""
         return logits_of(self.forward(model, cast(inputs, model)))
 
     def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -248,7 +255,7 @@ class ModelSpec:
         if self.loss is not None:
             return self.loss(model, inputs)
         output = self.logits(model, inputs)
-        if self.inputs == "vectors" or output.shape[-1] < self.width:
+        if self.inputs == "vectors" or not self.per_position or output.shape[-1] < self.width:
             return output.float().square().mean()
         labels = inputs
         if self.causal:
@@ -338,9 +345,7 @@ def _builder(subject: Any) -> Factory | None:
     """Return the factory for a configuration of another library, or None."""
     library = type(subject).__module__.partition(".")[0]
     if hasattr(subject, "model_type") and hasattr(subject, "to_diff_dict"):
-        from transformers import AutoModelForCausalLM
-
-        return lambda: AutoModelForCausalLM.from_config(copy.deepcopy(subject))  # type: ignore[no-untyped-call]
+        return hf_factory(subject)
     if library == "litgpt" and type(subject).__name__ == "Config":
         from litgpt.model import GPT
 

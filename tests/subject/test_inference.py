@@ -1,9 +1,10 @@
-"""Inference: a mask that a model cannot do without, and what is told where no call was found."""
+"""Inference: inputs and call of any model, its own loss, and the error if no call is found."""
 
 import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from stackwise.checks import check_model
@@ -136,14 +137,7 @@ def test_what_is_declared_is_in_the_example():
     assert "ModelSpec.of(mine, " in example_of(OtherKey, name="mine")
 
 
-class Flat(Core):
-    def forward(self, ids):
-        return self.logits(ids)[:, -1]
-
-
 def test_no_example_where_nothing_points_to_one():
-    assert example_of(Flat) is None
-    assert example_of(lambda: nn.Conv1d(3, 3, 1)) is None
     assert example_of(OtherKey, forward=lambda model, inputs: model(inputs)) is None
 
 
@@ -175,15 +169,114 @@ def test_memory_that_is_too_small_says_nothing_of_how_a_model_is_called(error):
     assert ModelSpec.of(lambda: Full(ValueError("eight at most"))).seq_len == 8
 
 
-class Classifier(nn.Module):
-    """Images (B, 3, 8, 8) to classes (B, 5)."""
+class Layers(nn.Module):
+    """Layers, and what their output becomes."""
 
-    def __init__(self):
+    def __init__(self, *layers, then=lambda x: x):
         super().__init__()
-        self.convolution, self.head = nn.Conv2d(3, 4, 4, 4), nn.Linear(4, 5)
+        self.layers, self.then = nn.Sequential(*layers), then
 
-    def forward(self, images):
-        return self.head(self.convolution(images).mean(dim=(2, 3)))
+    def forward(self, x):
+        return self.then(self.layers(x))
+
+
+def of_transformers(config, head):
+    def build():
+        import transformers
+
+        settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        settings |= {"intermediate_size": 64}
+        sizes = {
+            "ViTConfig": {"image_size": 32, "patch_size": 8, "num_labels": 7},
+            "ASTConfig": {"max_length": 64, "num_mel_bins": 32, "num_labels": 4},
+            "BertConfig": {"vocab_size": V, "num_labels": 3},
+            "ResNetConfig": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5},
+            "Wav2Vec2Config": {"vocab_size": 12, "num_conv_pos_embeddings": 16}
+            | {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+            | {"num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4},
+        }
+        given = settings | sizes[config] if config != "ResNetConfig" else sizes[config]
+        return getattr(transformers, head)(getattr(transformers, config)(**given))
+
+    return build
+
+
+# Name: (factory, shape of one row of the inputs, shape of one row of the output).
+PER_ROW = {
+    "small images": (
+        lambda: Layers(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 13 * 13, 10)),
+        (1, 28, 28),
+        (10,),
+    ),
+    "image to image": (lambda: nn.Conv2d(3, 3, 3, padding=1), (3, 32, 32), (3, 32, 32)),
+    "audio": (lambda: Layers(nn.Conv1d(1, 8, 80, 16), then=lambda x: x.mean(-1)), (1, 400), (8,)),
+    "features": (lambda: Layers(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), (10,), (2,)),
+    "text classes": (
+        lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.mean(1)),
+        (16,),
+        (8,),
+    ),
+    "text regression": (lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.sum((1, 2))), (16,), (1,)),
+    "forecast": (lambda: Layers(nn.Linear(5, 3), then=lambda x: x[:, -1]), (16, 5), (3,)),
+    "ViT": (of_transformers("ViTConfig", "ViTForImageClassification"), (3, 32, 32), (7,)),
+    "ResNet": (of_transformers("ResNetConfig", "ResNetForImageClassification"), (3, 32, 32), (5,)),
+    "spectrogram": (of_transformers("ASTConfig", "ASTForAudioClassification"), (64, 32), (4,)),
+    "waveform": (of_transformers("Wav2Vec2Config", "Wav2Vec2ForCTC"), (400,), (39, 12)),
+    "BERT classes": (of_transformers("BertConfig", "BertForSequenceClassification"), (16,), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+def test_outputs_per_row(name):
+    factory, in_shape, out_shape = PER_ROW[name]
+    spec = ModelSpec.of(factory)
+    assert (spec.per_position, spec.causal) == (False, None)
+    inputs = spec.batch(3, 16)
+    assert inputs.shape == (3, *in_shape)
+    assert spec.logits(spec.create().eval(), inputs).shape == (3, *out_shape)
+    shown = ", ".join(["B", *map(str, out_shape)])
+    assert f"returns ({shown}), an output per row" in spec.notes
+    checks = ["determinism", "batch_invariance", "finite_gradients", "load_round_trip", "gradient_flow"]
+    assert {result.status for result in check_model(spec, checks=checks)} == {"passed"}
+
+
+def test_batch_that_changes_a_row_is_found():
+    def mixes_rows():
+        return Layers(nn.Conv2d(3, 4, 4, 4), nn.Flatten(), then=lambda x: x - x.mean(0))
+
+    [result] = check_model(ModelSpec.of(mixes_rows), checks=["batch_invariance"])
+    assert result.status == "failed"
+
+
+NO_ROWS = {
+    "a lost position": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x[:, 1:]),
+    "batch and positions swapped": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.transpose(0, 1)),
+    "a number per position": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.sum(-1)),
+    "a number for all": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.sum()),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_other_shapes_are_no_outputs_per_row(name):
+    with pytest.raises(InferenceError, match="an output per position or per row"):
+        ModelSpec.of(NO_ROWS[name])
+
+
+def test_declared_output_per_row_may_have_any_length():
+    spec = ModelSpec.of(NO_ROWS["a lost position"], per_position=False)
+    assert spec.notes.endswith("returns (B, 15, 8), an output per row")
+
+
+def test_example_for_a_number_per_position():
+    text = example_of(NO_ROWS["a number per position"], name="scores")
+    spec = eval(text, {"ModelSpec": ModelSpec, "scores": NO_ROWS["a number per position"]})
+    assert spec.per_position and spec.logits(spec.create(), spec.batch(2, 9)).shape == (2, 9, 1)
+
+
+def test_claims_of_positions_exclude_outputs_per_row():
+    factory, _, _ = PER_ROW["text classes"]
+    with pytest.raises(InferenceError, match=r"output of shape \(2, 8\)"):
+        ModelSpec.of(factory, causal=True)
 
 
 def make_images(batch_size, seq_len, generator):
@@ -191,19 +284,9 @@ def make_images(batch_size, seq_len, generator):
 
 
 def test_images_are_taken_from_the_declared_batches():
-    spec = ModelSpec.of(Classifier, make_batch=make_images)
-
+    spec = ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_images)
     assert (spec.inputs, spec.seq_len, spec.causal) == ("vectors", 16, None)
     assert spec.notes.startswith("takes inputs (B, 3, 8, 16)")
-    [result] = check_model(spec, checks=["batch_invariance"])
-    assert result.status == "passed"
-
-
-def test_error_of_an_image_model_shows_how_to_declare_images():
-    with pytest.raises(
-        InferenceError, match=r"make_batch=lambda .*torch.randn\(batch_size, 3, HEIGHT, WIDTH"
-    ):
-        ModelSpec.of(Classifier)
 
 
 def test_declared_batches_that_the_model_refuses_are_named():
@@ -211,4 +294,97 @@ def test_declared_batches_that_the_model_refuses_are_named():
         return torch.randn(batch_size, 1, 8, 8, generator=generator)
 
     with pytest.raises(InferenceError, match=r"inputs \(2, 1, 8, 8\): RuntimeError"):
-        ModelSpec.of(Classifier, make_batch=make_batch)
+        ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_batch)
+
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x, t):
+        return self.convolution(x) * t
+
+
+def test_example_for_images_and_another_argument():
+    images = "torch.randn(batch_size, 3, HEIGHT, WIDTH, generator=generator)"
+    batch = f"make_batch=lambda batch_size, seq_len, generator: {images}"
+    assert example_of(Denoiser) == f"ModelSpec.of(Denoiser, {batch}, forward=lambda m, x: m(x, t=...))"
+
+
+# A model's own loss
+
+
+class Labelled(Core):
+    """Returns logits, and a loss if there are labels. `shift` is the number of positions it shifts."""
+
+    shift = 0
+
+    def loss(self, logits, labels):
+        last = logits.shape[1] - self.shift
+        return F.cross_entropy(logits[:, :last].flatten(0, 1), labels[:, self.shift :].flatten())
+
+
+class LossOnly(Labelled):
+    def forward(self, ids, targets=None):
+        logits = self.logits(ids)
+        return logits if targets is None else self.loss(logits, targets)
+
+
+class LossInTuple(Labelled):
+    def forward(self, ids, gold=None):
+        logits = self.logits(ids)
+        return logits, None if gold is None else self.loss(logits, gold)
+
+
+class LossInDict(Labelled):
+    shift = 1
+
+    def forward(self, ids, y=None):
+        logits = self.logits(ids)
+        return {"logits": logits, "loss": None if y is None else self.loss(logits, y)}
+
+
+@pytest.mark.parametrize("model", [LossOnly, LossInTuple, LossInDict])
+def test_loss_of_labels_with_any_name(model):
+    spec = ModelSpec.of(model)
+    built, ids = spec.create(), spec.batch(3, 9)
+    labels = ids.flip(0)
+    expected = F.cross_entropy(built.logits(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(spec.labelled_loss(built, ids, labels), expected)
+    assert "not used" not in spec.notes
+
+
+def test_scalar_that_is_no_cross_entropy_is_no_loss():
+    class Penalty(Core):
+        def forward(self, ids, weights=None):
+            logits = self.logits(ids)
+            return logits, None if weights is None else (weights * logits.sum(-1)).mean()
+
+    spec = ModelSpec.of(Penalty)
+    assert spec.labelled_loss is None and "not used: weights=" in spec.notes
+
+
+def test_model_that_returns_only_a_loss_is_explained():
+    class Loss(Labelled):
+        def forward(self, ids, targets):
+            return self.loss(self.logits(ids), targets)
+
+    with pytest.raises(InferenceError, match="The model returns a loss"):
+        ModelSpec.of(Loss)
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("wrap", [lambda config: config, lambda config: lambda: config])
+@pytest.mark.parametrize(
+    "name, is_per_position, causal",
+    [("LlamaConfig", True, True), ("BertConfig", True, False), ("ViTConfig", False, None)],
+)
+def test_configurations_of_transformers(name, is_per_position, causal, wrap):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, name)(**sizes, vocab_size=V, image_size=32, patch_size=8)
+    spec = ModelSpec.of(wrap(config))
+    assert (spec.per_position, spec.causal) == (is_per_position, causal)

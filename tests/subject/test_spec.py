@@ -254,10 +254,10 @@ def test_trial_stays_within_the_longest_sequence(limit):
     assert spec.seq_len <= limit
 
 
-@pytest.mark.parametrize("n_places, width", [(16, 16), (200, 50)])
-def test_outputs_that_are_no_logits_take_ids_that_every_embedding_has(n_places, width):
+@pytest.mark.parametrize("n_places", [16, 200])
+def test_vocabulary_of_outputs_that_are_no_logits(n_places):
     spec = ModelSpec.of(lambda: PositionFirst(n_places, d_out=7))
-    assert (spec.inputs, spec.width) == ("tokens", width)
+    assert (spec.inputs, spec.width) == ("tokens", 50)
 
 
 def test_declared_attributes_win(subjects):
@@ -446,7 +446,7 @@ def test_an_interrupt_is_no_error_of_the_factory():
 
 @pytest.mark.parametrize("made", [None, 3, "model", [nn.Linear(2, 2)], nn.Linear])
 def test_factory_that_returns_something_else(made):
-    with pytest.raises(TypeError, match=f"got {type(made).__name__}; wanted a function"):
+    with pytest.raises(TypeError, match=f"got {type(made).__name__}; wanted an nn.Module"):
         ModelSpec.of(lambda: made)
 
 
@@ -470,20 +470,16 @@ def test_build_that_returns_no_module():
 @pytest.mark.parametrize(
     "factory, tried",
     [
-        (Flat, [r"ids \(2, 16\), ids \(2, 8\), ids \(2, 4\): output of shape \(2, 8\)"]),
-        (Fussy, [r"ids \(2, 16\), ids \(2, 8\), ids \(2, 4\): TypeError: .*cache"]),
-        (lambda: nn.Conv1d(3, 3, 1), ["nothing"]),
-        (Same, ["nothing"]),
-        (lambda: nn.Sequential(nn.Linear(6, 4), nn.Flatten()), [r"vectors \(2, 16, 6\): output of shape"]),
-        (lambda: nn.Bilinear(5, 5, 5), ["nothing"]),
+        (Fussy, r"ids \(2, 16\), ids \(2, 8\), ids \(2, 4\): TypeError: .*cache"),
+        (Same, "nothing"),
+        (lambda: nn.Bilinear(5, 5, 5), "nothing"),
     ],
-    ids=["flat", "fussy", "convolution", "same", "flattened", "bilinear"],
+    ids=["fussy", "same", "bilinear"],
 )
 def test_model_that_cannot_be_called(factory, tried):
-    with pytest.raises(InferenceError, match="Declare inputs=, width= and forward=") as raised:
+    with pytest.raises(InferenceError, match="Declare inputs= and width=, or make_batch=") as raised:
         ModelSpec.of(factory)
-    for pattern in tried:
-        raised.match(pattern)
+    raised.match(tried)
 
 
 def test_errors_of_a_trial_are_cut_at_a_word():
@@ -1094,21 +1090,18 @@ def test_probes_pass_tensors_as_a_training_loop_does(subjects, build, probe):
 
 
 class UnusualNames(nn.Module):
-    """Its loss and its memory have names that no library uses."""
+    """Its memory has a name that no library uses."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
 
-    def forward(self, letters, answers=None, mask=None, scale=1.0):
-        logits = scale * self.head(self.embedding(letters))
-        if answers is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+    def forward(self, letters, memory=None, mask=None, scale=1.0):
+        return scale * self.head(self.embedding(letters))
 
 
 def test_unused_arguments_are_noted():
-    assert "not used: answers= (declare" in ModelSpec.of(UnusualNames).notes
+    assert "not used: memory= (declare" in ModelSpec.of(UnusualNames).notes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "rack", "gru"])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stackwise.subject.inference.inputs import example_batch
 from stackwise.subject.inference.output import logits_of
-from stackwise.subject.inference.sizes import example_batch
 from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import is_out_of_memory
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
+from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, takes_more
 from stackwise.subject.inference.output import logits_of
-from stackwise.subject.inference.sizes import example_batch, is_sequence, length_limit, takes_more
-from stackwise.subject.inference.trial import try_calls
+from stackwise.subject.inference.trial import Trial, try_calls
 
 __all__ = ["infer"]
 
@@ -32,44 +32,35 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InferenceError: no call gave logits. The message lists the calls.
     """
-    inferred: dict[str, Any] = {}
-    max_length, doubtful = length_limit(model)
-    inferred["max_length"] = max_length
-    notes = []
-    if "forward" not in declared and _is_sequence_first(model):
-        inferred["forward"] = _transposed_call
-        notes.append("batch_first=False: called with positions first")
-    form, trial = try_calls(model, {**inferred, **declared})
-    found = {"forward": form, **inferred, **trial.attributes, **declared}
-    if doubtful and "max_length" not in declared and takes_more(model, found):
-        inferred["max_length"] = None
-        form, trial = try_calls(model, {**inferred, **declared})
-    inferred |= trial.attributes
-    if form is not None and form != CallForm():
-        inferred["forward"] = form
-        notes.append(str(form))
+    notes: list[str] = []
+    inferred, trial = _call(model, declared, notes)
     known = {**inferred, **declared}
     example = example_batch(model, known)
-    if is_sequence(example):
-        is_tokens = known["inputs"] == "tokens"
-        notes.append(f"takes {'token ids, vocabulary' if is_tokens else 'vectors of width'} {known['width']}")
-    else:
+    if not is_sequence(example) or "make_batch" in inferred:
         notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
+    elif known["inputs"] == "tokens":
+        notes.append(f"takes token ids, vocabulary {known['width']}")
+    else:
+        notes.append(f"takes vectors of width {known['width']}")
     if trial.n_others:
         notes.append(f"uses output [{trial.element}]; {trial.n_others} more may be logits")
-    if "causal" not in declared:
+    is_per_position = known.get("per_position", True)
+    if not is_per_position:
+        inferred["causal"] = None
+        notes.append(f"returns ({', '.join(['B', *map(str, trial.output_shape[1:])])}), an output per row")
+    elif "causal" not in declared:
         inferred["causal"], reason = claimed_causality(model, known)
         inferred["assumed"] = ("causal",) if reason == ASSUMED_CAUSAL else ()
         notes.append(reason)
-        known = {**inferred, **declared}
+    known = {**inferred, **declared}
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
-    if form is not None and is_sequence(example):
+    if trial.form is not None and is_per_position:
         shown = capabilities(
             model,
             example,
             logits_of,
-            form,
+            trial.form,
             auxiliary=trial.auxiliary,
             cached="decode" not in declared and known["causal"] is not False,
             capacity=known["max_length"],
@@ -78,9 +69,29 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred |= can
         if named := [key for key in can if key != "cache_problem"]:
             notes.append("found: " + ", ".join(named))
-        if unused := _unused_arguments(model, form, can):
+        if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _call(model: nn.Module, declared: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, Any], Trial]:
+    """Return the attributes of the inputs and of the call, and the trial of the call."""
+    max_length, is_doubtful = length_limit(model)
+    inferred: dict[str, Any] = {"max_length": max_length}
+    if "forward" not in declared and _is_sequence_first(model):
+        inferred["forward"] = _transposed_call
+        notes.append("batch_first=False: called with positions first")
+    trial = try_calls(model, {**inferred, **declared})
+    if is_doubtful and "max_length" not in declared:
+        found = {"forward": trial.form, **inferred, **trial.attributes, **declared}
+        if takes_more(model, found):
+            inferred["max_length"] = None
+            trial = try_calls(model, {**inferred, **declared})
+    inferred |= trial.attributes
+    if trial.form is not None and trial.form != CallForm():
+        inferred["forward"] = trial.form
+        notes.append(str(trial.form))
+    return inferred, trial
 
 
 def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]) -> list[str]:
@@ -92,6 +103,8 @@ def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]
         return []
     used = {form.keyword, *("labels", "targets", "is_causal")}
     used |= {"document_ids"} if "packed" in found else set()
+    if "labelled_loss" in found:
+        used.add(found["labelled_loss"].keywords["name"])
     decode = str(found.get("decode", ""))
     parameters = forward_parameters(model)
     optional = [name for name, each in list(parameters.items())[1:] if each.default is None]

@@ -13,6 +13,8 @@ __all__ = ["cast", "logit_places", "logits_of", "part_of"]
 def logits_of(output: Any) -> Tensor:
     """Return the logits of an output: itself, `.logits`, `["logits"]` or the first item of a tuple.
 
+    A tensor with one number per row, (B,), becomes (B, 1).
+
     Raises:
         TypeError: none of these is a tensor.
     """
@@ -28,7 +30,7 @@ def logits_of(output: Any) -> Tensor:
         raise TypeError(
             f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict"
         )
-    return found
+    return found[:, None] if found.ndim == 1 else found
 
 
 def cast(inputs: Tensor, model: nn.Module) -> Tensor:

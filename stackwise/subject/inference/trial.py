@@ -1,9 +1,12 @@
-"""Trial: call a model in several forms until one gives logits."""
+"""Trial: call a model with several inputs and in several forms until one call gives an output.
+
+Shapes: B batch, T positions, C width.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Any
@@ -13,19 +16,20 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, call_forms
 from stackwise.subject.inference.example_code import (
-    examples_by_convolution,
     examples_by_missing,
     examples_by_output,
     examples_by_signature,
 )
-from stackwise.subject.inference.masked_form import masked_forms
-from stackwise.subject.inference.output import cast, logit_places, logits_of, part_of
-from stackwise.subject.inference.sizes import (
+from stackwise.subject.inference.inputs import (
     example_batch,
     is_sequence,
+    random_batches,
+    reads_images_or_audio,
     vocabulary_candidates,
     width_candidates,
 )
+from stackwise.subject.inference.masked_form import masked_forms
+from stackwise.subject.inference.output import cast, logit_places, logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["InferenceError", "Trial", "try_calls"]
@@ -35,137 +39,239 @@ _LONGEST_ERROR = 160
 
 
 class InferenceError(ValueError):
-    """No call of the model gave logits, so that the call must be declared."""
-
-
-@dataclass
-class _Vain:
-    """Calls that did not give logits.
-
-    Attributes:
-        errors: error -> the inputs that caused it.
-        missing: name of the inputs in a dict -> another key that the model read.
-        examples: likely ModelSpecs as code, each with a priority.
-    """
-
-    errors: dict[str, list[str]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    examples: list[tuple[int, str]] = field(default_factory=list)
+    """No call of the model gave an output, so that the call must be declared."""
 
 
 @dataclass
 class Trial:
-    """Result of a call that gave logits.
+    """Result of a call that gave an output.
 
     Attributes:
-        element: index of the logits in a tuple of outputs.
-        n_others: number of other outputs that could be logits.
+        form: the call; None: the declared `forward`.
+        element: index of the output in a tuple.
+        n_others: number of other items of the tuple that could be the output.
         auxiliary: True if the output has a router loss.
-        attributes: attributes of a ModelSpec: kind and width of the inputs, and a length that works.
+        output_shape: shape of the output.
+        attributes: attributes of a ModelSpec: inputs, width, and a length or batches that work.
     """
 
+    form: CallForm | None
     element: int = 0
     n_others: int = 0
     auxiliary: bool = False
+    output_shape: tuple[int, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def try_calls(model: nn.Module, known: dict[str, Any]) -> tuple[CallForm | None, Trial]:
-    """Return the call form (None: the declared one) and the result of its call."""
-    vain = _Vain()
-    forms = [None] if "forward" in known else [*call_forms(model), *masked_forms(model)]
-    for form in forms:
-        trial = _try_form(model, known, known["forward"] if form is None else form, vain)
-        if trial is not None:
-            return None if form is None else replace(form, element=trial.element), trial
-    lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in vain.errors.items()]
-    if "forward" not in known:
-        vain.examples += examples_by_missing(model, known, vain.missing)
-        vain.examples += examples_by_signature(model, known)
-    vain.examples += examples_by_convolution(model, known)
-    example = max(vain.examples, key=lambda each: each[0], default=(0, ""))[1]
-    raise InferenceError(
-        f"{known['name']}: no call was found that gives (batch, positions, width). Declare inputs=, width= "
-        "and forward= in ModelSpec.of(factory, ...). Tried:\n  "
-        + "\n  ".join(lines or ["nothing: no layers seen"])
-        + (f"\nFor example: {example}" if example else "")
-    )
+def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
+    """Return the first call that gives an output.
+
+    An output per position (B, T, ...) is preferred to an output per row (B, ...). Inputs other than (B, T)
+    and (B, T, C) are tried last, unless the first layer reads images or audio.
+
+    Raises:
+        InferenceError: no call did. The message has the errors, and a ModelSpec to complete.
+    """
+    calls = _Calls(model, known)
+    stages = [calls.sequences, calls.random_batches]
+    if "make_batch" in known:
+        stages = [calls.declared_batches]
+    elif "inputs" in known or "width" in known:
+        stages = [calls.sequences]
+    elif reads_images_or_audio(model):
+        stages.reverse()
+    for stage in stages:
+        for form in calls.forms():
+            if (trial := stage(form)) is not None:
+                return trial
+        if calls.per_row:
+            return calls.per_row[0]
+    raise InferenceError(calls.failure())
 
 
-def _try_form(
-    model: nn.Module, known: dict[str, Any], forward: Callable[..., Any], vain: _Vain
-) -> Trial | None:
-    """Return the result of a call, or None after adding the error to `vain`."""
+class _Calls:
+    """Calls of one model, with the errors of the calls that failed.
 
-    def attempt(inputs: Tensor) -> tuple[Trial, int] | None:
-        """Return the trial and the width of its logits."""
-        device = next((p.device for p in model.parameters()), inputs.device)
-        given, trial, output = cast(inputs.to(device), model), Trial(), None
+    Attributes:
+        per_row: calls with sequences that gave one output per row.
+    """
+
+    def __init__(self, model: nn.Module, known: dict[str, Any]) -> None:
+        self._model, self._known = model, known
+        self._errors: dict[str, list[str]] = {}
+        self._missing: dict[str, str] = {}  # name of the inputs in a dict -> another key that the model read
+        self._examples: list[tuple[int, str]] = []  # ModelSpecs as code, with a priority
+        self._returns_loss = False
+        self.per_row: list[Trial] = []
+
+    def forms(self) -> Iterator[CallForm | None]:
+        """Yield the forms of the call; None: the declared one."""
+        if "forward" in self._known:
+            yield None
+        else:
+            yield from call_forms(self._model)
+            yield from masked_forms(self._model)
+
+    # Inputs
+
+    def declared_batches(self, form: CallForm | None) -> Trial | None:
+        """Call the model with batches of `make_batch`."""
+        longest = _TRIAL_LENGTHS[0]
+        seq_len = self._known.get("seq_len", min(self._known["max_length"] or longest, longest))
+        inputs = example_batch(self._model, {**self._known, "seq_len": seq_len})
+        if (trial := self._call(form, inputs)) is None:
+            return None
+        if inputs.is_floating_point():
+            trial.attributes |= {"inputs": "vectors", "width": inputs.shape[-1], "seq_len": seq_len}
+        else:
+            width = max(vocabulary_candidates(self._model), default=trial.output_shape[-1])
+            trial.attributes |= {"inputs": "tokens", "width": width, "seq_len": seq_len}
+        return trial
+
+    def sequences(self, form: CallForm | None) -> Trial | None:
+        """Call the model with ids (B, T) and vectors (B, T, C). Keep outputs per row in `per_row`."""
+        known = self._known
+        limit = known["max_length"] or max(_TRIAL_LENGTHS)
+        lengths = (
+            (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
+        )
+        for seq_len in lengths or (limit,):
+            for kind in (known["inputs"],) if "inputs" in known else ("tokens", "vectors"):
+                trial = self._tokens(form, seq_len) if kind == "tokens" else self._vectors(form, seq_len)
+                if trial is None:
+                    continue
+                trial.attributes |= {"inputs": kind, "seq_len": seq_len}
+                if "per_position" not in trial.attributes:
+                    return trial
+                self.per_row.append(trial)
+        return None
+
+    def random_batches(self, form: CallForm | None) -> Trial | None:
+        """Call the model with images, audio and rows of features."""
+        for make_batch in random_batches(self._model):
+            inputs = make_batch(2, 1, torch.Generator().manual_seed(0))
+            if (trial := self._call(form, inputs)) is not None:
+                width = make_batch.shape[-1]
+                trial.attributes |= {"inputs": "vectors", "width": width, "seq_len": 16}
+                trial.attributes["make_batch"] = make_batch
+                return trial
+        return None
+
+    def _tokens(self, form: CallForm | None, seq_len: int) -> Trial | None:
+        """Return the call whose output has the width of the vocabulary, otherwise the first one."""
+        known, accepted = self._known, None
+        for vocabulary in (known["width"],) if "width" in known else vocabulary_candidates(self._model):
+            inputs = torch.randint(vocabulary, (2, seq_len))
+            if (trial := self._call(form, inputs)) is None:
+                continue
+            trial.attributes["width"] = vocabulary
+            if trial.output_shape[-1:] == (vocabulary,) and "per_position" not in trial.attributes:
+                return trial
+            if accepted is None and form is not None and "width" not in known:
+                # The smallest embedding may be one of token types or positions.
+                trial.attributes["width"] = _vocabulary_read(self._model, form, inputs) or vocabulary
+            accepted = accepted or trial
+        return accepted
+
+    def _vectors(self, form: CallForm | None, seq_len: int) -> Trial | None:
+        for width in (self._known["width"],) if "width" in self._known else width_candidates(self._model):
+            if (trial := self._call(form, torch.randn(2, seq_len, width))) is not None:
+                trial.attributes["width"] = width
+                return trial
+        return None
+
+    # Calls
+
+    def _call(self, form: CallForm | None, inputs: Tensor) -> Trial | None:
+        """Return the trial, or None after adding the error to the errors."""
+        device = next((p.device for p in self._model.parameters()), inputs.device)
+        inputs, trial, output = cast(inputs.to(device), self._model), Trial(form), None
+        forward: Callable[..., Any] = self._known["forward"] if form is None else form
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a wrong call
-                output = forward(model, given)
-            if isinstance(forward, CallForm):
+                output = forward(self._model, inputs)
+            if form is not None:
                 trial.auxiliary = part_of(output, "aux_loss") is not None
-                if places := logit_places(output, given):
-                    trial.element = _place_of_logits(model, forward, output, given, places)
+                if places := logit_places(output, inputs):
+                    trial.element = _place_of_logits(self._model, form, output, inputs, places)
                     trial.n_others = len(places) - 1
+                    trial.form = replace(form, element=trial.element)
                     output = output[trial.element]
             logits = logits_of(output)
+            trial.output_shape = tuple(logits.shape)
+            if self._is_per_position(logits, inputs):
+                return trial
+            if self._is_per_row(logits, inputs, forward):
+                trial.attributes["per_position"] = False
+                return trial
         except Exception as error:  # every other error means that the call is wrong
             if is_out_of_memory(error):
                 raise
             text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
-            vain.errors.setdefault(text, []).append(_describe(inputs))
-            if isinstance(forward, CallForm) and output is not None:
-                vain.examples += examples_by_output(model, known, forward, inputs, output)
-            elif isinstance(forward, CallForm) and forward.in_batch and isinstance(error, KeyError):
-                vain.missing[str(forward.keyword)] = str(next(iter(error.args), ""))
+            self._errors.setdefault(text, []).append(_describe(inputs))
+            if form is not None and output is not None:
+                self._examples += examples_by_output(self._model, self._known, form, inputs, output)
+            elif form is not None and form.in_batch and isinstance(error, KeyError):
+                self._missing[str(form.keyword)] = str(next(iter(error.args), ""))
             return None
-        # Images have no positions, so one row per image is enough.
-        rows = 2 if is_sequence(inputs) else 1
-        sized = logits.ndim == 3 if rows == 2 else logits.ndim > 1
-        if sized and logits.shape[:rows] == inputs.shape[:rows] and logits.is_floating_point():
-            return trial, logits.shape[-1]
-        vain.errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
+        self._returns_loss |= logits.ndim == 0
+        if form is not None and logits.shape == inputs.shape[:2]:
+            self._examples += examples_by_output(self._model, self._known, form, inputs, output)
+        self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
 
-    if "make_batch" in known:
-        seq_len = known.get("seq_len", min(known["max_length"] or _TRIAL_LENGTHS[0], _TRIAL_LENGTHS[0]))
-        inputs = example_batch(model, {**known, "seq_len": seq_len})
-        if (found := attempt(inputs)) is None:
-            return None
-        trial, width = found
-        kind = "vectors" if inputs.is_floating_point() else "tokens"
-        of_inputs = (
-            inputs.shape[-1] if kind == "vectors" else max(vocabulary_candidates(model), default=width)
+    @staticmethod
+    def _is_per_position(logits: Tensor, inputs: Tensor) -> bool:
+        if not (is_sequence(inputs) and logits.is_floating_point()):
+            return False
+        return logits.ndim == 3 and logits.shape[:2] == inputs.shape[:2]
+
+    def _is_per_row(self, logits: Tensor, inputs: Tensor, forward: Callable[..., Any]) -> bool:
+        """Return True if the output has an entry per row, and its other dimensions do not follow the length.
+
+        A sequence of ids with an output (B, n, ...) is a mistake in a shape more often than it is meant.
+        """
+        known = self._known
+        if known.get("causal") or known.get("per_position") or not logits.is_floating_point():
+            return False
+        if logits.ndim == 0 or len(logits) != len(inputs):
+            return False
+        is_declared = "per_position" in known
+        if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
+            return False
+        if len(logits_of(forward(self._model, inputs[:1]))) != 1:
+            return False
+        if not is_sequence(inputs) or "make_batch" in known or is_declared:
+            return True
+        try:
+            shorter = logits_of(forward(self._model, inputs[:, :-1]))
+        except Exception as error:  # models of one length only
+            if is_out_of_memory(error):
+                raise
+            return True
+        return shorter.shape == logits.shape
+
+    def failure(self) -> str:
+        """Return the message of an InferenceError."""
+        known, examples = self._known, list(self._examples)
+        lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in self._errors.items()]
+        if "forward" not in known:
+            examples += examples_by_missing(self._model, known, self._missing)
+            examples += examples_by_signature(self._model, known)
+        example = max(examples, key=lambda each: each[0], default=(0, ""))[1]
+        text = (
+            f"{known['name']}: no call was found that gives an output per position or per row. Declare "
+            "inputs= and width=, or make_batch=, and forward= in ModelSpec.of(factory, ...). Tried:\n  "
         )
-        trial.attributes = {"inputs": kind, "width": of_inputs, "seq_len": seq_len}
-        return trial
-    kinds = (known["inputs"],) if "inputs" in known else ("tokens", "vectors")
-    limit = known["max_length"] or max(_TRIAL_LENGTHS)
-    lengths = (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
-    for seq_len in lengths or (limit,):
-        if "tokens" in kinds:
-            accepted = None
-            for vocab_size in (known["width"],) if "width" in known else vocabulary_candidates(model):
-                if (found := attempt(torch.randint(vocab_size, (2, seq_len)))) is None:
-                    continue
-                trial, width = found
-                trial.attributes = {"inputs": "tokens", "width": vocab_size, "seq_len": seq_len}
-                if width == vocab_size:
-                    return trial
-                accepted = accepted or trial  # of the smallest
-            if accepted:
-                return accepted
-        if "vectors" in kinds:
-            for width in (known["width"],) if "width" in known else width_candidates(model):
-                if (found := attempt(torch.randn(2, seq_len, width))) is not None:
-                    trial, _ = found
-                    trial.attributes = {"inputs": "vectors", "width": width, "seq_len": seq_len}
-                    return trial
-    return None
+        text += "\n  ".join(lines or ["nothing: no layers seen"])
+        if self._returns_loss:
+            text += (
+                "\nThe model returns a loss. forward= has to return logits; a training loop is checked with "
+                "TrainerSpec.of or check_trainer."
+            )
+        return text + (f"\nFor example: {example}" if example else "")
 
 
 def _place_of_logits(

@@ -1,11 +1,12 @@
-"""Sizes: candidates for the width and length of the inputs, from layers and settings.
+"""Inputs: candidates for the inputs of a model, from its layers and settings.
 
-Shapes: B batch, T positions.
+Shapes: B batch, T positions, C channels or features, H height, W width, L samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from stackwise.subject.inference.output import cast, logits_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
+    "RandomBatch",
     "example_batch",
+    "image_channels",
     "is_sequence",
     "length_limit",
+    "random_batches",
+    "reads_images_or_audio",
     "takes_more",
     "vocabulary_candidates",
     "width_candidates",
@@ -42,6 +47,75 @@ _LIMITS = (
 )
 # Attributes that hold the configuration of a model.
 _SETTINGS = ("config", "cfg", "args", "params")
+_IMAGE_SIZES = ("image_size", "img_size", "input_size", "resolution")
+# If no setting names the size: small ones first, and those of MNIST and ImageNet.
+_TRIAL_SIZES = (32, 28, 64, 96, 224, 256)
+_TRIAL_SAMPLES = (64, 400, 1600, 16_000)
+_READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
+
+
+@dataclass(frozen=True)
+class RandomBatch:
+    """`make_batch` of a model that takes neither ids (B, T) nor vectors (B, T, C), such as images.
+
+    Attributes:
+        shape: shape of one row.
+    """
+
+    shape: tuple[int, ...]
+
+    def __call__(self, batch_size: int, seq_len: int, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+        """Return normal random numbers (batch_size, *shape)."""
+        return torch.randn(batch_size, *self.shape, generator=generator)
+
+
+def reads_images_or_audio(model: nn.Module) -> bool:
+    """Return True if the first layer is a convolution over images, or if transformers names such inputs."""
+    first = next((m for m in model.modules() if isinstance(m, _READERS)), None)
+    named = getattr(model, "main_input_name", "") in ("pixel_values", "input_values", "input_features")
+    return named or isinstance(first, nn.Conv2d)
+
+
+def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
+    """Yield images (C, H, W), audio (L) or (C, L), spectrograms and features (C), the likeliest first."""
+    config, channels = getattr(model, "config", None), image_channels(model)
+    mels, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
+    if getattr(model, "main_input_name", "") == "input_values":
+        if isinstance(frames, int) and isinstance(mels, int):
+            yield RandomBatch((frames, mels))
+        yield from (RandomBatch((size,)) for size in _TRIAL_SAMPLES[1:])
+    if channels is not None:
+        yield from (RandomBatch((channels, *size)) for size in _image_sizes(model))
+    conv = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
+    if conv is not None:
+        for size in _TRIAL_SAMPLES:
+            yield RandomBatch((conv.in_channels, size))
+    yield from (RandomBatch((width,)) for width in width_candidates(model))
+
+
+def image_channels(model: nn.Module) -> int | None:
+    """Return the number of channels of the images that the model takes; None: it has no 2d convolution."""
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    named = getattr(getattr(model, "config", None), "num_channels", None)
+    return named if isinstance(named, int) else first.in_channels if first is not None else None
+
+
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """Return heights and widths: those of settings first."""
+    named: list[Any] = []
+    for module in model.modules():
+        named += [getattr(owner, n, None) for owner in (module, _settings_of(module)) for n in _IMAGE_SIZES]
+    sizes = [
+        (value, value) if isinstance(value, int) else tuple(value[-2:])
+        for value in (*named, *_TRIAL_SIZES)
+        if (isinstance(value, int) and value > 0)
+        or (isinstance(value, list | tuple) and len(value) > 1 and all(isinstance(v, int) for v in value))
+    ]
+    return list(dict.fromkeys(sizes))
+
+
+def _settings_of(module: nn.Module) -> Any:
+    return next((getattr(module, name) for name in _SETTINGS if hasattr(module, name)), None)
 
 
 def vocabulary_candidates(model: nn.Module) -> list[int]:
@@ -64,6 +138,10 @@ def width_candidates(model: nn.Module) -> list[int]:
                 widths.append(module.normalized_shape[-1])
             case nn.Linear():
                 widths.append(module.in_features)
+            case nn.RNNBase():
+                widths.append(module.input_size)
+            case nn.Conv1d():
+                widths.append(module.in_channels)
             case nn.MultiheadAttention():
                 widths.append(module.embed_dim)
     return list(dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0))

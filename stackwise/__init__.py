@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from stackwise.checkpoint import CheckpointManager
     from stackwise.checks import CheckResult, check_model, check_trainer
-    from stackwise.config import ConfigError, StackWiseConfig
+    from stackwise.config import ConfigError, GuardPolicy, StackWiseConfig
     from stackwise.model import (
         Block,
         Rack,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         create_stack_from_spec,
     )
     from stackwise.report import Report
-    from stackwise.stability import Guard, GuardPolicy, StabilityRun, stability_run
+    from stackwise.stability import Guard, StabilityRun, stability_run
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
@@ -45,7 +45,7 @@ _HOMES = {
     "ConfigError": "stackwise.config",
     "Measurement": "stackwise.benchmark",
     "Guard": "stackwise.stability",
-    "GuardPolicy": "stackwise.stability",
+    "GuardPolicy": "stackwise.config",
     "ModelSpec": "stackwise.subject.spec",
     "Rack": "stackwise.model",
     "Report": "stackwise.report",

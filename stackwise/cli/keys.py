@@ -1,4 +1,4 @@
-"""Keys: allowed values, default and description of each key of a configuration, as help and as a page."""
+"""Keys: allowed values, default and description of each key of a configuration, as help and as pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.config.section import Section
 
-__all__ = ["Key", "configuration_keys", "configuration_page", "described_keys", "keys_of_a_kind"]
+__all__ = ["Key", "configuration_keys", "configuration_pages", "described_keys", "keys_of_a_kind"]
 
 
 class Key(NamedTuple):
@@ -73,38 +73,49 @@ def described_keys() -> str:
     return "\n".join(lines)
 
 
-def configuration_page() -> str:
-    """Return the text of `docs/reference/configuration.md`: each section with its docstring and keys."""
-    parts = [_INTRODUCTION]
-    keys = configuration_keys()
+def configuration_pages() -> dict[str, str]:
+    """Return the pages of `docs/reference` with every key and the docstring of each section, by file name."""
+    chapters = {"configuration.md": [_INTRODUCTION], "configuration-training.md": [_TRAINING]}
     for path, section in _sections():
-        rows = [
-            f"| `{name}` | {_cell(key.allowed)} | {_cell(_code(key.default))} | {key.meaning} |"
-            for name, key in (
-                (other.rpartition(".")[2], key)
-                for other, key in keys.items()
-                if other.rpartition(".")[0] == path
-            )
-        ]
-        head = ["| Key | Allowed | Default | Description |", "|---|---|---|---|"]
-        parts.append("\n\n".join([f"## {path}", *_prose(section), "\n".join([*head, *rows])]))
-    return "\n\n".join(parts) + "\n"
+        page = "configuration-training.md" if path.startswith("training") else "configuration.md"
+        chapters[page].append("\n\n".join([f"## {path}", *_prose(section), _table(path)]))
+    return {page: "\n\n".join(parts) + "\n" for page, parts in chapters.items()}
+
+
+def _table(section: str) -> str:
+    rows = ["| Key | Allowed | Default | Description |", "|---|---|---|---|"]
+    for path, key in configuration_keys().items():
+        parent, _, name = path.rpartition(".")
+        if parent == section:
+            cells = (f"`{name}`", _cell(key.allowed), _cell(_code(key.default)), key.meaning)
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 _INTRODUCTION = """\
 # Configuration
 
-This page lists every key of a `StackWiseConfig`, by section. `StackWiseConfig.from_yaml("run.yaml")` reads a
-file. `stackwise train run.yaml --training.optimizer.lr 3e-4` sets keys on the command line. The command line
-overrides the file, and the file the defaults. `--print-config` prints the result. If the command line changes
-a kind, the file's keys for the old kind are ignored: `--training.recompute.kind none` ignores
-`training.recompute.budget`. Numbers are those of YAML 1.2, so `3e-4` is a number.
+This page lists every key of `model` and `data` in a `StackWiseConfig`, by section.
+[Configuration of the training](configuration-training.md) lists the keys of `training`.
+`StackWiseConfig.from_yaml("run.yaml")` reads a file. `stackwise train run.yaml --training.optimizer.lr 3e-4`
+sets keys on the command line. The command line overrides the file, and the file the defaults.
+`--print-config` prints the result. If the command line changes a kind, the file's keys for the old kind are
+ignored: `--training.recompute.kind none` ignores `training.recompute.budget`. Numbers are those of YAML 1.2,
+so `3e-4` is a number.
 
 An error names every key that is misspelt, has another type or is out of range, all at once. A key that has no
 effect with the other keys is an error as well. [Training](training.md) explains the keys of `training` and
 `data` together. `examples/` has a file for each kind of training.
 
-`stackwise.cli.keys.configuration_page()` generates this page."""
+`stackwise.cli.keys.configuration_pages()` generates this page."""
+
+_TRAINING = """\
+# Configuration of the training
+
+This page lists every key of `training` in a `StackWiseConfig`, by section. [Configuration](configuration.md)
+explains files, command line and errors. [Training](training.md) explains the keys together.
+
+`stackwise.cli.keys.configuration_pages()` generates this page."""
 
 
 def _sections() -> Iterator[tuple[str, type[Section]]]:

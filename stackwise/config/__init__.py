@@ -4,7 +4,7 @@ All errors of a file are reported at once, each with the key, the value seen and
 """
 
 from stackwise.config.data import DataConfig, TaskKind
-from stackwise.config.guard import GuardConfig
+from stackwise.config.guard import GuardPolicy
 from stackwise.config.model import (
     ArchitectureConfig,
     AttentionMode,
@@ -48,7 +48,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "FeatureMapKind",
-    "GuardConfig",
+    "GuardPolicy",
     "InitializationKind",
     "KernelConfig",
     "LatentConfig",

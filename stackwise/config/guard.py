@@ -1,28 +1,35 @@
-"""GuardConfig: settings of the guard of a training run."""
+"""GuardPolicy: settings of a guard, in Python and in a configuration."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from stackwise.config.section import Count, Section, Size
 
-__all__ = ["GuardConfig"]
+__all__ = ["GuardPolicy"]
 
 _Factor = Annotated[float, Field(gt=1.0)]
 
 
-class GuardConfig(Section):
-    """Guard over the training; null: none.
+class GuardPolicy(Section):
+    """Limits of a guard over training steps, and its responses.
 
-    A step whose loss or gradient is not finite, or much larger than before, is skipped before its update,
-    and its batches are not used in this epoch any more. After `patience` consecutive skipped steps, training
+    A step whose loss or gradient is not finite, or much larger than before, is skipped before its update, and
+    its batches are not used in this epoch any more. After `patience` consecutive skipped steps, training
     rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A skipped step
     does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with an empty
-    history. The keys are those of `stackwise.GuardPolicy`; see [guard.md](guard.md).
+    history. [guard.md](guard.md) has the exact rules.
+
+    Raises:
+        ConfigError: a value out of range.
     """
 
+    model_config = ConfigDict(frozen=True)
+
+    clip: float | None = Field(None, gt=0.0)
+    """Largest global gradient norm of an update; null: no clipping. In a file: training.grad_clip."""
     deviations: float = Field(6.0, ge=0.0)
     """Limit of a spike, in median absolute deviations of the change between steps."""
     factor: _Factor = 5.0
@@ -33,10 +40,10 @@ class GuardConfig(Section):
     """Multiple of the run's largest norm that passes if the recomputation agrees."""
     loss_factor: _Factor | None = 3.0
     """Largest rise of the loss that is no spike; null: any finite loss passes."""
-    logit_factor: _Factor | None = None
-    """Largest rise of the attention-logit bound that is no spike; null: any."""
-    logit_limit: Annotated[float, Field(gt=0.0)] | None = None
-    """Largest attention-logit bound that passes; null: any."""
+    logit_factor: _Factor | None = 5.0
+    """Largest rise of the attention logit, if it is watched, that is no spike; null: any."""
+    logit_limit: float | None = Field(None, gt=0.0)
+    """Largest attention logit that passes; null: any."""
     recent: Size = 8
     """Number of healthy steps that give the level."""
     minimum: Size = 4
@@ -53,8 +60,6 @@ class GuardConfig(Section):
     """Largest number of steps that a rewind costs, above patience; null: no snapshots."""
     snapshot_on_host: bool = True
     """Store the snapshot in host memory."""
-    bundle_dir: str | None = None
-    """Folder of bundles, which reproduce a broken step; null: none."""
     bundle_weights: bool = True
     """Store the weights in a bundle."""
     max_bundles: Count = 8
@@ -62,7 +67,7 @@ class GuardConfig(Section):
 
     @field_validator("proven_factor")
     @classmethod
-    def _what_is_proven_was_suspect(cls, proven: float, info: ValidationInfo) -> float:
+    def _proven_is_above_suspect(cls, proven: float, info: ValidationInfo) -> float:
         suspect = info.data.get("suspect_factor")
         if suspect is not None and proven < suspect:
             raise ValueError(f"must not be below suspect_factor={suspect}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -80,6 +80,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
     applies: ClassVar[Applies] = {}
+
+    if not TYPE_CHECKING:  # type checkers know the keywords of pydantic's own constructor
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError(_problems(type(self), error), type(self).__name__) from None
+
+        # pydantic does not call this constructor for the sections inside a section.
+        __init__.__pydantic_base_init__ = True
 
     @model_validator(mode="before")
     @classmethod

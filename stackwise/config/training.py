@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from stackwise.config.guard import GuardConfig
+from stackwise.config.guard import GuardPolicy
 from stackwise.config.section import NOT_NULL, Applies, Count, KeysRefusedError, Section, Size
 
 __all__ = [
@@ -333,6 +333,8 @@ class TrainingConfig(Section):
         "save_interval": ("checkpoint_dir", NOT_NULL),
         "resume": ("checkpoint_dir", NOT_NULL),
         "checkpoint": ("checkpoint_dir", NOT_NULL),
+        "watch_logits": ("guard", NOT_NULL),
+        "bundle_dir": ("guard", NOT_NULL),
     }
 
     training_architecture: Literal["rackwise", "stackwise", "blockwise"] = "rackwise"
@@ -383,8 +385,12 @@ class TrainingConfig(Section):
     """Retention and writing of checkpoints."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Records of the training."""
-    guard: GuardConfig | None = None
+    guard: GuardPolicy | None = None
     """Guard against broken steps; null: none."""
+    watch_logits: bool = False
+    """The guard also watches a bound of the attention logits."""
+    bundle_dir: str | None = None
+    """Folder of the guard's bundles, which reproduce a broken step; null: none."""
 
     @field_validator("checkpoint")
     @classmethod
@@ -394,6 +400,26 @@ class TrainingConfig(Section):
         if best and info.data.get("eval_interval", 0) is None and info.data.get("checkpoint_dir") is not None:
             raise KeysRefusedError([("checkpoint.keep_best", best, "is for eval_interval, which is null")])
         return checkpoint
+
+    @field_validator("guard")
+    @classmethod
+    def _clips_by_grad_clip(cls, guard: GuardPolicy | None) -> GuardPolicy | None:
+        if guard is not None and guard.clip is not None:
+            raise KeysRefusedError([("guard.clip", guard.clip, "allowed: null; set training.grad_clip")])
+        return guard
+
+    @field_validator("watch_logits")
+    @classmethod
+    def _logits_have_limits(cls, watch_logits: bool, info: ValidationInfo) -> bool:
+        guard, plain = info.data.get("guard"), GuardPolicy()
+        wrong: list[tuple[str, object, str]] = [
+            (f"guard.{key}", getattr(guard, key), "is for watch_logits=true")
+            for key in ("logit_factor", "logit_limit")
+            if guard is not None and not watch_logits and getattr(guard, key) != getattr(plain, key)
+        ]
+        if wrong:
+            raise KeysRefusedError(wrong)
+        return watch_logits
 
     @field_validator("schedule")
     @classmethod

@@ -36,29 +36,9 @@ StepBatches = Mapping[str, Any]
 
 
 def guard_policy(settings: TrainingConfig) -> GuardPolicy:
-    """The policy that `settings.guard` describes, which is there."""
-    guard = settings.guard
-    assert guard is not None
-    return GuardPolicy(
-        clip=settings.grad_clip,
-        deviations=guard.deviations,
-        factor=guard.factor,
-        suspect_factor=guard.suspect_factor,
-        proven_factor=guard.proven_factor,
-        loss_factor=guard.loss_factor,
-        logit_factor=guard.logit_factor,
-        logit_limit=guard.logit_limit,
-        recent=guard.recent,
-        history=guard.history,
-        minimum=guard.minimum,
-        spikes_clipped=guard.spikes_clipped,
-        patience=guard.patience,
-        rewinds=guard.rewinds,
-        snapshot_interval=guard.snapshot_interval,
-        snapshot_on_host=guard.snapshot_on_host,
-        bundle_weights=guard.bundle_weights,
-        max_bundles=guard.max_bundles,
-    )
+    """Return the policy `settings.guard`, which must be there, with the clipping of the training."""
+    assert settings.guard is not None
+    return settings.guard.model_copy(update={"clip": settings.grad_clip})
 
 
 def new_bundle_folder(directory: str | Path, processes: Processes) -> Path:

@@ -37,7 +37,7 @@ _FREE = (
     "training.objective.logits_chunk",
     "training.distributed",
     "training.telemetry",
-    "training.guard.bundle_dir",
+    "training.bundle_dir",
     "training.guard.bundle_weights",
     "training.guard.max_bundles",
     "training.guard.snapshot_on_host",
@@ -46,7 +46,7 @@ _FREE = (
 # May increase, with a warning if that changes the learning rate.
 _LENGTH = "training.max_steps"
 # May change with a warning: a run that ended because of a fault continues with another policy.
-_GUARD = "training.guard"
+_GUARD = ("training.guard", "training.watch_logits")
 
 _ROWS = "training.batch_size of all processes together"
 
@@ -142,7 +142,7 @@ def check_same_run(
         f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
         + (" or more" if key == _LENGTH and whole else "")
         for key in differing
-        if not _within(key, _GUARD) and not (longer and key == _LENGTH)
+        if not _is_of_guard(key) and not (longer and key == _LENGTH)
     ]
     if refused:
         raise ValueError(
@@ -150,15 +150,17 @@ def check_same_run(
         )
     if longer:
         _warn_of_schedule(ours, theirs, step)
-    told = [
-        f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing if _within(key, _GUARD)
-    ]
-    on, was_on = (any(_within(key, _GUARD) and key != _GUARD for key in each) for each in (mine, saved))
+    told = [f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing if _is_of_guard(key)]
+    on, was_on = (any(key.startswith("training.guard.") for key in each) for each in (mine, saved))
     if on != was_on:
-        told = [f"{_GUARD}: turned {'on' if on else 'off'}"]
+        told = [f"training.guard: turned {'on' if on else 'off'}"]
     if told:
         said = f"training.resume: {folder} was written with another guard: {'; '.join(told)}"
         warnings.warn(f"{said}; the run continues with the current guard", stacklevel=4)
+
+
+def _is_of_guard(key: str) -> bool:
+    return any(_within(key, each) for each in _GUARD)
 
 
 def _free_keys(ours: StackWiseConfig, saved: Mapping[str, Any]) -> tuple[str, ...]:

@@ -100,9 +100,7 @@ class TrainStep:
             rack=rack,
         )
         self.loss_scale = create_loss_scale(settings.precision, self.device)
-        guard = settings.guard
-        watched = guard is not None and (guard.logit_factor, guard.logit_limit) != (None, None)
-        self._logit_bound = LogitBound(self.device) if watched else None
+        self._logit_bound = LogitBound(self.device) if settings.watch_logits else None
         self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
         # The loss is compiled with the model: logits are then reduced as they are widened.
         self.take(model)
@@ -156,7 +154,7 @@ class TrainStep:
     def logit(self) -> Tensor | None:
         """What the attention logits of the last `backward` are at most, in any process: `LogitBound`.
 
-        None where neither `guard.logit_factor` nor `logit_limit` asks for it. Every process has to call.
+        None without `training.watch_logits`. Every process has to call.
         """
         return None if self._logit_bound is None else self.processes.maximum(self._logit_bound.take())
 

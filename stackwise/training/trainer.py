@@ -232,14 +232,12 @@ class ArchitectureTrainer:
             "per_unit",
             "'shared' for a Rack with tie_embeddings: its head is the embedding, which all units have",
         )
-        for key in ("logit_factor", "logit_limit"):
-            value = getattr(settings.guard, key, None)
-            require(
-                value is None or any(_has_logits(module) for module in rack.modules()),
-                f"training.guard.{key}",
-                value,
-                "null for a Rack without softmax attention, which has no logits",
-            )
+        require(
+            not settings.watch_logits or any(_has_logits(module) for module in rack.modules()),
+            "training.watch_logits",
+            settings.watch_logits,
+            "false for a Rack without softmax attention, which has no logits",
+        )
         blocks = blocks_of(rack)
         trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         phases = plan_phases([rack.get_stack(i).num_blocks for i in range(len(rack.stacks))], settings)
@@ -361,10 +359,8 @@ class ArchitectureTrainer:
             yield opened
 
     def _bundles(self) -> Path | None:
-        guard = self.config.training.guard
-        if guard is None or guard.bundle_dir is None:
-            return None
-        return new_bundle_folder(guard.bundle_dir, self.processes)
+        directory = self.config.training.bundle_dir
+        return None if directory is None else new_bundle_folder(directory, self.processes)
 
     def _meter(self, rack: Rack) -> ThroughputMeter:
         """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""

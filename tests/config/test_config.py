@@ -25,7 +25,7 @@ from stackwise.config import (
     ConfigError,
     DataConfig,
     DistributedConfig,
-    GuardConfig,
+    GuardPolicy,
     KernelConfig,
     LatentConfig,
     ModelConfig,
@@ -58,7 +58,7 @@ SECTIONS = {
     "training.distributed": DistributedConfig,
     "training.checkpoint": CheckpointConfig,
     "training.telemetry": TelemetryConfig,
-    "training.guard": GuardConfig,
+    "training.guard": GuardPolicy,
     "data": DataConfig,
 }
 # Sections that need not be there: what the one around it then is.
@@ -224,7 +224,7 @@ NULLABLE_TEXTS = [
     "training.scope.offload_dir",
     "training.telemetry.jsonl",
     "training.telemetry.tensorboard",
-    "training.guard.bundle_dir",
+    "training.bundle_dir",
     "data.dataset_path",
 ]
 TEXTS = [*NULLABLE_TEXTS, "data.tokenizer"]

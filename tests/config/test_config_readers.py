@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, Field, create_model
 from torch import distributed, nn
 
-from stackwise.config import BlockConfig, GuardConfig, ModelConfig, StackWiseConfig
+from stackwise.config import BlockConfig, GuardPolicy, ModelConfig, StackWiseConfig
 from stackwise.config import model as model_config
 from stackwise.config.section import Section
 from stackwise.data import create_data
@@ -138,7 +138,7 @@ OTHER_EFFECTS = {
     "training.telemetry.parameter_norms",
     "training.telemetry.jsonl",
     "training.telemetry.tensorboard",
-    *(f"training.guard.{key}" for key in GuardConfig.model_fields),  # tests/training/test_guard.py
+    *(f"training.guard.{key}" for key in GuardPolicy.model_fields),  # tests/training/test_guard.py
     "data.tokenizer",
 }
 # Sections that are handed to `OptimizerConfig` whole, so that no field of theirs is read by its name. Each
@@ -159,7 +159,8 @@ TRAININGS = [
         "eval_interval": 2,
         "save_interval": 2,
         "checkpoint": {"upload": "copies", "upload_keep_last": 1},
-        "guard": {"bundle_dir": "bundles"},
+        "guard": {},
+        "bundle_dir": "bundles",
         "telemetry": {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"},
     },
     {

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,13 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stackwise.cli import main
-from stackwise.config import GuardConfig
-from stackwise.stability.guard import GuardError, GuardPolicy
+from stackwise.config import ConfigError, GuardPolicy, StackWiseConfig
+from stackwise.stability.guard import GuardError
 from stackwise.stability.guard.diagnosis import Bundle
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, TrainingTerminated
 from stackwise.training import loop as loop_module
@@ -265,9 +264,9 @@ def test_attention_logits_that_grow(run, name, lag):
         attention.qkv.register_forward_hook(hook)
 
     quiet = {"loss_factor": None, "suspect_factor": None, "factor": 1e9, "proven_factor": 1e9}
-    guard = GUARD | quiet | {"logit_factor": 5.0}
+    guard, watched = GUARD | quiet, LOGITS[name] | {"watch_logits": True}
     plain = run(without(batches, range(6 * per_step, 7 * per_step)), LOGITS[name], guard=None)
-    guarded = run(batches, LOGITS[name], factor=1.0, prepare=prepare, guard=guard, lag=lag)
+    guarded = run(batches, watched, factor=1.0, prepare=prepare, guard=guard, lag=lag)
     same(guarded, plain)
     alarms = guarded[1]["alarms"]
     assert {(alarm.kind, alarm.batch[0][1]) for alarm in alarms} == {("logit growth", 6 * per_step)}
@@ -277,15 +276,15 @@ def test_attention_logits_that_grow(run, name, lag):
 
 def test_a_largest_logit_holds_from_the_first_step(make_config, make_rack):
     guard = {"logit_limit": 1e-6, "patience": 1, "rewinds": 0}
-    config = make_config(training={"guard": guard, "max_steps": 2})
+    config = make_config(training={"guard": guard, "watch_logits": True, "max_steps": 2})
     with pytest.raises(GuardError, match=r"step 0: logit growth .* \(limit 1e-06\)"):
         ArchitectureTrainer(config, progress=False).train_architecture(make_rack(config), clean(3))
 
 
-@pytest.mark.parametrize("key", ["logit_factor", "logit_limit"])
-def test_without_logits_there_is_no_signal_of_them(make_config, make_rack, key):
-    config = make_config(model={"attention_type": "kernel"}, training={"guard": {key: 5.0}, "max_steps": 1})
-    with pytest.raises(ValueError, match=rf"training\.guard\.{key}: got 5\.0; allowed: null for a Rack"):
+def test_kernel_attention_has_no_logits_to_watch(make_config, make_rack):
+    training = {"guard": {}, "watch_logits": True, "max_steps": 1}
+    config = make_config(model={"attention_type": "kernel"}, training=training)
+    with pytest.raises(ValueError, match=r"training\.watch_logits: got True; allowed: false for a Rack"):
         ArchitectureTrainer(config, progress=False).train_architecture(make_rack(config), clean(1))
 
 
@@ -338,8 +337,8 @@ def test_what_lasts_stops_the_run(run, tmp_path):
     batches = with_bad(40, *range(5, 40))
     level = {"schedule": {"kind": "constant", "warmup_steps": 0}}
     plain, _ = run(batches, level, guard=None, max_steps=5)
-    guard = GUARD | {"patience": 2, "bundle_dir": "bundles"}
-    telemetry = {"jsonl": "steps.jsonl"}
+    level |= {"bundle_dir": "bundles"}
+    guard, telemetry = GUARD | {"patience": 2}, {"jsonl": "steps.jsonl"}
     rack, error = run(batches, level, guard=guard, max_steps=20, telemetry=telemetry, log_interval=7)
     assert isinstance(error, GuardError) and isinstance(error, ArithmeticError)
     # Two and a rewind, two more, and one.
@@ -563,49 +562,37 @@ def test_a_checkpoint_that_is_due_among_alarms_waits(run, monkeypatch, at, saved
     assert sorted(path.name for path in Path("run").iterdir()) == saved
 
 
-# What it is beside.
+# Configuration
 
 
-@given(st.data())
-def test_the_configuration_refuses_what_a_policy_does(data):
-    numbers = st.sampled_from([-1, 0, 0.5, 1, 1.5, 2, 4, 8, 9, 50, 128, 129])
-    keys = [
-        "deviations",
-        "factor",
-        "suspect_factor",
-        "proven_factor",
-        "loss_factor",
-        "logit_factor",
-        "logit_limit",
-        "recent",
-        "minimum",
-        "history",
-        "spikes_clipped",
-    ]
-    keys += ["patience", "rewinds", "snapshot_interval", "max_bundles"]
-    values = data.draw(st.dictionaries(st.sampled_from(keys), numbers, max_size=3))
-    optional = data.draw(
-        st.dictionaries(
-            st.sampled_from(["loss_factor", "logit_factor", "logit_limit", "snapshot_interval"]), st.none()
-        )
-    )
-    values |= optional
-    verdicts = []
-    for build in (GuardConfig.from_dict, GuardPolicy.from_dict):
-        try:
-            verdicts.append(bool(build(values)))
-        except ValueError:
-            verdicts.append(False)
-    assert verdicts[0] == verdicts[1], values
-
-
-def test_the_policy_is_what_the_configuration_says(make_config):
-    guard = {"patience": 2, "loss_factor": None, "logit_factor": 3.0, "logit_limit": 50.0, "history": 9}
-    settings = make_config(training={"guard": guard | {"bundle_dir": "bundles"}, "grad_clip": 0.5}).training
+def test_policy_of_the_configuration(make_config):
+    guard = {"patience": 2, "loss_factor": None, "logit_factor": 3.0, "history": 9}
+    settings = make_config(training={"guard": guard, "watch_logits": True, "grad_clip": 0.5}).training
     assert guard_policy(settings) == GuardPolicy(clip=0.5, **guard)
-    assert guard_policy(make_config(training={"guard": {}}).training) == GuardPolicy(
-        clip=1.0, logit_factor=None
-    )
+
+
+@pytest.mark.parametrize(
+    "training, message",
+    [
+        (
+            {"guard": {"clip": 1.0}},
+            r"training.guard.clip: got 1.0 (float); allowed: null; set training.grad_clip",
+        ),
+        (
+            {"guard": {"logit_limit": 9.0}},
+            "training.guard.logit_limit: got 9.0 (float); is for watch_logits=true",
+        ),
+        (
+            {"guard": {"logit_factor": 9.0}},
+            "training.guard.logit_factor: got 9.0 (float); is for watch_logits=true",
+        ),
+        ({"watch_logits": True}, "training.watch_logits: got True (bool); is for guard, which is null"),
+        ({"bundle_dir": "bundles"}, "training.bundle_dir: got 'bundles' (str); is for guard, which is null"),
+    ],
+)
+def test_keys_that_do_not_fit_together(training, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        StackWiseConfig.from_dict({"training": training})
 
 
 class Scaled:

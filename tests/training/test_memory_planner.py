@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from stackwise.config import GuardConfig, StackWiseConfig
+from stackwise.config import GuardPolicy, StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.loop import TrainingLoop
@@ -368,7 +368,7 @@ def test_what_a_guard_goes_back_to(monkeypatch, training):
     shallow = SHALLOW | {"tie_embeddings": False}
     plain = middle(**{"max_steps": 4, "model": shallow, **training})
     guarded = plain.model_copy(deep=True)
-    guarded.training.guard = GuardConfig(snapshot_interval=6)
+    guarded.training.guard = GuardPolicy(snapshot_interval=6)
     held, end = [], TrainingLoop._train_guarded
 
     def watched(self, phase, step, guard):
@@ -389,12 +389,12 @@ def test_what_a_guard_goes_back_to(monkeypatch, training):
 def test_where_a_guard_keeps_it(on_host):
     plain = middle(model=SHALLOW)
     guarded = plain.model_copy(deep=True)
-    guarded.training.guard = GuardConfig(snapshot_on_host=on_host)
+    guarded.training.guard = GuardPolicy(snapshot_on_host=on_host)
     bare, plan = (plan_memory(config, device="cuda") for config in (plain, guarded))
     (phase,) = plan_memory(guarded, device="cpu").phases
     assert plan.host == (phase.snapshot if on_host else 0)
     assert plan.peak - bare.peak == (0 if on_host else phase.snapshot)
-    guarded.training.guard.snapshot_interval = None
+    guarded.training.guard = GuardPolicy(snapshot_interval=None)
     assert plan_memory(guarded, device="cuda").host == 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor, distributed, nn
 
+from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.diagnosis import Bundle, names_in, whole
-from stackwise.stability.guard.policy import GuardPolicy
 
 __all__ = ["BundleFolder"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Action, Alarm, hashable
-from stackwise.stability.guard.policy import GuardPolicy
 
 __all__ = ["Answer", "Escalation"]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
+from stackwise.config import GuardPolicy
 from stackwise.stability.buffers import BrokenBuffers, Buffers
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
@@ -32,7 +33,6 @@ from stackwise.stability.guard.finite_state import FiniteState
 from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import KINDS, Decision, Judge
 from stackwise.stability.guard.made_before import MadeBefore
-from stackwise.stability.guard.policy import GuardPolicy
 from stackwise.stability.guard.snapshot import (
     Moment,
     Snapshot,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import AlarmKind
 from stackwise.stability.guard.log_history import LogHistory, Statistics
-from stackwise.stability.guard.policy import GuardPolicy
 from stackwise.stability.guard.spike_memory import SpikeMemory
 from stackwise.stability.telemetry.gradient_norm import clip_divisor, global_norm
 from stackwise.support.arguments import require

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stackwise.benchmark.memory import peak_memory
-from stackwise.stability.guard.policy import GuardPolicy
+from stackwise.config import GuardPolicy
 from stackwise.stability.lengths.point import LengthPoint
 from stackwise.stability.lengths.trouble import LengthLimits, SeedRun, reference_norms, troubles_of
 from stackwise.stability.run import StabilityRun, shortest_length, stability_run

@@ -1,7 +1,6 @@
 """Lightning under the guard: noticed at its step, and then as if the batch had not been there."""
 
 import copy
-import dataclasses
 import itertools
 from contextlib import nullcontext
 
@@ -402,7 +401,7 @@ def test_nothing_is_saved_among_alarms(tmp_path):
 def test_where_an_exception_ends_the_training(tmp_path, among):
     """A checkpoint that is to be written then is not, among alarms."""
     module = Spoiled() if among else Stopped()
-    policy = dataclasses.replace(POLICY, rewinds=0)
+    policy = GuardPolicy(**POLICY.to_dict() | {"rewinds": 0})
     saves = lightning.callbacks.ModelCheckpoint(
         tmp_path, save_on_exception=True, save_last=True, every_n_train_steps=1000
     )

@@ -40,7 +40,7 @@ class FaultFixtures:
     def inject_faults(
         self, request: pytest.FixtureRequest
     ) -> Callable[..., AbstractContextManager[Injection]]:
-        """Break a training that the test runs itself, by the faults of its markers.
+        """Inject the faults of the test's markers into a training loop of the test.
 
             @pytest.mark.worker_death(step=2)
             def test_loader(inject_faults):
@@ -72,7 +72,7 @@ class FaultFixtures:
 
     @pytest.fixture
     def run_processes(self, request: pytest.FixtureRequest) -> Callable[..., list[Child]]:
-        """Call a function in new processes, which the faults of the test's markers may end or slow down.
+        """Run a function in new processes, and inject the faults of the test's markers into them.
 
             def train(inject, folder):
                 with inject((model, optimizer)):
@@ -112,7 +112,7 @@ class FaultFixtures:
     def broken_storage(
         self, request: pytest.FixtureRequest
     ) -> Callable[[], AbstractContextManager[StorageHits]]:
-        """Break what is written to disk inside, by the faults of the test's markers.
+        """Inject the storage faults of the test's markers into files written inside a `with` block.
 
             @pytest.mark.disk_full(after=1000)
             def test_full_disk(broken_storage, tmp_path):

@@ -42,49 +42,49 @@ __all__ = [
 ]
 
 _HELP = """\
-gpu: needs a CUDA device; skipped with a reason unless --gpu is given
-stability: a stability test; set by the plugin on each test that uses one of its fixtures of faults
-recovers(within, loss_tolerance): the run of stability_run is held against a clean twin: an alarm at each \
-broken step, before its update, and from `within` steps after the fault on losses no more than \
-`loss_tolerance` nats apart; else the test fails
-nan_injection(step, target='activation', kind='nan', seed=None, duration=1): one 'nan' or 'inf' is written; \
-target: loss, or activation, gradient, weight, optimizer_state, batch, each with or without [:PATTERN]
-gradient_explosion(step, factor=10.0, target='*', duration=1): the gradients of `target` grow by `factor`
-gradient_scale(step, factor=0.1, target='*', duration=1): the gradients of `target` are multiplied
-loss_spike(step, factor=10.0, duration=1): the loss is multiplied by `factor`
-logit_growth(step, factor=4.0, target=None, duration=1): queries are scaled, so that logits grow
-embedding_explosion(step, factor=10.0, target='*', duration=1): embedding tables are scaled
-label_corruption(step, fraction=1.0, seed=0, duration=1): labels are replaced by others
-bit_flip(step, target='weight', bit=None, seed=None, duration=1): one bit is flipped
-half_overflow(step, target='activation', factor=2.0, seed=None, duration=1): values go beyond float16
-corrupt_sample(step, seed=0, duration=1): one row of a batch becomes noise
-unreadable_sample(step, seed=0, duration=1): the loader raises in place of a batch
-worker_death(step, seed=0, duration=1): a worker process of a DataLoader is killed
-out_of_memory(step, target=None, moment='forward', duration=1): torch.OutOfMemoryError in the middle of a pass
-slow_rank(step, rank=0, seconds=1.0, duration=1): one rank of run_processes waits
-dead_rank(step, rank=0, kind='kill', duration=1): one rank of run_processes is gone; kind: 'kill' or 'exit'
+gpu: the test needs a CUDA device; without --gpu it is skipped
+stability: a stability test; the plugin sets it on each test that uses a fixture of faults or lengths
+recovers(within, loss_tolerance): stability_run also trains a clean twin; the test fails if an alarm is \
+missing at a broken step, or if losses differ by more than `loss_tolerance` nats from `within` steps after \
+the fault on
+nan_injection(step, target='activation', kind='nan', seed=None, duration=1): write one 'nan' or 'inf'; \
+target: loss, or activation, gradient, weight, optimizer_state or batch, each with or without [:PATTERN]
+gradient_explosion(step, factor=10.0, target='*', duration=1): multiply the gradients of `target` by `factor`
+gradient_scale(step, factor=0.1, target='*', duration=1): multiply the gradients of `target` by `factor`
+loss_spike(step, factor=10.0, duration=1): multiply the loss by `factor`
+logit_growth(step, factor=4.0, target=None, duration=1): multiply queries by `factor`, so logits grow
+embedding_explosion(step, factor=10.0, target='*', duration=1): multiply embedding tables by `factor`
+label_corruption(step, fraction=1.0, seed=0, duration=1): replace a `fraction` of the labels by other labels
+bit_flip(step, target='weight', bit=None, seed=None, duration=1): flip one bit
+half_overflow(step, target='activation', factor=2.0, seed=None, duration=1): scale values beyond float16
+corrupt_sample(step, seed=0, duration=1): replace one row of a batch by noise
+unreadable_sample(step, seed=0, duration=1): raise an error in the data loader
+worker_death(step, seed=0, duration=1): kill a worker process of a DataLoader
+out_of_memory(step, target=None, moment='forward', duration=1): raise torch.OutOfMemoryError during a pass
+slow_rank(step, rank=0, seconds=1.0, duration=1): let one rank of run_processes wait
+dead_rank(step, rank=0, kind='kill', duration=1): end one rank of run_processes; kind: 'kill' or 'exit'
 process_signal(step, kind='SIGTERM', moment='forward', folder=None, operation=0, target=None, duration=1): \
-it gets SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files of `folder`
-disk_full(step=0, folder='.', target='*', after=0, duration=1): writes below `folder` fail with ENOSPC
-short_write(step=0, folder='.', target='*', after=0, duration=1): of each file the rest is lost
-bit_rot(step=0, folder='.', target='*', kind='flip', seed=0, duration=1): a bit is flipped, or a file cut off
-seq_lengths(*lengths): one test per sequence length, for stability_run and throughput; one of all for \
-length_sweep
+send SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files of `folder`
+disk_full(step=0, folder='.', target='*', after=0, duration=1): let writes below `folder` fail with ENOSPC
+short_write(step=0, folder='.', target='*', after=0, duration=1): lose the rest of each file below `folder`
+bit_rot(step=0, folder='.', target='*', kind='flip', seed=0, duration=1): flip a bit of a file, or cut it off
+seq_lengths(*lengths): run the test once per sequence length, for stability_run and throughput; length_sweep \
+takes all lengths in one test
 throughput(mode='forward', batch_size=1, seq_len=128, new_tokens=32, dtype=None, compile=False, \
-loop='common'): what the throughput fixture measures; mode: forward, train, prefill, decode or generate
-max_memory(limit): the test fails where more memory, such as "2 GiB", was in use at any moment of its call: \
-by tensors on CUDA or added on the host, by the whole process where none are on CUDA
-min_tokens_per_second(rate): the test fails where the throughput fixture measures fewer
-max_latency(p50=None, p95=None, p99=None, of=None): the test fails where the throughput fixture measures \
-more; p95="20ms"; of: of a generation 'ttft', 'itl', 'tpot' or 'e2e'
+loop='common'): settings of the throughput fixture; mode: forward, train, prefill, decode or generate
+max_memory(limit): the test fails if it uses more memory, such as "2 GiB", at any time: of tensors on CUDA \
+or added on the host, or of the whole process if no tensor is on CUDA
+min_tokens_per_second(rate): the test fails if the throughput fixture measures fewer tokens per second
+max_latency(p50=None, p95=None, p99=None, of=None): the test fails if the throughput fixture measures a \
+higher latency, such as p95="20ms"; of, for generation: 'ttft', 'itl', 'tpot' or 'e2e'
 gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor="64 KiB"): with \
---stackwise-against the test fails where it is slower by more than this share, or takes more memory, than \
-the base; None: not judged; floor="50us": less than this is nothing
+--stackwise-against, the test fails if head needs more time or memory than base by more than this share; \
+None: no verdict; floor="50us": ignore smaller differences
 quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, data=None, shots=None, \
-limit=None): what the quality fixture asks of a model; task: mmlu, hellaswag, a .jsonl or .parquet file; the \
-test fails where fewer answers are right, or the model is surely worse than its baseline by more
-no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): what the no_memory_growth fixture asks of a step: \
-`tolerance` is of bytes per step
+limit=None): settings of the quality fixture; task: mmlu, hellaswag, a .jsonl or .parquet file; the test \
+fails if too few answers are right, or if the model is significantly worse than its baseline
+no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): settings of the no_memory_growth fixture; \
+`tolerance` is in bytes per step
 """
 # The names of `stackwise.stability.faults.KNOWN_FAULTS`, to look them up in which would load torch, and the
 # fixtures that read them.

@@ -92,7 +92,7 @@ class MemoryFixtures:
 
     @pytest.fixture
     def peak_memory(self, request: pytest.FixtureRequest) -> PeakMeter:
-        """The most memory in use during a call, rather than during the whole test.
+        """Measure the peak memory of a call instead of the whole test.
 
             @pytest.mark.max_memory("2 GiB")
             def test_generation(peak_memory):
@@ -109,7 +109,7 @@ class MemoryFixtures:
 
     @pytest.fixture
     def no_memory_growth(self, request: pytest.FixtureRequest) -> Callable[..., MemoryGrowth]:
-        """Make a step many times, and fail where it leaves something behind each time.
+        """Run a step many times, and fail the test if memory grows with each step.
 
             @pytest.mark.no_memory_growth(steps=60)
             def test_training(no_memory_growth):

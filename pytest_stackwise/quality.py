@@ -86,7 +86,7 @@ class QualityFixtures:
 
     @pytest.fixture
     def quality(self, request: pytest.FixtureRequest) -> Callable[..., Judgement]:
-        """Ask a trained model the task of the marker.
+        """Evaluate a trained model on the task of the test's quality marker.
 
             @pytest.mark.quality(task="questions.jsonl", at_least=0.4, within_of_baseline=0.02)
             def test_it_still_knows(quality):

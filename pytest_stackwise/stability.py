@@ -36,14 +36,14 @@ class StabilityFixtures:
 
     @pytest.fixture
     def seq_len(self) -> int | None:
-        """The sequence length that `seq_lengths`, or a parametrization of the test, gives; else None."""
+        """Sequence length from `seq_lengths` or a parametrization of the test, or None."""
         return None
 
     @pytest.fixture
     def stability_run(
         self, request: pytest.FixtureRequest, seq_len: int | None
     ) -> Callable[..., StabilityRun]:
-        """Train a model, or a training step, for a few steps under the faults of the test's markers.
+        """Train a model or run a training loop for a few steps, and inject the faults of the test's markers.
 
             @pytest.mark.recovers(within=4, loss_tolerance=0.1)
             @pytest.mark.gradient_explosion(step=8, factor=10)
@@ -92,7 +92,7 @@ class StabilityFixtures:
 
     @pytest.fixture
     def length_sweep(self, request: pytest.FixtureRequest) -> Callable[..., LengthSweep]:
-        """Look at a model at all lengths of `seq_lengths` in one test.
+        """Compare loss, attention logits and memory of a model at several sequence lengths.
 
             @pytest.mark.seq_lengths(64, 256, 1024)
             def test_lengths(length_sweep):
@@ -122,7 +122,7 @@ class StabilityFixtures:
 
     @pytest.fixture
     def first_unstable_length(self, request: pytest.FixtureRequest) -> Callable[..., FirstUnstable]:
-        """Search for the sequence length from which on the training of a model is unstable.
+        """Search for the shortest sequence length at which training is unstable.
 
             def test_stable_up_to_4096(first_unstable_length):
                 found = first_unstable_length(spec, 512, 4096, step=64, tokens_per_step=4096)

@@ -100,7 +100,7 @@ class WithBenchmark(Gated):
 
     @pytest.fixture
     def stackwise_clock(self, request: pytest.FixtureRequest) -> ReplayClock:
-        """The clock of pytest-benchmark in this test; its other settings stay as the test has them."""
+        """Clock of pytest-benchmark in this test. Its other settings do not change."""
         clock = ReplayClock()
         settings = benchmark_settings.replayed(request.node, clock)
         request.node.add_marker(pytest.mark.benchmark(**settings), append=False)
@@ -114,7 +114,7 @@ class WithBenchmark(Gated):
         benchmark: Any,
         seq_len: int | None,
     ) -> Iterator[Callable[..., Found]]:
-        """Measure a model at work, a training step, or a Workload of one's own.
+        """Measure the speed of a model, a training step or a Workload.
 
             @pytest.mark.min_tokens_per_second(20_000)
             @pytest.mark.throughput(mode="train", batch_size=4, seq_len=128)

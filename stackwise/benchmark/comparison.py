@@ -147,9 +147,9 @@ class ComparisonConfig:
 
 
 class ArchitectureBenchmark:
-    """The measurements that can be taken of one architecture.
+    """Measurements of one architecture.
 
-    Each makes a model of its own, from the same seed, so that none finds what another has left.
+    Each measurement builds a new model with the same seed, so that none depends on an earlier one.
 
     Args:
         model: what is measured; anything that `ModelSpec.of` understands.
@@ -239,7 +239,7 @@ def compare_architectures(
     *,
     baseline: str | None = None,
 ) -> ComparisonTable:
-    """Measure architectures at the same work, in turns, and hold each against one of them.
+    """Measure architectures interleaved at the same work, and compare each with a baseline.
 
     For each case all architectures are in memory at once, and within each round every one has a turn, so that
     what disturbs the machine disturbs all of them. Memory is measured before that, of each alone, behind a

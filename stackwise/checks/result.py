@@ -15,7 +15,7 @@ Status = Literal[
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The answer of one check.
+    """Result of one check.
 
     Attributes:
         check: name of the check.

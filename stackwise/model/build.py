@@ -28,7 +28,7 @@ _STACK_KEYS = ("stack_id", "n_blocks", "block_spec", "freeze_blocks")
 def create_block_spec(
     d_model: int, d_ff: int | None = None, n_heads: int | None = None, **block: Any
 ) -> dict[str, Any]:
-    """The arguments of a Block as a dict, to be changed, stored or repeated.
+    """Return the arguments of a Block as a dict, to be changed, stored or repeated.
 
     Args:
         d_model: model width.
@@ -59,7 +59,7 @@ def create_stack_from_spec(
     *,
     model_blocks: int | None = None,
 ) -> Stack:
-    """A Stack of `n_blocks` equal Blocks.
+    """Return a Stack of `n_blocks` equal Blocks.
 
     Args:
         stack_id: the Stack's name.
@@ -83,7 +83,7 @@ def create_rack_from_specs(
     tie_embeddings: bool = True,
     **options: Any,
 ) -> Rack:
-    """A Rack whose Stacks may differ.
+    """Return a Rack with Stacks that may differ.
 
     Args:
         vocab_size: vocabulary.
@@ -130,7 +130,7 @@ def create_simple_rack(
     tie_embeddings: bool = True,
     **options: Any,
 ) -> Rack:
-    """A Rack of `n_stacks` equal Stacks of `blocks_per_stack` Blocks.
+    """Return a Rack of `n_stacks` equal Stacks with `blocks_per_stack` Blocks each.
 
     `attention_type=None` is "gqa" where `n_kv_heads` is fewer than `n_heads`, else "mha". Further
     keyword arguments are the keys of `ModelConfig`; a list of windows is repeated over the Blocks.
@@ -158,7 +158,7 @@ def create_simple_rack(
 def create_rack_from_config(
     config: StackWiseConfig | Mapping[str, Any], place: Callable[[Block], Block] = lambda block: block
 ) -> Rack:
-    """The Rack that a configuration, or the dict of one, describes.
+    """Return the Rack that a configuration, or its dict, describes.
 
     Args:
         config: what it is.

@@ -18,7 +18,7 @@ __all__ = ["Stack"]
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other.
+    """Sequence of Blocks.
 
     Args:
         blocks: at least one.

@@ -31,7 +31,7 @@ _ROWS = 8
 
 @dataclass(frozen=True)
 class StabilityRun:
-    """What happened.
+    """Result of a stability run.
 
     Attributes:
         model: the spec's name.
@@ -138,7 +138,7 @@ def stability_run(
     seed: int = 0,
     policy: GuardPolicy | None = None,
 ) -> StabilityRun:
-    """Train afresh for a few steps while breaking it, and see what is noticed and what is left.
+    """Train a new model for a few steps with injected faults, and report what the guard detects.
 
     A model is trained under a `Guard`, which judges each step before its update: a broken step is left out
     and leaves no trace, and what a fault has written into weights or optimizer state is undone by a rewind.

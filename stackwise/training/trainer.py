@@ -56,7 +56,7 @@ __all__ = ["ArchitectureTrainer"]
 
 
 class ArchitectureTrainer:
-    """Trains a Rack as `config.training` says; the same seed gives the same weights, bit for bit.
+    """Trainer of a Rack. The same seed gives the same weights, bit for bit.
 
     Args:
         config: `training` is read; `model` only to store it beside checkpoints.

@@ -499,7 +499,7 @@ def test_what_is_no_model_is_told_what_else_can_be_measured(pytester, run, plugi
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "E *TypeError: model: got list; wanted a function *",
+            "E *TypeError: model: got list; wanted an nn.Module*",
             "E *TrainerSpec*Workload*callable_workload(function)*",
         ]
     )

@@ -67,7 +67,7 @@ class _Made:
 
 
 class Guard:
-    """Watches the training of any model with any torch optimizer.
+    """Guard over the training of any model with any torch optimizer.
 
     Args:
         model: whose parameters are trained.

@@ -93,6 +93,7 @@ lint: .venv/installed
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -c 'from stackwise.cli.keys import write_pages; write_pages("docs/reference")'
 
 clean:
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from stackwise.cli import main
-from stackwise.cli.keys import configuration_keys, configuration_pages
+from stackwise.cli.keys import configuration_pages
 from stackwise.config import StackWiseConfig
 from stackwise.data.shards import write_shards
 from stackwise.data.text import documentation_pages
@@ -209,23 +208,6 @@ class TestEveryKey:
                 assert f"## {path}" in page
             else:
                 assert part and f"| `{name}` |" in part[1], path
-
-    def test_every_key_of_the_trainer_is_in_an_example(self):
-        used = set()
-        for path in FILES:
-            used |= set(leaves(yaml.safe_load(path.read_text())))
-        used = {re.sub(r"per_stack\.\d+", "per_stack.N", path) for path in used}
-        # training.grad_clip replaces clip; no example needs the others.
-        untold = {
-            "training.guard.clip",
-            "training.seed",
-            "training.device",
-            "data.tokenizer",
-            "training.recompute.names",
-        }
-        untold |= {"training.optimizer.per_stack.N.weight_decay"}
-        trainer = {path for path in configuration_keys() if not path.startswith("model.")}
-        assert trainer - used == untold
 
 
 def leaves(tree, path=""):

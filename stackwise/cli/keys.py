@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import TypeAdapter
@@ -13,7 +14,14 @@ from pydantic import TypeAdapter
 from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.config.section import Section
 
-__all__ = ["Key", "configuration_keys", "configuration_pages", "described_keys", "keys_of_a_kind"]
+__all__ = [
+    "Key",
+    "configuration_keys",
+    "configuration_pages",
+    "described_keys",
+    "keys_of_a_kind",
+    "write_pages",
+]
 
 
 class Key(NamedTuple):
@@ -82,6 +90,12 @@ def configuration_pages() -> dict[str, str]:
     return {page: "\n\n".join(parts) + "\n" for page, parts in chapters.items()}
 
 
+def write_pages(folder: str | Path) -> None:
+    """Write the pages into the folder of the reference."""
+    for name, text in configuration_pages().items():
+        Path(folder, name).write_text(text, encoding="utf-8")
+
+
 def _table(section: str) -> str:
     rows = ["| Key | Allowed | Default | Description |", "|---|---|---|---|"]
     for path, key in configuration_keys().items():
@@ -107,7 +121,7 @@ An error names every key that is misspelt, has another type or is out of range, 
 effect with the other keys is an error as well. [Training](training.md) explains the keys of `training` and
 `data` together. `examples/` has a file for each kind of training.
 
-`stackwise.cli.keys.configuration_pages()` generates this page."""
+`make format` generates this page from the fields of `stackwise.config`."""
 
 _TRAINING = """\
 # Configuration of the training
@@ -115,7 +129,7 @@ _TRAINING = """\
 This page lists every key of `training` in a `StackWiseConfig`, by section. [Configuration](configuration.md)
 explains files, command line and errors. [Training](training.md) explains the keys together.
 
-`stackwise.cli.keys.configuration_pages()` generates this page."""
+`make format` generates this page from the fields of `stackwise.config`."""
 
 
 def _sections() -> Iterator[tuple[str, type[Section]]]:

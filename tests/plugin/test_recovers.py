@@ -164,4 +164,4 @@ def test_neither_model_nor_loop(pytester, run):
     pytester.makepyfile("import models\ndef test_it(stability_run): stability_run(models.number)")
     result = run()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *TypeError: model: got int; wanted a function *"])
+    result.stdout.fnmatch_lines(["E *TypeError: model: got int; wanted an nn.Module*"])

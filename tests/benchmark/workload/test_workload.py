@@ -272,7 +272,7 @@ class TestWhatIsNoWorkload:
             assert isinstance(made.model, subjects.GRULM)
 
     def test_what_is_no_model(self):
-        with pytest.raises(TypeError, match=r"model: got int; wanted a function .* or a ModelSpec"):
+        with pytest.raises(TypeError, match="model: got int; wanted"):
             model_workload(3, "forward", batch_size=1, seq_len=4)
 
     @pytest.mark.parametrize("take", [measure, call_once, measure_generation, generate_once, graph_replay])

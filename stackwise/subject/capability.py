@@ -74,18 +74,10 @@ def capabilities(
                 raise
             return False
 
-    everything = torch.ones(B, T, dtype=torch.bool, device=inputs.device)
-    partly = everything.clone()
-    partly[-1, T // 2 :] = False
-    usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
-    # Of two masks that work, use the one that hides the masked token, otherwise the first.
-    if form.in_batch:  # unread keys of a dict leave no trace
-        usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
-    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
-    if usable:
-        found["masked"], found["padding_sides"] = next(hiding, usable[0])
+    found |= _padding(model, inputs, named, logits_of, form, works)
+    everything = torch.ones(B, T, dtype=torch.long, device=inputs.device)
     packed = partial(_packed, form=form)
-    if "document_ids" in named and works(lambda: packed(model, inputs, everything.long())):
+    if "document_ids" in named and works(lambda: packed(model, inputs, everything)):
         found["packed"] = packed
     if cached:
         search = find_cached_call(model, inputs, logits_of, form, capacity=capacity)
@@ -94,11 +86,41 @@ def capabilities(
         if _is_scalar(lambda: labelled_loss(model, inputs, inputs)):  # noqa: B023
             found["labelled_loss"] = labelled_loss
             break
-    if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
-        found["auxiliary_loss"] = _auxiliary_loss
-    elif auxiliary and _is_trained(model, handed_out := partial(_handed_out_loss, form=form), inputs):
-        found["auxiliary_loss"] = handed_out
+    if (auxiliary_loss := _auxiliary(model, inputs, named, form, is_returned=auxiliary)) is not None:
+        found["auxiliary_loss"] = auxiliary_loss
     return found | dict(_claims(model))
+
+
+def _padding(
+    model: nn.Module,
+    inputs: Tensor,
+    named: Collection[str],
+    logits_of: Callable[[Any], Tensor],
+    form: CallForm,
+    works: Callable[[Callable[[], Any]], bool],
+) -> dict[str, Any]:
+    """Return the call with a padding mask and the sides on which padding is allowed, or nothing."""
+    partly = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    partly[-1, inputs.shape[1] // 2 :] = False
+    usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
+    if form.in_batch:  # unread keys of a dict leave no trace
+        usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
+    if not usable:
+        return {}
+    # Of two masks that work, use the one that hides the masked token, otherwise the first.
+    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
+    masked, sides = next(hiding, usable[0])
+    return {"masked": masked, "padding_sides": sides}
+
+
+def _auxiliary(
+    model: nn.Module, inputs: Tensor, named: Collection[str], form: CallForm, *, is_returned: bool
+) -> Callable[..., Tensor] | None:
+    """Return the call that gives the loss of routers, or None."""
+    if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
+        return _auxiliary_loss
+    handed_out = partial(_handed_out_loss, form=form)
+    return handed_out if is_returned and _is_trained(model, handed_out, inputs) else None
 
 
 def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:

@@ -239,25 +239,20 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, tuple[str, 
         named = getattr(transformers, name, None)
         if isinstance(config, getattr(named, "config_class", None) or ()):
             return named, ()
-    kind = type(config)
-    is_masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
-    found: Any
-    if is_masked and getattr(config, "is_decoder", None) is False:
-        found = transformers.AutoModelForMaskedLM
-    elif kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or is_remote:
+    mappings: list[tuple[Any, Any]] = [
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (auto.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+        (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, transformers.AutoModelForImageClassification),
+        (auto.MODEL_FOR_CTC_MAPPING, transformers.AutoModelForCTC),
+        (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING, transformers.AutoModelForAudioClassification),
+    ]
+    heads = [head for mapping, head in mappings if type(config) in mapping]
+    found = heads[0] if heads else transformers.AutoModel
+    if is_remote:
         found = transformers.AutoModelForCausalLM
-    elif is_masked:
+    elif transformers.AutoModelForMaskedLM in heads and getattr(config, "is_decoder", None) is False:
         found = transformers.AutoModelForMaskedLM
-    elif kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        found = transformers.AutoModelForSeq2SeqLM
-    elif kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        found = transformers.AutoModelForImageClassification
-    elif kind in auto.MODEL_FOR_CTC_MAPPING:
-        found = transformers.AutoModelForCTC
-    elif kind in auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING:
-        found = transformers.AutoModelForAudioClassification
-    else:
-        found = transformers.AutoModel
     if not names or is_remote:
         return found, ()
     return found, (f"{found.__name__} instead of {', '.join(names)}, which transformers lacks",)

@@ -36,12 +36,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     inferred, trial = _call(model, declared, notes)
     known = {**inferred, **declared}
     example = example_batch(model, known)
-    if not is_sequence(example) or "make_batch" in inferred:
-        notes.append(f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})")
-    elif known["inputs"] == "tokens":
-        notes.append(f"takes token ids, vocabulary {known['width']}")
-    else:
-        notes.append(f"takes vectors of width {known['width']}")
+    notes.append(_inputs_note(example, known, has_shape="make_batch" in inferred))
     if trial.n_others:
         notes.append(f"uses output [{trial.element}]; {trial.n_others} more may be logits")
     is_per_position = known.get("per_position", True)
@@ -72,6 +67,14 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _inputs_note(example: Tensor, known: Mapping[str, Any], *, has_shape: bool) -> str:
+    if has_shape or not is_sequence(example):
+        return f"takes inputs (B, {', '.join(map(str, example.shape[1:]))})"
+    if known["inputs"] == "tokens":
+        return f"takes token ids, vocabulary {known['width']}"
+    return f"takes vectors of width {known['width']}"
 
 
 def _call(model: nn.Module, declared: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, Any], Trial]:

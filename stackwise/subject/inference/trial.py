@@ -192,14 +192,7 @@ class _Calls:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a wrong call
                 output = forward(self._model, inputs)
-            if form is not None:
-                trial.auxiliary = part_of(output, "aux_loss") is not None
-                if places := logit_places(output, inputs):
-                    trial.element = _place_of_logits(self._model, form, output, inputs, places)
-                    trial.n_others = len(places) - 1
-                    trial.form = replace(form, element=trial.element)
-                    output = output[trial.element]
-            logits = logits_of(output)
+            logits = logits_of(output if form is None else self._element(trial, form, output, inputs))
             trial.output_shape = tuple(logits.shape)
             if self._is_per_position(logits, inputs):
                 return trial
@@ -209,18 +202,31 @@ class _Calls:
         except Exception as error:  # every other error means that the call is wrong
             if is_out_of_memory(error):
                 raise
-            text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
-            self._errors.setdefault(text, []).append(_describe(inputs))
-            if form is not None and output is not None:
-                self._examples += examples_by_output(self._model, self._known, form, inputs, output)
-            elif form is not None and form.in_batch and isinstance(error, KeyError):
-                self._missing[str(form.keyword)] = str(next(iter(error.args), ""))
+            self._add_error(error, form, inputs, output)
             return None
         self._returns_loss |= logits.ndim == 0
         if form is not None and logits.shape == inputs.shape[:2]:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
+
+    def _element(self, trial: Trial, form: CallForm, output: Any, inputs: Tensor) -> Any:
+        """Return the item of a tuple that has the logits, otherwise the output, and add it to the trial."""
+        trial.auxiliary = part_of(output, "aux_loss") is not None
+        if not (places := logit_places(output, inputs)):
+            return output
+        trial.element = _place_of_logits(self._model, form, output, inputs, places)
+        trial.n_others = len(places) - 1
+        trial.form = replace(form, element=trial.element)
+        return output[trial.element]
+
+    def _add_error(self, error: Exception, form: CallForm | None, inputs: Tensor, output: Any) -> None:
+        text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
+        self._errors.setdefault(text, []).append(_describe(inputs))
+        if form is not None and output is not None:
+            self._examples += examples_by_output(self._model, self._known, form, inputs, output)
+        elif form is not None and form.in_batch and isinstance(error, KeyError):
+            self._missing[str(form.keyword)] = str(next(iter(error.args), ""))
 
     @staticmethod
     def _is_per_position(logits: Tensor, inputs: Tensor) -> bool:

@@ -16,6 +16,7 @@ from stackwise.report.page import Page, Row, Section, Table
 from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
 from stackwise.support.arguments import check_choice, require
 from stackwise.support.files import parse_json, write_whole
+from stackwise.support.markdown import markdown_table
 from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:
@@ -153,10 +154,9 @@ class ComparisonTable:
         telling = [n for n in _SHOWN if any(row.get(n) is not None for row in rows)] or self.columns
         names = list(columns or [name for name in telling if name not in hidden])
         header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
-        cells = [[_cell(name, row[name]).replace("|", "\\|") for name in names] for row in rows]
-        right = ["---" if name in _LABELS else "---:" for name in names]
-        lines = ["| " + " | ".join(line) + " |" for line in (header, right, *cells)]
-        return "\n".join(lines) + "\n"
+        cells = [[_cell(name, row[name]) for name in names] for row in rows]
+        right = [title for title, name in zip(header, names, strict=True) if name not in _LABELS]
+        return markdown_table(header, cells, right=right) + "\n"
 
     @property
     def _is_done_in_several_ways(self) -> bool:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
 from stackwise.config.section import Section
+from stackwise.support.markdown import markdown_table
 
 __all__ = [
     "Key",
@@ -97,13 +98,12 @@ def write_pages(folder: str | Path) -> None:
 
 
 def _table(section: str) -> str:
-    rows = ["| Key | Allowed | Default | Description |", "|---|---|---|---|"]
-    for path, key in configuration_keys().items():
-        parent, _, name = path.rpartition(".")
-        if parent == section:
-            cells = (f"`{name}`", _cell(key.allowed), _cell(_code(key.default)), key.meaning)
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    rows = [
+        [f"`{path.rpartition('.')[2]}`", key.allowed, _code(key.default), key.meaning]
+        for path, key in configuration_keys().items()
+        if path.rpartition(".")[0] == section
+    ]
+    return markdown_table(["Key", "Allowed", "Default", "Description"], rows)
 
 
 _INTRODUCTION = """\
@@ -192,10 +192,6 @@ def _yaml(value: object) -> str:
 
 def _code(default: str | None) -> str:
     return "none: must be given" if default is None else f"`{default}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _prose(section: type[Section]) -> list[str]:

@@ -175,6 +175,17 @@ def _judge_error(
     if (loss := run.shadow.loss) is not None:
         cancels = loss.is_difference and loss.kind == "activation"
         excused = loss.is_sharp or (cancels and run.error <= _HARMLESS * eps)
+        if not excused and _is_of_one_dnn(subject, dtype, limits, autocast=autocast):
+            return subject.warned(
+                loss.error / eps,
+                limits[loss.kind],
+                where=_place(loss),
+                meaning=f"The result in {format_name} differs from float64 by {loss.error / eps:.3g} eps of "
+                "the format, and only by rounding if torch.backends.mkldnn is disabled.",
+                correct_if="the kernel of oneDNN for this CPU is wrong, and not the model",
+                advice="Compare the operation on another device. Until the kernel is repaired, disable "
+                "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688).",
+            )
         return subject.failed_unless(
             _SHARP if excused else None,
             loss.error / eps,
@@ -207,6 +218,19 @@ def _judge_error(
     return subject.passed(
         run.shadow.worst[kind] / eps, limits[kind], meaning=f"logits are off by {run.error / eps:.2g} eps"
     )
+
+
+def _is_of_one_dnn(
+    subject: Subject, dtype: torch.dtype, limits: Mapping[Kind, float], *, autocast: bool
+) -> bool:
+    """Return True if the loss of precision disappears without the kernels of oneDNN."""
+    if subject.device.type != "cpu" or not torch.backends.mkldnn.enabled:
+        return False
+    scaled = {kind: limit * torch.finfo(dtype).eps for kind, limit in limits.items()}
+    # The switch warns of TF32 on devices that are not there.
+    with _without_warnings(), torch.backends.mkldnn.flags(enabled=False):
+        run = _run(subject, dtype, _LENGTH, scaled, autocast=autocast)
+    return run.finite and run.shadow.loss is None
 
 
 def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:

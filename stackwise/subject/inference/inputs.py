@@ -50,7 +50,7 @@ _SETTINGS = ("config", "cfg", "args", "params")
 _IMAGE_SIZES = ("image_size", "img_size", "input_size", "resolution")
 # If no setting names the size: small ones first, and those of MNIST and ImageNet.
 _TRIAL_SIZES = (32, 28, 64, 96, 224, 256)
-_TRIAL_SAMPLES = (64, 400, 1600, 16_000)
+_TRIAL_SAMPLES = (64, 400, 1600, 4000, 16_000)
 _READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
 
 

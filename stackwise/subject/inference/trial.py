@@ -148,15 +148,31 @@ class _Calls:
         return None
 
     def random_batches(self, form: CallForm | None) -> Trial | None:
-        """Call the model with images, audio and rows of features."""
+        """Call the model with images, audio and features, if possible of a size that can be trained."""
+        first = None
         for make_batch in random_batches(self._model):
             inputs = make_batch(2, 1, torch.Generator().manual_seed(0))
-            if (trial := self._call(form, inputs)) is not None:
-                width = make_batch.shape[-1]
-                trial.attributes |= {"inputs": "vectors", "width": width, "seq_len": 16}
-                trial.attributes["make_batch"] = make_batch
+            if (trial := self._call(form, inputs)) is None:
+                continue
+            trial.attributes |= {"inputs": "vectors", "width": make_batch.shape[-1], "seq_len": 16}
+            trial.attributes["make_batch"] = make_batch
+            if self._trains(form, inputs):
                 return trial
-        return None
+            first = first or trial
+        return first
+
+    def _trains(self, form: CallForm | None, inputs: Tensor) -> bool:
+        """Return True if the call works in train mode. Masks of short audio do not fit, for example."""
+        forward: Callable[..., Any] = self._known["forward"] if form is None else form
+        try:
+            forward(self._model.train(), inputs)
+        except Exception as error:  # any failure is an answer: this size cannot be trained
+            if is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            self._model.eval()
+        return True
 
     def _tokens(self, form: CallForm | None, seq_len: int) -> Trial | None:
         """Return the call whose output has the width of the vocabulary, otherwise the first one."""

@@ -267,3 +267,42 @@ def test_models_of_others(subjects, name):
     for check in ("gradient_flow", "gradient_exact", "trainable"):
         result = subjects.ask(getattr(subjects, name), check)
         assert result.status == "passed", result
+
+
+class TwoRowNorm(nn.Module):
+    """Batch norm of one value per row: with two rows it is almost a step function."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 8, 32), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8, eps=1e-14)
+        nn.init.constant_(self.convolution.weight, 1e-9)
+
+    def forward(self, images):
+        return self.head(self.norm(self.convolution(images).flatten(1)))
+
+
+def test_slope_that_depends_on_the_step_is_no_evidence(subjects):
+    assert subjects.ask(TwoRowNorm, "gradient_exact").status in ("passed", "not applicable")
+
+
+class ClassToken(nn.Module):
+    """The head reads the first position, which the last layer does not mix with the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            others = layer(x[:, 1:]) + x.mean(1, keepdim=True)
+            x = torch.cat([x[:, :1] + x.mean(1, keepdim=True), others], dim=1)
+        return self.head(x[:, 0])
+
+
+def test_parameters_behind_a_class_token_are_unusual(subjects):
+    result = subjects.ask(ClassToken, "gradient_flow")
+    assert (result.status, result.where) == ("warned", "layers.1.weight")
+    assert "class token" in result.advice

@@ -296,3 +296,26 @@ def test_every_answer_says_something(subjects):
     result = subjects.ask(subjects.tiny, "float16_range")
     assert (result.status, result.value, result.limit) == ("passed", 0.0, 0.0)
     assert result.meaning
+
+
+@torch.library.custom_op("stackwise_tests::wrong_in_bfloat16", mutates_args=())
+def wrong_in_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    is_wrong = x.dtype == torch.bfloat16 and torch.backends.mkldnn.enabled
+    return x.roll(1, dims=-1) if is_wrong else x.clone()
+
+
+class WrongKernel(nn.Module):
+    """Stands for a kernel of oneDNN that is wrong in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return wrong_in_bfloat16(self.linear(x))
+
+
+def test_wrong_kernel_of_a_library_is_no_failure_of_the_model(subjects):
+    result = subjects.ask(WrongKernel, "bfloat16_error")
+    assert result.status == "warned"
+    assert "only by rounding if torch.backends.mkldnn is disabled" in result.meaning

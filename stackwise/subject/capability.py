@@ -5,7 +5,9 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,11 +21,12 @@ from stackwise.subject.call_form import CallForm
 from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import is_out_of_memory
 
-__all__ = ["capabilities", "masked_with_positions"]
+__all__ = ["capabilities", "masked_with_positions", "padding_id", "padding_of_rows"]
 
 _USUAL = CallForm()
 # Keys of a batch other than the inputs.
 _IN_BATCHES = ("attention_mask", "labels")
+_LABEL_NAME = re.compile(r"label|target|gold|answer|truth|(^|_)ys?(_|$)")
 
 # Names of padding masks, and whether True means a real token. If a name is ambiguous, both are tried.
 _MASKS: dict[str, tuple[bool, ...]] = {
@@ -89,6 +92,61 @@ def capabilities(
     if (auxiliary_loss := _auxiliary(model, inputs, named, form, is_returned=auxiliary)) is not None:
         found["auxiliary_loss"] = auxiliary_loss
     return found | dict(_claims(model))
+
+
+def padding_of_rows(
+    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
+) -> dict[str, Any]:
+    """Return `masked` and `padding_sides` of a model with an output per row, or nothing."""
+    named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        shape = logits_of(form(model, inputs)).shape
+
+    def works(call: Callable[[], Any]) -> bool:
+        try:
+            with torch.no_grad():
+                return logits_of(call()).shape == shape
+        except Exception as error:  # any other exception means: not supported
+            if is_out_of_memory(error):
+                raise
+            return False
+
+    found = _padding(model, inputs, named, logits_of, form, works)
+    if "masked" in found:
+        # A head that reads the first token takes no padding on the left, for example.
+        call = found["masked"]
+        sides = [side for side in ("right", "left") if _pads(call, side, model, inputs, logits_of)]
+        found["padding_sides"] = tuple(sides) or ("right",)
+    return found
+
+
+def padding_id(model: nn.Module) -> int | None:
+    """Return the id of padding in the configuration, or None."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    named = [getattr(each, "pad_token_id", None) for each in (config, text)]
+    return next((each for each in named if isinstance(each, int)), None)
+
+
+@torch.no_grad()
+def _pads(
+    masked: Callable[..., Any],
+    side: str,
+    model: nn.Module,
+    inputs: Tensor,
+    logits_of: Callable[[Any], Tensor],
+) -> bool:
+    """Return True if padding on a side does not change the output of a row."""
+    row, padding = inputs[:1].chunk(2, dim=1)
+    if (pad := padding_id(model)) is not None and not inputs.is_floating_point():
+        padding = torch.full_like(padding, pad)
+        row = row.where(row != pad, (row + 1) % (int(inputs.max()) + 1))
+    real = torch.ones(row.shape[:2], dtype=torch.bool, device=inputs.device)
+    none = torch.zeros(padding.shape[:2], dtype=torch.bool, device=inputs.device)
+    parts, keeps = ((row, padding), (real, none)) if side == "right" else ((padding, row), (none, real))
+    padded = logits_of(masked(model, torch.cat(parts, dim=1), torch.cat(keeps, dim=1)))
+    alone = logits_of(masked(model, row, real))
+    return torch.allclose(padded, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
 
 
 def _padding(
@@ -165,7 +223,9 @@ def _hides(
         changed[:, 0] = first + 1
     else:
         changed[:, 0] = torch.where(first == inputs.max(), inputs.min(), inputs.max())
-    one, two = (logits_of(masked(model, x, keep))[:, 1:] for x in (inputs, changed))
+    one, two = (logits_of(masked(model, x, keep)) for x in (inputs, changed))
+    if one.shape[:2] == inputs.shape[:2]:
+        one, two = one[:, 1:], two[:, 1:]
     return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
 
 
@@ -235,6 +295,11 @@ def _label_names(
     """Return the arguments whose loss is a cross-entropy, and whether the model shifts the labels itself."""
     found: dict[str, bool] = {}
     labels = inputs.roll(1, dims=0).flip(1)
+    # Logits that hardly differ, such as those of a zero head, fit every shift.
+    model = copy.deepcopy(model)
+    with torch.no_grad(), seeded(0, inputs.device):
+        for weight in (p for p in model.parameters() if p.is_floating_point()):
+            weight.add_(torch.randn_like(weight), alpha=0.2)
     for name in (name for name, parameter in named.items() if parameter.default is None):
 
         def loss() -> Any:
@@ -253,6 +318,9 @@ def _label_names(
             if torch.isclose(value, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()), rtol=1e-3):
                 found[name] = is_shifted
                 break
+        else:
+            if _LABEL_NAME.search(name):  # a loss with a mistake, which the checks of the loss report
+                found[name] = True
     return found
 
 

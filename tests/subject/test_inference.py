@@ -355,6 +355,29 @@ def test_loss_of_labels_with_any_name(model):
     assert "not used" not in spec.notes
 
 
+@pytest.mark.parametrize("model", [LossInTuple, LossInDict])
+def test_shift_of_labels_with_equal_logits(model):
+    def build():
+        made = model()
+        nn.init.zeros_(made.head.weight), nn.init.zeros_(made.head.bias)
+        return made
+
+    results = check_model(ModelSpec.of(build), checks=["label_shift"])
+    assert [result.status for result in results] == ["passed"]
+
+
+def test_wrong_loss_of_labels_with_an_odd_name_is_reported():
+    class Backwards(Labelled):
+        def forward(self, ids, gold=None):
+            logits = self.logits(ids)
+            loss = (
+                None if gold is None else F.cross_entropy(logits[:, 1:].flatten(0, 1), gold[:, :-1].flatten())
+            )
+            return logits, loss
+
+    assert "failed" in {result.status for result in check_model(ModelSpec.of(Backwards), checks=["loss"])}
+
+
 def test_scalar_that_is_no_cross_entropy_is_no_loss():
     class Penalty(Core):
         def forward(self, ids, weights=None):

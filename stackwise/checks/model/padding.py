@@ -26,7 +26,7 @@ from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_diffe
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import ContiguousCall
-from stackwise.subject.capability import masked_with_positions
+from stackwise.subject.capability import masked_with_positions, padding_id
 from stackwise.subject.inference import cast, logits_of
 
 _LENGTH = 12
@@ -56,11 +56,13 @@ class _Ragged:
         rows: the real inputs of each, (1, length, ...).
         side: where padding is.
         length: T.
+        per_position: the output has an entry per position; False: one per row.
     """
 
     rows: tuple[Tensor, ...]
     side: str
     length: int
+    per_position: bool
 
     @cached_property
     def keep(self) -> Tensor:
@@ -76,8 +78,14 @@ class _Ragged:
             batch[i, self.keep[i]] = row[0].to(batch.dtype)
         return batch
 
+    def real(self, output: Tensor) -> Tensor:
+        """Return the real positions (N, V) of an output (B, T, V), or the rows of an output per row."""
+        return output[self.keep] if self.per_position else output.flatten(1)
+
     def place(self, index: int) -> str:
-        """Where the real position number `index` of N stands."""
+        """Return the place of the real position `index` of N, or of the row."""
+        if not self.per_position:
+            return f"row {index} ({self.side} padding)"
         row, position = self.keep.nonzero()[index].tolist()
         return f"row {row}, position {position} ({self.side} padding)"
 
@@ -88,11 +96,22 @@ def _ragged(subject: Subject) -> list[_Ragged]:
     inputs = real_inputs(subject, 3, T)
     lengths = (T, max(1, 2 * T // 3), max(1, T // 3))
     rows = tuple(inputs[i : i + 1, :n] for i, n in enumerate(lengths))
-    return [_Ragged(rows, side, T) for side in subject.spec.padding_sides]
+    return [_Ragged(rows, side, T, subject.spec.per_position) for side in subject.spec.padding_sides]
+
+
+def _finds_by_id(subject: Subject) -> bool:
+    """Return True for classifiers that may find padding by its id: decoders read the last other token."""
+    is_text = subject.spec.inputs == "tokens" and not subject.spec.per_position
+    return is_text and padding_id(subject.model()) is not None
 
 
 def _contents(subject: Subject, T: int) -> Iterator[Tensor]:
-    """What may stand in padding: other inputs, then the most conspicuous."""
+    """Yield the contents of padding: the padding token, or other inputs and then conspicuous ones."""
+    if _finds_by_id(subject):
+        pad = padding_id(subject.model())
+        assert pad is not None
+        yield torch.full_like(real_inputs(subject, 3, T), pad)
+        return
     yield real_inputs(subject, 3, T, shift=1)
     if subject.spec.make_batch is not None:
         yield real_inputs(subject, 3, T, shift=2)
@@ -118,6 +137,8 @@ def padding_content(subject: Subject) -> CheckResult:
     """Does what stands in padding leave every real output as it was, in eval and in train mode?"""
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
+    if _finds_by_id(subject):
+        return subject.not_applicable("needs a model without the id of a padding token")
     batches = _ragged(subject)
 
     def changes(model: nn.Module) -> Tensor:
@@ -126,7 +147,7 @@ def padding_content(subject: Subject) -> CheckResult:
 
     def change(model: nn.Module, ragged: _Ragged) -> Tensor:
         one, two = (
-            masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep][None]
+            ragged.real(masked(subject, model, ragged.padded(content), ragged.keep))[None]
             for content in _contents(subject, ragged.length)
         )
         return relative_difference(one, two).amax(dim=-1)
@@ -138,7 +159,8 @@ def padding_content(subject: Subject) -> CheckResult:
         if found.real:
             break
     if _ignores_mask(subject):
-        if found.real and subject.spec.causal is False:
+        sees_all = subject.spec.causal is False or not subject.spec.per_position
+        if found.real and sees_all:
             return subject.failed(
                 found.value,
                 found.limit,
@@ -185,8 +207,8 @@ def _ignores_mask(subject: Subject) -> bool:
     everything = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     but_first = everything.clone()
     but_first[:, 0] = False
-    one, two = (masked(subject, model, inputs, keep)[:, 1:] for keep in (everything, but_first))
-    return torch.equal(one, two)
+    one, two = (masked(subject, model, inputs, keep) for keep in (everything, but_first))
+    return torch.equal(one[:, 1:], two[:, 1:]) if subject.spec.per_position else torch.equal(one, two)
 
 
 def _reads_through_a_state(subject: Subject) -> bool:
@@ -210,13 +232,11 @@ def padding_amount(subject: Subject) -> CheckResult:
 
     def gap(model: nn.Module, ragged: _Ragged) -> Tensor:
         content = next(_contents(subject, ragged.length))
-        together = masked(subject, model, ragged.padded(content), ragged.keep)[ragged.keep]
-        alone = torch.cat(
-            [
-                masked(subject, model, row, row.new_ones(row.shape[:2], dtype=torch.bool))[0]
-                for row in ragged.rows
-            ]
-        )
+        together = ragged.real(masked(subject, model, ragged.padded(content), ragged.keep))
+        apart = [
+            masked(subject, model, row, row.new_ones(row.shape[:2], dtype=torch.bool)) for row in ragged.rows
+        ]
+        alone = torch.cat([each[0] if ragged.per_position else each.flatten(1) for each in apart])
         return relative_difference(alone[None], together[None]).amax(dim=-1)
 
     try:
@@ -266,7 +286,7 @@ def padding_finite(subject: Subject) -> CheckResult:
             if not full.isfinite().all():
                 continue  # padding is not to blame
             asked.append(name)
-            bad = ~output[ragged.keep].isfinite().flatten(1).all(dim=1)
+            bad = ~ragged.real(output).isfinite().flatten(1).all(dim=1)
             if bad.any():
                 return subject.failed(
                     bad.double().mean().item(),
@@ -320,7 +340,8 @@ def padding_gradients(subject: Subject) -> CheckResult:
     inputs, everything, without = _with_empty_row(subject)
     if bad := _bad_gradients(subject, inputs, everything):
         return subject.not_applicable(f"needs gradients that are finite without padding; {bad[0]} has others")
-    cases = {"a row of nothing but padding": (inputs, without)}
+    # A mean over no position has no value, and no classifier is asked for it.
+    cases = {"a row of nothing but padding": (inputs, without)} if subject.spec.per_position else {}
     for ragged in _ragged(subject):
         batch = ragged.padded(next(_contents(subject, ragged.length)))
         cases[f"{ragged.side} padding"] = (batch, ragged.keep)
@@ -359,7 +380,9 @@ def _bad_gradients(subject: Subject, inputs: Tensor, keep: Tensor) -> list[str]:
     model, by_mask = subject.model(train=True), subject.spec.masked
     assert by_mask is not None
     with subject.fixed_randomness():
-        output = logits_of(by_mask(model, cast(inputs.clone(), model), keep.clone()))[keep]
+        output = logits_of(by_mask(model, cast(inputs.clone(), model), keep.clone()))
+        # Rows of nothing but padding may have any output.
+        output = output[keep] if subject.spec.per_position else output[keep.any(dim=1)]
         finite = output.detach().isfinite()
         # Outputs at -inf by design, as of a padded vocabulary, have no gradient.
         total = (output * torch.randn(output.shape[-1], device=output.device))[finite].sum()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.subject import Subject
 from stackwise.subject.cached_call import cache_tensors
+from stackwise.subject.capability import padding_id
 from stackwise.subject.inference import cast, logits_of
 from stackwise.support.system_errors import is_out_of_memory
 
@@ -96,7 +97,7 @@ def real_inputs(subject: Subject, batch_size: int, seq_len: int | None = None, *
 
 def _padding_ids(model: nn.Module) -> set[int]:
     named = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)]
-    named.append(getattr(getattr(model, "config", None), "pad_token_id", None))
+    named.append(padding_id(model))
     return {each for each in named if isinstance(each, int)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, forward_parameters
-from stackwise.subject.capability import capabilities
+from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
 from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, takes_more
 from stackwise.subject.inference.output import logits_of
@@ -66,6 +66,9 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
             notes.append("found: " + ", ".join(named))
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
+    elif trial.form is not None and is_sequence(example) and "masked" not in declared:
+        inferred |= padding_of_rows(model, example, logits_of, trial.form)
+        notes += ["found: masked"] if "masked" in inferred else []
     return inferred | {"notes": "; ".join(notes)}
 
 

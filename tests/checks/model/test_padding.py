@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.checks import check_model
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Encoder, Placed, encoder, gpt, placed, spec_of
 
@@ -362,3 +363,51 @@ def test_a_padded_row_that_is_random_is_left_to_determinism(subjects):
         result = subjects.ask(spec_of(Dropping), check)
         assert result.status == "not applicable", result
         assert "see determinism" in result.meaning
+
+
+class TextClassifier(nn.Module):
+    """Ids and a mask to classes, by the mean over real positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, ids, attention_mask=None):
+        keep = torch.ones_like(ids) if attention_mask is None else attention_mask
+        x = self.layer(self.embedding(ids), src_key_padding_mask=self.hidden(keep))
+        return self.head(self.pooled(x, keep[..., None]))
+
+    def hidden(self, keep):
+        return keep == 0
+
+    def pooled(self, x, keep):
+        return (x * keep).sum(1) / keep.sum(1).clamp(min=1)
+
+
+class InvertedMask(TextClassifier):
+    def hidden(self, keep):
+        return (keep == 1) & (keep.min(dim=1, keepdim=True).values == 0)
+
+
+class MeanOverPadding(TextClassifier):
+    def pooled(self, x, keep):
+        return x.mean(1)
+
+
+class IgnoredMask(TextClassifier):
+    def forward(self, ids, attention_mask=None):
+        return super().forward(ids)
+
+
+def test_padding_of_an_output_per_row(subjects):
+    results = check_model(ModelSpec.of(TextClassifier), checks=["padding"])
+    assert {result.status for result in results} == {"passed"}
+    assert len(results) == 5
+
+
+@pytest.mark.parametrize("model", [InvertedMask, MeanOverPadding, IgnoredMask])
+def test_wrong_masks_of_an_output_per_row(model):
+    results = check_model(ModelSpec.of(model), checks=["padding"])
+    assert "failed" in {result.status for result in results}
+    assert "error" not in {result.status for result in results}

@@ -21,9 +21,6 @@ class GuardPolicy(Section):
     rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A skipped step
     does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with an empty
     history. [guard.md](guard.md) has the exact rules.
-
-    Raises:
-        ConfigError: a value out of range.
     """
 
     model_config = ConfigDict(frozen=True)

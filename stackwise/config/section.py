@@ -92,6 +92,12 @@ class Section(BaseModel):
         # pydantic does not call this constructor for the sections inside a section.
         __init__.__pydantic_base_init__ = True
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        names = list(cls.model_fields)
+        for name, (other, _values) in cls.applies.items():
+            assert names.index(other) < names.index(name), f"{cls.__name__}: {other} must come before {name}"
+
     @model_validator(mode="before")
     @classmethod
     def _any_mapping(cls, value: Any) -> Any:

@@ -64,12 +64,20 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred |= can
         if named := [key for key in can if key != "cache_problem"]:
             notes.append("found: " + ", ".join(named))
+        if "labelled_loss" in can:
+            notes.append(_labels_note(can["labelled_loss"]))
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
     elif trial.form is not None and is_sequence(example) and "masked" not in declared:
         inferred |= padding_of_rows(model, example, logits_of, trial.form)
         notes += ["found: masked"] if "masked" in inferred else []
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _labels_note(labelled_loss: Any) -> str:
+    """Return the name of the labels and their convention."""
+    name, is_shifted = labelled_loss.keywords["name"], "shift" in labelled_loss.keywords
+    return f"{name}= is " + ("the target of each position" if is_shifted else "shifted by the model")
 
 
 def _inputs_note(example: Tensor, known: Mapping[str, Any], *, has_shape: bool) -> str:

@@ -90,6 +90,8 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
     if conv is not None:
         for size in _TRIAL_SAMPLES:
             yield RandomBatch((conv.in_channels, size))
+            if conv.in_channels == 1:
+                yield RandomBatch((size,))
     yield from (RandomBatch((width,)) for width in width_candidates(model))
 
 

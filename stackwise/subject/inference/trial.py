@@ -81,12 +81,14 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
         stages = [calls.sequences]
     elif reads_images_or_audio(model):
         stages.reverse()
-    for stage in stages:
-        for form in calls.forms():
-            if (trial := stage(form)) is not None:
-                return trial
-        if calls.per_row:
-            return calls.per_row[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of wrong calls
+        for stage in stages:
+            for form in calls.forms():
+                if (trial := stage(form)) is not None:
+                    return trial
+            if calls.per_row:
+                return calls.per_row[0]
     raise InferenceError(calls.failure())
 
 
@@ -205,9 +207,7 @@ class _Calls:
         inputs, trial, output = cast(inputs.to(device), self._model), Trial(form), None
         forward: Callable[..., Any] = self._known["forward"] if form is None else form
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a wrong call
-                output = forward(self._model, inputs)
+            output = forward(self._model, inputs)
             logits = logits_of(output if form is None else self._element(trial, form, output, inputs))
             trial.output_shape = tuple(logits.shape)
             if self._is_per_position(logits, inputs):
@@ -221,7 +221,7 @@ class _Calls:
             self._add_error(error, form, inputs, output)
             return None
         self._returns_loss |= logits.ndim == 0
-        if form is not None and logits.shape == inputs.shape[:2]:
+        if form is not None and logits.shape == inputs.shape[:2] and inputs.ndim < 4:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
@@ -263,7 +263,8 @@ class _Calls:
         is_declared = "per_position" in known
         if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
             return False
-        if len(logits_of(forward(self._model, inputs[:1]))) != 1:
+        alone = logits_of(forward(self._model, inputs[:1]))
+        if alone.ndim == 0 or len(alone) != 1:
             return False
         if not is_sequence(inputs) or "make_batch" in known or is_declared:
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from stackwise.checkpoint.content import tensors_of
 from stackwise.checkpoint.folder import DamagedCheckpointError, Manifest, flush, verify_files
 from stackwise.checkpoint.tensor_file import MalformedFileError, write_read
 from stackwise.support.arguments import require
+from stackwise.support.files import replacing
 
 __all__ = ["export"]
 
@@ -42,13 +42,9 @@ def export(checkpoint: str | Path, name: str, file: str | Path) -> None:
         shape = tuple(likes[key].shape)
         return index.read(names[key], (0,) * len(shape), shape)
 
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        scratch.unlink(missing_ok=True)
-        write_read(scratch, likes, read)
-        scratch.replace(file)
+        with replacing(file) as scratch:
+            write_read(scratch, likes, read)
     except MalformedFileError as error:
         raise DamagedCheckpointError(folder, None, str(error)) from error
-    finally:
-        scratch.unlink(missing_ok=True)
     flush(file.parent)

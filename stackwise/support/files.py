@@ -1,13 +1,15 @@
-"""Files: atomic writes of text, and JSON of unknown origin."""
+"""Files: atomic writes, and JSON of unknown origin."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["parse_json", "write_whole"]
+__all__ = ["parse_json", "replacing", "write_whole"]
 
 _MAX_DIGITS = 300
 
@@ -33,24 +35,32 @@ def _integer(text: str) -> int:
     return int(text)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a scratch path and rename it to `path` at the end. After an error, an old file is unchanged."""
+    # A rename is atomic only within a file system, so the scratch file is in the same folder.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)  # left by a killed process with the same number
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically, as UTF-8. Create its folder if it does not exist.
 
-    If the write fails, an old file of that name remains unchanged. Characters that UTF-8 cannot encode are
-    escaped.
+    Characters that UTF-8 cannot encode are escaped.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written. An old file of that name is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A rename is atomic only within a file system, so the scratch file is in the same folder.
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
-        scratch.replace(path)
+        with replacing(path) as scratch:
+            scratch.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        scratch.unlink(missing_ok=True)

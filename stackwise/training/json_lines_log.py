@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stackwise.checkpoint.folder import flush
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord
-from stackwise.support.files import parse_json
+from stackwise.support.files import parse_json, replacing
 from stackwise.training.record_log import ClosingLog, free_place
 
 __all__ = ["JsonLinesLog", "LoggedLines", "read_json_lines"]
@@ -149,15 +150,9 @@ def _cut_steps(path: Path, first_step: int, run: str | None) -> None:
     if not kept:
         path.rename(free_place(path, f"{path.name}."))
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as scratch:
+        scratch.write_bytes(b"".join(kept))
+        flush(scratch)
 
 
 def _cut_partial_line(path: Path) -> None:

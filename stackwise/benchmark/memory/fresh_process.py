@@ -21,6 +21,7 @@ from stackwise.benchmark.memory.peak import PeakMemory, high_water_mark, watch_p
 from stackwise.benchmark.plain_call import is_plain_call, kind_of, refuse_unstarted
 from stackwise.subject.factory import load_factory
 from stackwise.support.arguments import check_number, require
+from stackwise.support.files import replacing
 
 __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
 
@@ -166,9 +167,8 @@ def main(folder: str) -> None:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         error_text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-    unfinished = Path(folder) / "unfinished"
-    unfinished.write_bytes(pickle.dumps((result, error_text)))
-    unfinished.rename(Path(folder) / "answer")
+    with replacing(Path(folder) / "answer") as scratch:
+        scratch.write_bytes(pickle.dumps((result, error_text)))
 
 
 def _measured(request: _Request) -> FreshPeak:

@@ -18,6 +18,7 @@ import torch
 
 from stackwise.subject.factory import load_factory
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
+from stackwise.support.files import replacing
 
 __all__ = ["Outcome", "Recipe", "run_elsewhere"]
 
@@ -147,9 +148,8 @@ def main(folder: str) -> None:
     function, recipe, keywords, n_threads = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301
     torch.set_num_threads(n_threads)
     outcome = _answer(function, recipe, keywords)
-    unfinished = Path(folder) / "unfinished"
-    unfinished.write_bytes(pickle.dumps(outcome))
-    unfinished.rename(Path(folder) / "answer")
+    with replacing(Path(folder) / "answer") as scratch:
+        scratch.write_bytes(pickle.dumps(outcome))
 
 
 def _answer(function: str, recipe: Recipe, keywords: dict[str, Any]) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.tensor_file import Part, write_tensors
 from stackwise.support.arguments import require
+from stackwise.support.files import replacing
 
 __all__ = ["read_state", "write_state"]
 
@@ -32,15 +32,9 @@ def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
     told = {"format": _FORMAT, "state": json.dumps(plain, allow_nan=False)}
     folder.mkdir(parents=True, exist_ok=True)
     place = _place(folder, rank)
-    part = place.with_name(f".{place.name}.{os.getpid()}")
-    part.unlink(missing_ok=True)  # of a killed process that had this one's number
-    try:
-        parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
-        write_tensors(part, parts, in_parts=False, metadata=told)
-        part.replace(place)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
+    with replacing(place) as scratch:
+        write_tensors(scratch, parts, in_parts=False, metadata=told)
     return place
 
 

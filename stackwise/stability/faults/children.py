@@ -23,6 +23,7 @@ from torch import distributed
 from stackwise.stability.faults.fault import Fault
 from stackwise.stability.faults.injection import Injection, broken
 from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.files import replacing
 
 __all__ = ["Child", "Inject", "run_children"]
 
@@ -158,10 +159,8 @@ def _work(request: bytes, rank: int, n: int, timeout: float, folder: Path) -> No
         pickle.dumps(value)
     except BaseException as raised:
         value, error = None, _told(raised)
-    answer = folder / f"answer-{rank}"
-    part = answer.with_suffix(".part")
-    part.write_bytes(pickle.dumps((value, error)))
-    part.rename(answer)
+    with replacing(folder / f"answer-{rank}") as scratch:
+        scratch.write_bytes(pickle.dumps((value, error)))
     if n > 1 and not error:
         distributed.destroy_process_group()
     if error:

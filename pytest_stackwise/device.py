@@ -7,14 +7,18 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_stackwise import options
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 __all__ = ["lock", "require_what_was_asked", "same_device", "skip_without_gpu", "take_a_device"]
 
@@ -22,7 +26,6 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the driver's API: nobody has called cuInit
 _LONGEST_WAIT, _PAUSE = 600.0, 0.02  # seconds
 _PINNED = pytest.StashKey[bool]()
-_held: dict[Path, int] = {}
 
 
 def require_what_was_asked(config: pytest.Config) -> None:
@@ -112,58 +115,45 @@ def _visible() -> list[str]:
 
 @contextmanager
 def lock(device: str, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
-    """Inside, no other process of this user that asks for this lock has the device that is measured on.
+    """Hold the lock of a device, so that no other process of this user measures on it.
 
-    Two workers that measure on one GPU, or on the cores of one machine, measure each other. May be entered
-    again by the process that has it.
+    Two workers that measure on one GPU, or on the cores of one machine, disturb each other. The process that
+    holds the lock may enter it again.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N", as this process knows it.
-        seconds: how long to wait for any one of the others, since it has it.
+        device: "cpu", "cuda" or "cuda:N", by the numbers of this process.
+        seconds: time for which any one other process may hold the lock while this one waits.
 
     Raises:
-        TimeoutError: another process had it for longer, naming that process and the file.
+        TimeoutError: another process held it for longer. The message names that process and the file.
     """
     path = _lock_file(device)
-    if path in _held:
-        _held[path] += 1
+    while True:
+        holder = _holder(path)
         try:
-            yield
-        finally:
-            _held[path] -= 1
-        return
-    import fcntl
+            held = _lock(path).acquire(timeout=seconds, poll_interval=_PAUSE)
+            break
+        except TimeoutError as error:
+            if _holder(path) == holder:
+                raise TimeoutError(
+                    f"{device}: process {holder[0]} has been measuring there for more than {seconds:g} s; "
+                    f"lock file: {path}"
+                ) from error
+    with held:
+        path.write_text(str(os.getpid()))
+        yield
 
-    with path.open("a+") as file:
-        taken, end = None, 0.0
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                # Who gets it writes into the file: then it is another, or the same one again.
-                last, taken = taken, os.fstat(file.fileno()).st_mtime_ns
-                if taken != last:
-                    end = time.monotonic() + seconds
-                if time.monotonic() >= end:
-                    file.seek(0)
-                    holder = file.read().strip() or "?"
-                    raise TimeoutError(
-                        f"{device}: process {holder} has been measuring there for more than {seconds:g} s; "
-                        f"lock file: {path}"
-                    ) from error
-                time.sleep(_PAUSE)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        _held[path] = 1
-        try:
-            yield
-        finally:
-            del _held[path]
-            # A process that was forked meanwhile has the file open too: closing it here would not be enough.
-            fcntl.flock(file, fcntl.LOCK_UN)
+
+@cache
+def _lock(path: Path) -> FileLock:
+    from stackwise.support.lock import file_lock
+
+    return file_lock(path)
+
+
+def _holder(path: Path) -> tuple[str, int]:
+    """Return the number of the process that acquired a lock last, and the time at which it did."""
+    return (path.read_text() or "?", path.stat().st_mtime_ns) if path.exists() else ("?", 0)
 
 
 def same_device(one: str, other: str) -> bool:

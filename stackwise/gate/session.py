@@ -27,13 +27,13 @@ from stackwise.gate.sequential import Rule
 from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.suite import suite_result
-from stackwise.gate.temporary_folder import temporary_folder
-from stackwise.gate.tree import Tree
+from stackwise.gate.tree import TEMPORARY, Tree
 from stackwise.gate.turns import check_order
 from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
 from stackwise.gate.verdict import Verdict
 from stackwise.support.arguments import check_number, check_sizes
+from stackwise.support.temporary_folder import temporary_folder
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
@@ -203,7 +203,7 @@ def run_gate(
             )
 
     try:
-        with temporary_folder() as folder, _starter(folder, base, head, launch, all_tests) as start:
+        with temporary_folder(TEMPORARY) as folder, _starter(folder, base, head, launch, all_tests) as start:
             while True:
                 number += 1
                 round_began, tests_seconds, ended_seconds = budget.elapsed, 0.0, 0.0
@@ -424,7 +424,7 @@ def _starter(
     trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
     shorter = ExitStack()
-    temporaries = shorter.enter_context(temporary_folder(Path("/tmp"))) if is_long else folder  # noqa: S108
+    temporaries = shorter.enter_context(temporary_folder(TEMPORARY, Path("/tmp"))) if is_long else folder  # noqa: S108
     source = Path(next(iter(side_package.__path__)))
     supply = TwinSupply(folder)
 

@@ -28,10 +28,11 @@ from stackwise.gate.overlay import (
 )
 from stackwise.gate.packages import installed_packages
 from stackwise.gate.pointers import check_pointers
-from stackwise.gate.temporary_folder import PREFIX, temporary_folder
+from stackwise.support.temporary_folder import temporary_folder
 
-__all__ = ["NOTHING_DIFFERS", "Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
+__all__ = ["NOTHING_DIFFERS", "TEMPORARY", "Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
 
+TEMPORARY = "stackwise-gate-"  # start of the names of temporary folders
 _NOT_COPIED = (
     ".git",
     ".venv",
@@ -42,7 +43,7 @@ _NOT_COPIED = (
     ".mypy_cache",
     ".pytest_cache",
     "node_modules",
-    f"{PREFIX}*",
+    f"{TEMPORARY}*",
 )
 NOTHING_DIFFERS = (
     "nothing but tests differs between base and head: the same code was compared with itself; "
@@ -142,7 +143,7 @@ def both_trees(
     relative = [test.relative_to(root) for test in tests]
     place = (start or Path.cwd()) / against
     is_wheel = against.endswith(".whl")
-    with temporary_folder() as folder:
+    with temporary_folder(TEMPORARY) as folder:
         head_tree = _head(folder / "head", root, head)
         like = folder / "head" if head is None else None
         base_tree = _base(folder / "base", against, root=root, head=head_tree, place=place, like=like)

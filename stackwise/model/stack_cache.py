@@ -5,15 +5,12 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from stackwise.checkpoint.folder import flush
 from stackwise.model.attention import Attention
 from stackwise.model.backend import rules_in_force
 from stackwise.model.content_hash import ContentHash, from_elsewhere, tensor_digest
@@ -30,9 +28,14 @@ from stackwise.model.latent import LatentAttention
 from stackwise.model.mask import document_runs, padding_mask
 from stackwise.model.rack import Rack
 from stackwise.support.arguments import check_sizes, require
+from stackwise.support.files import replacing
+from stackwise.support.lock import file_lock
 from stackwise.support.random_state import random_states, random_states_equal
 
 __all__ = ["StackCache", "StackCacheStatistics"]
+
+_ENTRY = r"[0-9a-f]{64}\.safetensors"
+_PARTIAL = rf"\.{_ENTRY}\.\d+"  # name that `replacing` gives to an entry until it is whole
 
 
 @dataclass(frozen=True)
@@ -268,10 +271,10 @@ class _Directory:
         content = save({"hidden": tensor}, self._metadata(key, tensor))
         if len(content) > self.byte_budget:
             return
-        with self._locked():
+        with file_lock(self.directory / "lock"):
             if self._path(key).exists():  # another process was quicker
                 return
-            for left_behind in self._files("partial"):
+            for left_behind in self._files(_PARTIAL):
                 left_behind[-1].unlink(missing_ok=True)
             files = self._files()
             total = sum(size for _, size, _ in files)
@@ -281,13 +284,10 @@ class _Directory:
                 path.unlink(missing_ok=True)
                 total -= size
                 self.evictions += 1
-            partial = self._path(key, "partial")
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            self._touch(partial)
-            partial.replace(self._path(key))
+            with replacing(self._path(key)) as scratch:
+                scratch.write_bytes(content)
+                flush(scratch)
+                self._touch(scratch)
 
     @staticmethod
     def _metadata(key: str, tensor: Tensor) -> dict[str, str]:
@@ -296,14 +296,14 @@ class _Directory:
     def sizes(self) -> list[int]:
         return [size for _, size, _ in self._files()]
 
-    def _path(self, key: str, ending: str = "safetensors") -> Path:
-        return self.directory / f"{key}.{ending}"
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.safetensors"
 
-    def _files(self, ending: str = "safetensors") -> list[tuple[int, int, Path]]:
+    def _files(self, pattern: str = _ENTRY) -> list[tuple[int, int, Path]]:
         """Of each entry when it was last used, its bytes and where it is; files of others are none."""
         found = []
         for path in self.directory.iterdir():
-            if re.fullmatch(rf"[0-9a-f]{{64}}\.{ending}", path.name):
+            if re.fullmatch(pattern, path.name):
                 try:
                     status = path.stat()
                 except FileNotFoundError:  # another process was quicker
@@ -317,10 +317,3 @@ class _Directory:
             os.utime(path, ns=(self._last, self._last))
         except FileNotFoundError:
             return
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One writer at a time, of all processes; the system releases the lock of one that dies."""
-        with (self.directory / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield

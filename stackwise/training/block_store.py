@@ -5,16 +5,15 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ from stackwise.model.block import Block
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
 from stackwise.support.arguments import require
+from stackwise.support.files import replacing
+from stackwise.support.lock import file_lock
 from stackwise.support.system_errors import safetensors_as_os_error
 from stackwise.training.phase_model import blocks_of
 from stackwise.training.targets import Targets
@@ -114,7 +115,7 @@ class BlockStore:
         """End the thread that reads ahead, and leave the folder to others. The Blocks stay where they are."""
         self._reader.shutdown()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
     def _leave(self, indices: Collection[int]) -> None:
         for i in sorted(indices):
@@ -197,17 +198,15 @@ def block_writer(directory: str | Path) -> Callable[[Block], Block]:
     return write
 
 
-def _locked(directory: Path) -> TextIO:
-    """A file that says who is here; the system forgets it with the process."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = (directory / "lock").open("w")
+def _locked(directory: Path) -> FileLock:
+    """Return the acquired lock of a directory, which is created if it does not exist."""
+    lock = file_lock(directory / "lock", blocking=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
+        lock.acquire()
+    except Timeout:
         key, allowed = "training.scope.offload_dir", "a folder that no other run has its Blocks in"
         raise ValueError(f"{key}: got {str(directory)!r}; allowed: {allowed}") from None
-    return file
+    return lock
 
 
 def _check_plain(blocks: Sequence[Block]) -> None:
@@ -223,14 +222,8 @@ def _path(directory: Path, i: int) -> Path:
 
 
 def _write(block: Block, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with safetensors_as_os_error(path):
-            save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as scratch, safetensors_as_os_error(path):
+        save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, scratch)
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:

@@ -5,15 +5,12 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import shutil
 import socket
-import tempfile
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from safetensors import safe_open
@@ -23,6 +20,7 @@ from torch import Tensor
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
 from stackwise.support.system_errors import safetensors_as_os_error
+from stackwise.support.temporary_folder import temporary_folder
 from stackwise.training.block_store import BlockStore
 from stackwise.training.targets import Targets
 
@@ -81,8 +79,11 @@ class PrefixOutputs:
         self._awaited = 0  # how many batches may come until one of those kept should have
         self.statistics = PrefixStatistics()
         self._folder: Path | None = None
+        self._exit = ExitStack()
         if directory is not None:
-            self._folder, self._lock = _new_folder(Path(directory))
+            # Not every file system shows a lock to other machines. No name of one has an @.
+            prefix = f"prefix-{socket.gethostname()}@"
+            self._folder = self._exit.enter_context(temporary_folder(prefix, Path(directory)))
 
     @torch.no_grad()
     def computed(self, targets: Targets, depth: int) -> Tensor:
@@ -125,9 +126,7 @@ class PrefixOutputs:
     def close(self) -> None:
         """Drop everything."""
         self.forget(0)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._lock.close()
+        self._exit.close()
 
     def _await(self, entry: _Entry | None) -> None:
         if entry is not None:
@@ -182,39 +181,6 @@ class PrefixOutputs:
         self.statistics.bytes -= entry.nbytes
         if isinstance(entry.place, Path):
             entry.place.unlink(missing_ok=True)
-
-
-def _new_folder(directory: Path) -> tuple[Path, TextIO]:
-    """A folder in `directory`, and its lock, which the system takes back however the process ends."""
-    directory.mkdir(parents=True, exist_ok=True)
-    # Not every file system shows a lock to other machines. No name of one has an @.
-    prefix = f"prefix-{socket.gethostname()}@"
-    for path in directory.glob(f"{prefix}*/lock"):
-        _remove_unlocked(path)
-    folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=directory))
-    lock = (folder / "lock").open("w")
-    _take(lock)
-    # Only now has it a name that others look for.
-    return folder.rename(folder.with_name(folder.name.removeprefix("."))), lock
-
-
-def _remove_unlocked(path: Path) -> None:
-    try:
-        file = path.open("r+")
-    except OSError:  # gone by now, or another user's
-        return
-    with file:
-        if _take(file):
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _take(lock: TextIO) -> bool:
-    """Whether it is this process's now: another may have it, or the file system may have no locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def batch_key(targets: Targets) -> str:

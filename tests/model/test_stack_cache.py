@@ -711,7 +711,7 @@ class TestDirectory:
         rack, cache = make_rack(), make_cache(True)
         cache.prefix(rack, make_ids(0), 2)
         (file,) = self.files(tmp_path)
-        partial = file.with_name("0" * 64 + ".partial")
+        partial = file.with_name(f".{'0' * 64}.safetensors.4711")
         file.rename(partial)
         strangers = [tmp_path / "cache" / name for name in ("notes.partial", "weights.safetensors", "a.txt")]
         for stranger in strangers:
@@ -764,4 +764,4 @@ class TestDirectory:
         assert len(seen) == 96
         assert max(each.bytes for each in seen) <= budget
         assert sum(each.evictions for each in seen) > 0
-        assert not list(tmp_path.glob("*.partial"))
+        assert len(list(tmp_path.iterdir())) == seen[-1].entries + 1, "entries and the lock"

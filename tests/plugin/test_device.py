@@ -1,16 +1,17 @@
 """The device of a run: one measures at a time, and each worker of xdist has one of its own."""
 
-import fcntl
 import os
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from pytest_stackwise import device
+from stackwise.support.lock import file_lock
 
 HOLDER = """
 import sys
@@ -19,18 +20,6 @@ with device.lock("cpu"):
     print("held", flush=True)
     sys.stdin.readline()
 print("released", flush=True)
-"""
-FORKS = """
-import os, time
-from pytest_stackwise import device
-with device.lock("cpu"):
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-with device.lock("cpu", seconds=0):
-    print("again")
-os.kill(child, 9)
 """
 
 
@@ -94,27 +83,19 @@ def test_one_process_at_a_time(holder):
         pass
 
 
-@pytest.mark.parametrize(("seconds", "waits"), [(2.5, 12), (1.5, 2)])
-def test_the_time_is_that_of_one_hold(monkeypatch, seconds, waits):
+def test_the_time_is_that_of_one_hold(monkeypatch):
     """Others that take turns, each for less than that, have nobody give up."""
-    now = 0
+    acquire, others = FileLock.acquire, iter(["4711", "4712"])
 
-    def sleep(pause):
-        nonlocal now
-        now += 1
+    def contended(lock, *arguments, **options):
+        for process in others:
+            Path(lock.lock_file).write_text(process)
+            raise Timeout(lock.lock_file)
+        return acquire(lock, *arguments, **options)
 
-    def flock(file, operation):
-        if operation & fcntl.LOCK_NB and now < 12:
-            raise BlockingIOError
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(device, "time", types.SimpleNamespace(monotonic=lambda: float(now), sleep=sleep))
-    # Every third second another one takes it, and writes into the file.
-    written = types.SimpleNamespace(fstat=lambda file: types.SimpleNamespace(st_mtime_ns=now // 3))
-    monkeypatch.setattr(device, "os", types.SimpleNamespace(**{**vars(os), **vars(written)}))
-    with nullcontext() if waits == 12 else pytest.raises(TimeoutError), device.lock("cpu", seconds=seconds):
-        pass
-    assert now == waits
+    monkeypatch.setattr(FileLock, "acquire", contended)
+    with device.lock("cpu", seconds=0):
+        assert next(others, None) is None
 
 
 def test_two_that_want_one_device_take_turns(tmp_path):
@@ -140,18 +121,6 @@ def test_two_that_want_one_device_take_turns(tmp_path):
     assert len(list(tmp_path.glob("stackwise-*.lock"))) == 1
 
 
-def test_who_ends_without_a_word_has_it_no_longer(holder):
-    holder.kill()
-    holder.wait()
-    with device.lock("cpu", seconds=0):
-        pass
-
-
-def test_a_child_that_lives_on_does_not_hold_it():
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
-    assert done.stdout == "again\n"
-
-
 def test_other_devices_are_free(holder):
     for name in ("cuda", "cuda:1"):
         with device.lock(name, seconds=0):
@@ -164,13 +133,13 @@ def test_entered_again_by_who_has_it(tmp_path):
             with device.lock("cpu", seconds=0):
                 pass
             assert (tmp_path / f"stackwise-{os.getuid()}-cpu.lock").read_text() == str(os.getpid())
-    assert device._held == {}
 
 
-def test_an_error_inside_gives_it_back():
+def test_an_error_inside_gives_it_back(tmp_path):
     with pytest.raises(ZeroDivisionError), device.lock("cpu"):
         raise ZeroDivisionError
-    assert device._held == {}
+    with file_lock(tmp_path / f"stackwise-{os.getuid()}-cpu.lock", blocking=False):
+        pass
 
 
 @pytest.mark.parametrize(

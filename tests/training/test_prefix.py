@@ -139,20 +139,18 @@ def test_nothing_is_left_on_disk(rack, store, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(rack, store, tmp_path):
-    """Its lock is free; those of processes that run, and of other machines, are left alone."""
-    killed, runs = (PrefixOutputs(rack, store, 100 * ENTRY, tmp_path) for _ in range(2))
-    for prefix in (killed, runs):
-        ask(prefix, 0, 1)
+def test_folders_of_running_processes_and_other_machines_remain(rack, store, tmp_path):
+    killed = tmp_path / f"prefix-{socket.gethostname()}@0"
     elsewhere = tmp_path / f"prefix-{socket.gethostname()}-too@0"
-    elsewhere.mkdir()
-    (elsewhere / "lock").touch()
-    killed._lock.close()  # as the system does
-    prefix = PrefixOutputs(rack, store, 100 * ENTRY, tmp_path)
-    assert set(tmp_path.iterdir()) == {runs._folder, prefix._folder, elsewhere}
-    assert ask(runs, 0, 1).equal(computed(rack, batch(0), 1))
-    runs.close()
-    prefix.close()
+    for folder in (killed, elsewhere):
+        folder.mkdir()
+        (folder / ".lock").touch()
+    first, second = (PrefixOutputs(rack, store, 100 * ENTRY, tmp_path) for _ in range(2))
+    assert not killed.exists()
+    ask(first, 0, 1)
+    second.close()
+    assert ask(first, 0, 1).equal(computed(rack, batch(0), 1))
+    first.close()
     assert list(tmp_path.iterdir()) == [elsewhere]
 
 
@@ -171,7 +169,7 @@ def test_what_a_full_disk_refuses_is_computed_again(rack, store, tmp_path, monke
             assert ask(prefix, 1, 1).equal(computed(rack, batch(1), 1))
         assert ask(prefix, 2, 1).equal(computed(rack, batch(2), 1))  # asks no more, nor warns
     assert prefix.statistics.bytes == ENTRY
-    assert {path.name for path in prefix._folder.iterdir()} == {"lock", batch_key(batch(0))}
+    assert {path.name for path in prefix._folder.iterdir()} == {".lock", batch_key(batch(0))}
     for depth in (1, 2, 3):
         for seed in (0, 1, 2):
             assert ask(prefix, seed, depth).equal(computed(rack, batch(seed), depth))

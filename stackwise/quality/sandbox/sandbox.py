@@ -9,23 +9,20 @@ than the checks. What says that the checks are through is a nonce that only thei
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
 import selectors
-import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from stackwise.quality.sandbox.jailed import Jailed, SandboxError
 from stackwise.quality.sandbox.limits import SandboxLimits
 from stackwise.support.arguments import check_choice, require
+from stackwise.support.temporary_folder import temporary_folder
 
 __all__ = ["WITHOUT_ISOLATION", "Execution", "Sandbox", "Status", "isolation_problem"]
 
@@ -70,7 +67,7 @@ class Sandbox:
     temporary folder in memory, and nothing else: no other files, no network, no environment, no process but
     its own. This needs Linux on x86-64 or arm64, as root or with user namespaces. Together the two processes,
     and all that they start, may hold `processes` times `memory_bytes` each, and files in memory of
-    `open_files` times `file_bytes` for each process. A new Sandbox deletes the temporary folders of runs that
+    `open_files` times `file_bytes` for each process. Each run deletes the temporary folders of runs that
     were killed.
 
     Args:
@@ -89,7 +86,6 @@ class Sandbox:
         self.isolated = True
         if without_isolation is not None:
             check_choice("without_isolation", without_isolation, (WITHOUT_ISOLATION,))
-        _remove_leftovers()
         problem = isolation_problem()
         if problem is not None:
             if without_isolation is None:
@@ -170,7 +166,7 @@ def _run(
     nonce = secrets.token_hex(16)
     task = json.dumps({"setup": setup, "test": test, "names": functions, "nonce": nonce})
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_temporary_folder())
+        folder = stack.enter_context(temporary_folder(_PREFIX))
         ends = {}
         for name in ("candidate", "checker"):
             (folder / name).mkdir()
@@ -208,46 +204,6 @@ def _run(
                 if problems:
                     raise SandboxError(f"no jail can be made here: {problems[0]}")
     return Execution(status, reason, output, time.monotonic() - began)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """Make a folder and delete it at the end. It is locked until then, so that no other run deletes it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        lock = _locked(folder)
-        if lock is not None:
-            break
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_leftovers() -> None:
-    """Delete the folders of this user's runs that were killed. The kernel has released their locks."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        lock = _locked(folder)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder; None if another run has it, or has deleted it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_uid == os.geteuid() and folder.exists():
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return None
 
 
 def _heard(result: int, jailed: dict[str, Jailed], deadline: float, most: int) -> tuple[bytes | None, str]:

@@ -375,7 +375,7 @@ def test_what_is_printed_is_kept_up_to_a_limit():
 
 @needs_jail
 def test_nothing_is_left_where_files_are_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert Sandbox(PATIENT).run("def f(): pass", "f()", functions=["f"]).passed
     assert not [*tmp_path.iterdir()]
 

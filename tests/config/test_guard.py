@@ -1,0 +1,81 @@
+"""Keys of the guard: the values that each accepts and refuses, and keys that do not fit together."""
+
+import pytest
+
+from stackwise.config import GuardConfig
+from tests.config.keys import (
+    acceptances,
+    assert_refused,
+    flag,
+    integer,
+    number,
+    problems,
+    refusals,
+    text,
+)
+
+KEYS = {
+    GuardConfig: {
+        "deviations": number(least=0),
+        "factor": number(above=1).accepts(1.1),
+        "suspect_factor": number(above=1).accepts(1.1).or_null(),
+        "proven_factor": number(above=1, suspect_factor=None).accepts(1.1),
+        "loss_factor": number(above=1).accepts(1.1).or_null(),
+        "logit_factor": number(above=1).accepts(1.1).or_null(),
+        "logit_limit": number(above=0).or_null(),
+        "recent": integer(1).accepts(1, 128),
+        "minimum": integer(1).accepts(1, 128),
+        "history": integer(1, recent=1, minimum=1),
+        "spikes_clipped": integer(0),
+        "patience": integer(1, snapshot_interval=None),
+        "rewinds": integer(0),
+        "snapshot_interval": integer(1, patience=1).accepts(2, 10**9).or_null(),
+        "snapshot_on_host": flag(),
+        "bundle_dir": text().or_null(),
+        "bundle_weights": flag(),
+        "max_bundles": integer(0),
+    }
+}
+
+
+def test_table_has_a_row_for_every_key():
+    assert {kind: set(rows) for kind, rows in KEYS.items()} == {GuardConfig: set(GuardConfig.model_fields)}
+
+
+@pytest.mark.parametrize("kind, given, key, value", acceptances(KEYS))
+def test_key_accepts(kind, given, key, value):
+    found = kind.from_dict(given | {key: value})
+    assert found.to_dict()[key] == value
+
+
+@pytest.mark.parametrize("kind, key, value, words", refusals(KEYS))
+def test_key_refuses(kind, key, value, words):
+    assert_refused(problems(kind, {key: value}), key, value, words)
+
+
+@pytest.mark.parametrize(
+    "mapping, key, value, rule",
+    [
+        ({"recent": 9, "history": 8}, "history", 8, "must not be below recent=9"),
+        ({"minimum": 9, "history": 8}, "history", 8, "must not be below minimum=9"),
+        ({"suspect_factor": 31.0}, "proven_factor", 30.0, "must not be below suspect_factor=31.0"),
+        ({"patience": 50}, "snapshot_interval", 50, "must be above patience=50"),
+        ({"patience": 51}, "snapshot_interval", 50, "must be above patience=51"),
+    ],
+)
+def test_keys_that_do_not_fit_together_are_refused(mapping, key, value, rule):
+    assert_refused(problems(GuardConfig, mapping), key, value, [rule])
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"recent": 9, "minimum": 9, "history": 9},
+        {"suspect_factor": 30.0},
+        {"suspect_factor": None, "proven_factor": 1.1},
+        {"patience": 49},
+        {"patience": 99, "snapshot_interval": None},
+    ],
+)
+def test_keys_at_their_limits_are_accepted(mapping):
+    assert GuardConfig.from_dict(mapping).to_dict() == GuardConfig().to_dict() | mapping

@@ -1,0 +1,553 @@
+"""Sections: values that each key accepts and refuses, error messages, assignment and round trips."""
+
+import collections
+import copy
+import functools
+import json
+import pickle
+import types
+from typing import get_args
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from stackwise.config import (
+    ArchitectureConfig,
+    BlockConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    DistributedConfig,
+    GuardConfig,
+    KernelConfig,
+    LatentConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+    RopeScalingConfig,
+    ScheduleConfig,
+    ScopeConfig,
+    StackOptimizerConfig,
+    StackWiseConfig,
+    TelemetryConfig,
+    TrainingConfig,
+)
+from stackwise.config.yaml import dump_yaml, load_yaml
+from tests.config.keys import (
+    LARGEST,
+    Key,
+    acceptances,
+    assert_refused,
+    choice,
+    flag,
+    integer,
+    number,
+    problems,
+    refusals,
+    section,
+    text,
+)
+
+DEVICES = ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cpu:0", " cpu", "cuda:1\n", "cuda:\u0661"]
+WINDOWS = [([], ("at least one window",)), ("4", ("integer",)), (0, ("1",)), ((4,), ("integer",))]
+BETAS = [([0.9], ("2",)), ([0.9] * 3, ("2",)), ([0.9, 1.0], ("[0, 1)",)), ([-0.1, 0.9], ("[0, 1)",))]
+NOT_ASYNCHRONOUS = [(value, ("true, false or 'overlapped'",)) for value in (1, "true", None)]
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
+MASKED = {"kind": "masked_token", "mask_token_id": 3}
+# Every key of a configuration. Keys of the guard are in test_guard.py.
+KEYS = {
+    StackWiseConfig: {"model": section(), "training": section(), "data": section()},
+    ModelConfig: {
+        "vocab_size": integer(1),
+        "d_model": integer(1, n_heads=1, n_kv_heads=1, use_rope=False),
+        "d_ff": integer(1),
+        "n_heads": integer(1, n_kv_heads=1, head_dim=2),
+        "n_kv_heads": integer(1, attention_type="kernel", n_heads=LARGEST, head_dim=2)
+        .or_null()
+        .accepts(1, LARGEST),
+        "head_dim": integer(1, use_rope=False).or_null(),
+        "max_seq_len": integer(1).or_null(),
+        "sliding_window": Key([1, LARGEST, [4, None], None], WINDOWS),
+        "attention_type": choice("mha", "gqa", "mqa", "mla", "kernel").accepts("gqa", "kernel"),
+        "attention_mode": choice("causal", "bidirectional"),
+        "latent": section().or_null(),
+        "kernel": section().or_null(),
+        "qk_norm": choice("head", "width").or_null(),
+        "softcap": number(above=0).or_null(),
+        "qkv_bias": flag(),
+        "norm": choice("rmsnorm", "layernorm"),
+        "norm_eps": number(above=0),
+        "norm_position": choice("pre", "post"),
+        "dropout": number(least=0, below=1),
+        "tie_embeddings": flag(),
+        "embedding_max_norm": number(above=0).or_null(),
+        "freeze_up_proj": flag(),
+        "use_rope": flag(),
+        "rope_theta": number(above=0),
+        "rope_scaling": section().or_null(),
+        "initialization": choice("normal", "kaiming", "xavier", "small", "zero_out", "mup").accepts(
+            "normal", "kaiming", "xavier", "small", "zero_out"
+        ),
+        "mup_base_width": integer(1, initialization="mup").or_null(),
+        "architecture": section(),
+    },
+    ArchitectureConfig: {
+        "n_stacks": integer(1, most=10_000, blocks_per_stack=1),
+        "blocks_per_stack": integer(1, most=10_000, n_stacks=1),
+    },
+    LatentConfig: {
+        "kv_lora_rank": integer(1),
+        "q_lora_rank": integer(1).or_null(),
+        "qk_nope_head_dim": integer(1),
+        "qk_rope_head_dim": integer(1).accepts(2, LARGEST - 1),
+        "v_head_dim": integer(1),
+    },
+    KernelConfig: {
+        "feature_map": choice("favor", "gaussian", "laplacian", "elu"),
+        "n_features": integer(1, feature_map="favor"),
+        "bandwidth": number(above=0, feature_map="gaussian"),
+    },
+    RopeScalingConfig: {
+        "rope_type": choice("linear", "llama3", factor=2.0),
+        "factor": number(least=1, rope_type="linear").accepts(1, 1e9),
+        "low_freq_factor": number(above=0, **LLAMA3),
+        "high_freq_factor": number(above=0, low_freq_factor=1e-13, **LLAMA3),
+        "original_max_position_embeddings": integer(1, **LLAMA3),
+    },
+    TrainingConfig: {
+        "training_architecture": choice("rackwise", "stackwise", "blockwise"),
+        "batch_size": integer(1),
+        "accumulation_steps": integer(1),
+        "seq_len": integer(1),
+        "max_steps": integer(1),
+        "seed": integer(0),
+        "device": Key(
+            ["auto", "cpu", "cuda", "cuda:0", "cuda:11"],
+            [(0, ("string",)), *((device, ("auto", "cpu")) for device in DEVICES)],
+        ),
+        "precision": choice("fp32", "bf16", "bf16_weights", "fp16", "float8"),
+        "compile": flag(),
+        "grad_clip": number(above=0).or_null(),
+        "log_interval": integer(1),
+        "eval_interval": integer(1).or_null(),
+        "eval_batches": integer(1, eval_interval=1).or_null(),
+        "checkpoint_dir": text().or_null(),
+        "save_interval": integer(1, checkpoint_dir="runs"),
+        "resume": flag(checkpoint_dir="runs"),
+        **dict.fromkeys(["optimizer", "schedule", "objective", "scope", "recompute"], section()),
+        **dict.fromkeys(["distributed", "checkpoint", "telemetry"], section()),
+        "guard": section().or_null(),
+    },
+    OptimizerConfig: {
+        "kind": choice("adamw", "muon"),
+        "lr": number(above=0),
+        "weight_decay": number(least=0),
+        "betas": Key([[0.0, 0.999]], BETAS),
+        "eps": number(above=0),
+        "momentum": number(least=0, below=1, kind="muon"),
+        "per_stack": Key(
+            [{}, {7: {"lr": 1, "weight_decay": 0}, 0: {"lr": None, "weight_decay": None}}],
+            [([{}], ("dictionary",)), (None, ("dictionary",))],
+        ),
+    },
+    StackOptimizerConfig: {"lr": number(above=0).or_null(), "weight_decay": number(least=0).or_null()},
+    ScheduleConfig: {
+        "kind": choice("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+        "warmup_steps": integer(0).or_null(),
+        "min_lr": number(least=0),
+        "decay_fraction": number(above=0, most=1, kind="wsd"),
+    },
+    ObjectiveConfig: {
+        "kind": choice("next_token", "masked_token", "mask_diffusion").accepts("next_token"),
+        "mask_token_id": integer(0, kind="mask_diffusion").or_null(),
+        "mask_fraction": number(above=0, most=1, **MASKED),
+        "random_fraction": number(least=0, most=1, **MASKED),
+        "same_fraction": number(least=0, most=1, **MASKED),
+        "noise_schedule": choice("linear", "cosine", kind="mask_diffusion", mask_token_id=3),
+        "z_loss": number(least=0),
+        "logits_chunk": integer(1).or_null(),
+    },
+    ScopeConfig: {
+        "head": choice("shared", "per_unit"),
+        "overlap": integer(0),
+        "suffix": integer(0),
+        "order": choice("left_to_right", "right_to_left"),
+        "growth": flag(),
+        "polish_steps": integer(0),
+        "cache_bytes": integer(0),
+        "cache_dir": text(cache_bytes=1).or_null(),
+        "offload": choice("none", "cpu", "disk").accepts("none", "cpu"),
+        "offload_dir": text(offload="disk").or_null(),
+    },
+    RecomputeConfig: {
+        "kind": choice("none", "full", "every_nth", "selective", "budget", "by_name").accepts(
+            "none", "full", "every_nth", "selective", "budget"
+        ),
+        "every": integer(1, kind="every_nth"),
+        "budget": number(least=0, most=1, kind="budget"),
+        "names": Key(
+            [["*"], [""]],
+            [("mlp", ("list",)), (["mlp", "a\0b"], ("without NUL",))],
+            {"kind": "by_name"},
+        ),
+    },
+    DistributedConfig: {
+        "strategy": choice("none", "ddp", "fsdp"),
+        "reshard_after_forward": flag(strategy="fsdp"),
+    },
+    CheckpointConfig: {
+        "keep_last": integer(1),
+        "keep_every": integer(1).or_null(),
+        "keep_best": integer(0),
+        "asynchronous": Key([True, False, "overlapped"], NOT_ASYNCHRONOUS),
+        "upload": text().or_null(),
+        "upload_keep_last": integer(1, upload="copies").or_null(),
+    },
+    TelemetryConfig: {
+        "parameter_norms": flag(),
+        "jsonl": text().or_null(),
+        "tensorboard": text().or_null(),
+    },
+    DataConfig: {
+        "dataset_path": text().or_null(),
+        "task": choice("copy", "shift", "induction", "markov").or_null(),
+        "tokenizer": text(),
+        "pack_documents": flag(),
+        "validation_fraction": number(least=0, below=1),
+        "shuffle": flag(),
+    },
+}
+# Values without an effect: section, key, value, the key that decides, its value, and the values it needs.
+IDLE = [
+    (ModelConfig, "rope_theta", 5e5, "use_rope", False, "True"),
+    (KernelConfig, "n_features", 64, "feature_map", "elu", "'favor' or 'gaussian' or 'laplacian'"),
+    (KernelConfig, "bandwidth", 2.0, "feature_map", "favor", "'gaussian' or 'laplacian'"),
+    (RopeScalingConfig, "low_freq_factor", 2.0, "rope_type", "linear", "'llama3'"),
+    (RopeScalingConfig, "high_freq_factor", 8.0, "rope_type", "linear", "'llama3'"),
+    (RopeScalingConfig, "original_max_position_embeddings", 64, "rope_type", "linear", "'llama3'"),
+    (OptimizerConfig, "momentum", 0.5, "kind", "adamw", "'muon'"),
+    (ScheduleConfig, "min_lr", 1e-5, "kind", "constant", "'cosine' or 'linear' or 'wsd' or 'inverse_sqrt'"),
+    (ScheduleConfig, "decay_fraction", 0.5, "kind", "cosine", "'wsd'"),
+    (ObjectiveConfig, "mask_fraction", 0.5, "kind", "next_token", "'masked_token'"),
+    (ObjectiveConfig, "random_fraction", 0.5, "kind", "next_token", "'masked_token'"),
+    (ObjectiveConfig, "same_fraction", 0.5, "kind", "next_token", "'masked_token'"),
+    (ObjectiveConfig, "noise_schedule", "cosine", "kind", "next_token", "'mask_diffusion'"),
+    (RecomputeConfig, "every", 3, "kind", "full", "'every_nth'"),
+    (RecomputeConfig, "budget", 0.25, "kind", "none", "'budget'"),
+    (RecomputeConfig, "names", ["*"], "kind", "selective", "'by_name'"),
+    (DistributedConfig, "reshard_after_forward", False, "strategy", "ddp", "'fsdp'"),
+    (TrainingConfig, "eval_batches", 3, "eval_interval", None, "not null"),
+    (TrainingConfig, "save_interval", 3, "checkpoint_dir", None, "not null"),
+    (TrainingConfig, "resume", True, "checkpoint_dir", None, "not null"),
+    (TrainingConfig, "checkpoint", {"asynchronous": True}, "checkpoint_dir", None, "not null"),
+    (CheckpointConfig, "upload_keep_last", 2, "upload", None, "not null"),
+    (DataConfig, "tokenizer", "t.json", "task", "copy", "null"),
+]
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([key for rows in KEYS.values() for key in rows]) | st.text(max_size=3),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def required(kind):
+    """Return values for the keys of a section that have no default."""
+    return {"rope_type": "llama3", "factor": 2.0} if kind is RopeScalingConfig else {}
+
+
+def test_table_has_a_row_for_every_key():
+    def sections(kind):
+        kinds = [each for field in kind.model_fields.values() for each in parts(field.annotation)]
+        inner = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+        return {kind, *(each for found in inner for each in sections(found))}
+
+    def parts(annotation):
+        return [annotation, *(part for each in get_args(annotation) for part in parts(each))]
+
+    schema = {kind: set(kind.model_fields) for kind in sections(StackWiseConfig) - {GuardConfig}}
+    assert {kind: set(rows) for kind, rows in KEYS.items()} == schema
+
+
+def test_table_has_a_row_for_every_key_without_effect():
+    applies = {(kind, key) for kind in KEYS for key in kind.applies}
+    assert {(kind, key) for kind, key, *_ in IDLE} == applies
+
+
+@pytest.mark.parametrize("kind, given, key, value", acceptances(KEYS))
+def test_key_accepts(kind, given, key, value):
+    assert kind.from_dict(required(kind) | given | {key: value}).to_dict()[key] == value
+
+
+@pytest.mark.parametrize("kind, given, key, value", acceptances(KEYS))
+def test_accepted_value_survives_yaml_and_json(kind, given, key, value):
+    section = kind.from_dict(required(kind) | given | {key: value})
+    assert kind.from_dict(load_yaml(dump_yaml(section.to_dict()).encode())) == section
+    assert kind.from_dict(yaml.safe_load(dump_yaml(section.to_dict()))) == section
+    assert kind.from_json(json.loads(json.dumps(section.to_dict()))) == section
+
+
+@pytest.mark.parametrize("kind, key, value, words", refusals(KEYS))
+def test_key_refuses(kind, key, value, words):
+    assert_refused(problems(kind, required(kind) | {key: value}), key, value, words)
+
+
+@pytest.mark.parametrize("kind, key", [(kind, key) for kind, rows in KEYS.items() for key in rows])
+def test_refused_assignment_changes_nothing(kind, key):
+    config = kind.from_dict(required(kind))
+    for value, words in KEYS[kind][key].refused:
+        with pytest.raises(ConfigError) as caught:
+            setattr(config, key, value)
+        assert_refused(caught.value.problems, key, value, words)
+    assert config == kind.from_dict(required(kind))
+
+
+def test_whole_number_becomes_a_float():
+    lr = OptimizerConfig.from_dict({"lr": 1}).lr
+    assert lr == 1 and type(lr) is float
+
+
+@pytest.mark.parametrize("kind, key, value, other, state, needed", IDLE)
+class TestKeyWithoutEffect:
+    def test_key_is_refused(self, kind, key, value, other, state, needed):
+        [line] = problems(kind, required(kind) | {other: state, key: value})
+        if isinstance(value, dict):
+            [(inner, value)] = value.items()
+            key = f"{key}.{inner}"
+        reason = (
+            f"{other}, which is null" if needed == "not null" else f"{other}={needed} ({other}={state!r})"
+        )
+        assert line == f"{key}: got {value!r} ({type(value).__name__}); is for {reason}"
+
+    def test_default_is_accepted(self, kind, key, value, other, state, needed):
+        default = kind.from_dict(required(kind)).to_dict()[key]
+        found = kind.from_dict(required(kind) | {other: state, key: default})
+        assert found.to_dict()[key] == default
+
+    def test_put_away_resets_the_key(self, kind, key, value, other, state, needed):
+        content = required(kind) | {other: state, key: value}
+        kind.put_away(content)
+        assert content[key] == kind.from_dict(required(kind)).to_dict()[key]
+
+
+def test_put_away_resets_keys_of_nested_sections():
+    scaling = {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 2.0}
+    optimizer, schedule = {"momentum": 0.5}, {"kind": "wsd", "decay_fraction": 0.5}
+    content = {"model": {"rope_scaling": scaling}, "training": {"optimizer": optimizer, "schedule": schedule}}
+    StackWiseConfig.put_away(content)
+    assert content["model"]["rope_scaling"]["low_freq_factor"] == 1.0
+    assert content["training"]["optimizer"] == {"momentum": 0.95}
+    assert content["training"]["schedule"] == {"kind": "wsd", "decay_fraction": 0.5}
+    StackWiseConfig.from_dict(content)
+
+
+@pytest.mark.parametrize("kind", [*KEYS, GuardConfig, BlockConfig])
+def test_every_key_has_a_description(kind):
+    descriptions = kind.descriptions()
+    assert list(descriptions) == list(kind.model_fields)
+    assert all(line and not line.endswith(".") for line in descriptions.values())
+
+
+def test_description_is_the_text_below_the_key():
+    assert OptimizerConfig.descriptions()["momentum"] == "Momentum of Muon"
+    assert BlockConfig.descriptions()["d_ff"] == "Width inside the feed-forward network"
+
+
+@pytest.mark.parametrize("kind", [*KEYS, GuardConfig])
+class TestUnknownKey:
+    def test_similar_key_is_suggested(self, kind):
+        for key in kind.model_fields:
+            [line] = problems(kind, required(kind) | {f"{key}x": 1})
+            allowed = ", ".join(kind.model_fields)
+            assert line == f"{key}x: unknown key; did you mean {key!r}? allowed: {allowed}"
+
+    def test_no_key_is_suggested_for_another_word(self, kind):
+        [line] = problems(kind, required(kind) | {"zzzz": 1})
+        assert line == f"zzzz: unknown key; allowed: {', '.join(kind.model_fields)}"
+
+    def test_assignment_is_refused(self, kind):
+        config = kind.from_dict(required(kind))
+        with pytest.raises(ConfigError, match="zzzz: unknown key"):
+            config.zzzz = 1
+        assert not hasattr(config, "zzzz")
+
+
+@pytest.mark.parametrize("key", [1, None, True, 2.5, (1, 2), b"model"])
+def test_key_that_is_not_text_is_refused(key):
+    for mapping in ({key: 1}, {"model": {key: 1}}, {"training": {"optimizer": {key: 1}}}):
+        [line] = problems(StackWiseConfig, mapping)
+        assert str(key) in line
+
+
+@pytest.mark.parametrize("value", [None, 0, "x", [], [("model", {})], {"model"}])
+def test_value_that_is_not_a_mapping_is_refused(value):
+    [line] = problems(StackWiseConfig, value)
+    assert line == f"got {value!r} ({type(value).__name__}); allowed: a mapping of keys"
+
+
+@pytest.mark.parametrize("kind", [collections.OrderedDict, types.MappingProxyType, collections.UserDict])
+def test_mapping_of_any_class_is_accepted(kind):
+    config = StackWiseConfig.from_dict(kind({"model": kind({"architecture": kind({"n_stacks": 3})})}))
+    assert config.model.architecture.n_stacks == 3
+
+
+class TestErrors:
+    def test_all_problems_are_reported_with_their_paths(self):
+        wrong = {
+            "model": {"n_heads": 7, "architecture": {"n_stacks": 0}},
+            "training": {
+                "optimizer": {"lr": "1e-4", "momentun": 1, "per_stack": {0: {"eps": 1.0}, -1: {}, "2": {}}},
+                "schedule": {"warmup_steps": 201, "kind": "step"},
+                "scope": {"overlap": 1, "suffix": 1, "of_load": "disk"},
+                "recompute": {"kind": "by_name", "every": 0},
+            },
+            "data": {"shuffle": 1, "task": "sort"},
+            "modle": {},
+        }
+        assert [line.split(": ")[0] for line in problems(StackWiseConfig, wrong)] == [
+            "model.n_heads",
+            "model.architecture.n_stacks",
+            "training.optimizer.lr",
+            "training.optimizer.per_stack.0.eps",
+            "training.optimizer.per_stack.-1",
+            "training.optimizer.per_stack.2",
+            "training.optimizer.momentun",
+            "training.schedule.kind",
+            "training.scope.suffix",
+            "training.scope.of_load",
+            "training.recompute.every",
+            "training.recompute.names",
+            "data.task",
+            "data.shuffle",
+            "modle",
+        ]
+
+    @pytest.mark.parametrize("name", ["a.yaml", "configuration"])
+    def test_message_names_the_source(self, name):
+        one, two = ConfigError(["x: bad"], name), ConfigError(["x: bad", "y: bad"], name)
+        assert str(one) == f"{name}: x: bad"
+        assert str(two) == f"{name}: 2 problems\n  x: bad\n  y: bad"
+        assert isinstance(one, ValueError)
+
+    def test_source_is_reported(self):
+        for build in (DataConfig.from_dict, DataConfig.from_json):
+            with pytest.raises(ConfigError) as caught:
+                build({"shuffle": 1}, source="run.json")
+            assert caught.value.source == "run.json"
+
+    def test_copies_and_pickles_are_equal(self):
+        error = ConfigError(["model.d_ff: got 0 (int); allowed: 1", "data: x"], "a.yaml")
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert again.problems == error.problems and str(again) == str(error)
+
+    @pytest.mark.parametrize(
+        "value, shown",
+        [
+            ("x" * 56, "'" + "x" * 56 + "'"),
+            ("x" * 10**6, "'" + "x" * 27 + "..." + "x" * 28 + "'"),
+            ([[0] * 1000] * 1000, "[[0, 0, 0, 0, 0, 0, ...], [0, 0, 0, 0, 0, 0, ...], [0, 0,..."),
+            (functools.reduce(lambda inner, _: [inner], range(100_000), []), "[[[[[[[...]]]]]]]"),
+        ],
+        ids=["text", "long text", "long list", "deep list"],
+    )
+    def test_long_value_is_shortened(self, value, shown):
+        [line] = problems(DataConfig, {"shuffle": value})
+        assert line.startswith(f"shuffle: got {shown} ({type(value).__name__}); ")
+
+    def test_integer_that_python_does_not_print_is_named(self):
+        [line] = problems(TrainingConfig, {"seed": -(10**5000)})
+        assert line.startswith("seed: got <int ") and len(line) < 200
+
+    def test_value_whose_repr_fails_is_named(self):
+        class Silent:
+            def __repr__(self):
+                raise RuntimeError
+
+        [line] = problems(DataConfig, {"shuffle": Silent()})
+        assert line.startswith("shuffle: got <") and "Silent" in line
+
+
+class TestAssignment:
+    def test_accepted_value_is_converted_and_stored(self):
+        config = StackWiseConfig()
+        config.training.optimizer.lr = 1
+        config.model.architecture = {"n_stacks": 7}
+        config.training.optimizer.per_stack = {2: {"lr": 1}}
+        config.training.optimizer.per_stack[2].lr = 3
+        expected = StackWiseConfig().to_dict()
+        expected["training"]["optimizer"] |= {"lr": 1.0, "per_stack": {2: {"lr": 3.0, "weight_decay": None}}}
+        expected["model"]["architecture"]["n_stacks"] = 7
+        assert config.to_dict() == expected
+        config.validate()
+
+    def test_values_are_not_shared(self):
+        betas = [0.5, 0.6]
+        first = OptimizerConfig.from_dict({"betas": betas})
+        betas.append(7.0)
+        first.to_dict()["betas"].append(7.0)
+        OptimizerConfig().betas.append(7.0)
+        assert first.betas == [0.5, 0.6]
+        assert OptimizerConfig().betas == [0.9, 0.95]
+
+    @pytest.mark.parametrize("kind", KEYS)
+    @given(data=st.data())
+    def test_section_stays_valid(self, kind, data):
+        """An assignment is refused without an effect, or changes one key of a section that is then valid."""
+        config = kind.from_dict(required(kind))
+        for _ in range(8):
+            before = config.to_dict()
+            key = data.draw(st.sampled_from(sorted(before)))
+            row = KEYS[kind][key]
+            values = [*row.accepted, *(wrong for wrong, _ in row.refused), 0, 1, 2, 3, *before.values()]
+            try:
+                setattr(config, key, copy.deepcopy(data.draw(st.sampled_from(values))))
+            except ConfigError:
+                assert config.to_dict() == before
+            after = config.to_dict()
+            assert kind.from_dict(after) == config
+            assert after | {key: None} == before | {key: None}
+
+
+class TestFromDict:
+    def test_missing_keys_have_their_defaults(self):
+        expected = StackWiseConfig().to_dict()
+        expected["model"]["d_ff"] = 64
+        assert StackWiseConfig.from_dict({"model": {"d_ff": 64}}).to_dict() == expected
+
+    def test_mapping_is_not_changed(self):
+        mapping = {"training": {"optimizer": {"per_stack": {0: {"lr": 1}}}}}
+        before = copy.deepcopy(mapping)
+        StackWiseConfig.from_dict(mapping)
+        assert mapping == before
+
+    def test_json_has_text_for_indices_of_stacks(self):
+        config = StackWiseConfig.from_dict({"training": {"optimizer": {"per_stack": {7: {"lr": 1}, 0: {}}}}})
+        assert StackWiseConfig.from_json(json.loads(json.dumps(config.to_dict()))) == config
+
+    @pytest.mark.parametrize("key", ["x", "-1", "1.0", "\u0661", ""])
+    def test_json_with_another_text_for_an_index_is_refused(self, key):
+        with pytest.raises(ConfigError, match=r"per_stack\..*: got .* as a key"):
+            OptimizerConfig.from_json({"per_stack": {key: {}}})
+
+    @given(st.dictionaries(st.sampled_from(["model", "training", "data"]), TREES))
+    def test_any_tree_is_accepted_or_refused_with_short_lines(self, tree):
+        try:
+            config = StackWiseConfig.from_dict(tree)
+        except ConfigError as error:
+            lines = error.problems
+        else:
+            lines = []
+            assert StackWiseConfig.from_dict(config.to_dict()) == config
+        assert all(len(line) < 2000 for line in lines)

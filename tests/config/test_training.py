@@ -1,0 +1,169 @@
+"""Settings of the training: sections whose keys fit together."""
+
+import re
+
+import pytest
+
+from stackwise.config import ConfigError, StackWiseConfig, TrainingConfig
+from tests.config.keys import assert_refused, problems, same_values
+
+BLOCKWISE = {"training_architecture": "blockwise"}
+BACKWARD = {"order": "right_to_left"}
+MASKED = {"kind": "masked_token", "mask_token_id": 3}
+DIFFUSION = {"kind": "mask_diffusion", "mask_token_id": 3}
+RUNS = {"checkpoint_dir": "runs"}
+LAYERWISE = "is for training_architecture stackwise or blockwise"
+# Keys of `training`, the key refused, its value and the rule.
+REFUSED = [
+    ({"scope": {"head": "per_unit"}}, "scope.head", "per_unit", LAYERWISE),
+    ({"scope": {"overlap": 1}}, "scope.overlap", 1, LAYERWISE),
+    ({"scope": {"suffix": 1}}, "scope.suffix", 1, LAYERWISE),
+    ({"scope": BACKWARD}, "scope.order", "right_to_left", LAYERWISE),
+    ({"scope": {"polish_steps": 1}}, "scope.polish_steps", 1, LAYERWISE),
+    ({"scope": {"polish_steps": 999}}, "scope.polish_steps", 999, LAYERWISE),
+    ({"scope": {"cache_bytes": 1}}, "scope.cache_bytes", 1, LAYERWISE),
+    ({"scope": {"offload": "cpu"}}, "scope.offload", "cpu", LAYERWISE),
+    *(
+        (BLOCKWISE | {"scope": scope}, f"scope.{key}", value, rule)
+        for scope, key, value, rule in [
+            ({"overlap": 2, "suffix": 1}, "suffix", 1, "is for overlap=0"),
+            (BACKWARD | {"overlap": 2}, "order", "right_to_left", "goes with overlap=0 (overlap=2)"),
+            (BACKWARD | {"suffix": 2}, "order", "right_to_left", "goes with suffix=0 (suffix=2)"),
+            (BACKWARD | {"growth": True}, "growth", True, "goes with order='left_to_right'"),
+            ({"cache_dir": "x"}, "cache_dir", "x", "needs cache_bytes above 0"),
+            ({"offload": "disk"}, "offload_dir", None, "goes with offload='disk'"),
+            ({"offload_dir": "x"}, "offload_dir", "x", "goes with offload='disk', which needs one"),
+            ({"offload": "cpu", "offload_dir": "x"}, "offload_dir", "x", "(offload='cpu')"),
+            ({"polish_steps": 200}, "polish_steps", 200, "must be below max_steps=200"),
+            ({"polish_steps": 201}, "polish_steps", 201, "must be below max_steps=200"),
+        ]
+    ),
+    *(
+        ({"objective": objective}, f"objective.{key}", value, rule)
+        for objective, key, value, rule in [
+            (MASKED | {"mask_token_id": None}, "mask_token_id", None, "kind='masked_token' needs the id"),
+            (
+                DIFFUSION | {"mask_token_id": None},
+                "mask_token_id",
+                None,
+                "kind='mask_diffusion' needs the id",
+            ),
+            ({"mask_token_id": 3}, "mask_token_id", 3, "kind='next_token' masks nothing; allowed: null"),
+            (
+                MASKED | {"random_fraction": 0.5, "same_fraction": 0.75},
+                "same_fraction",
+                0.75,
+                "must not exceed 1 together with random_fraction=0.5",
+            ),
+        ]
+    ),
+    *(
+        ({"optimizer": {"per_stack": {index: {}}}}, f"optimizer.per_stack.{index}", index, words)
+        for index, words in [("0", "integer"), ("x", "integer"), (-1, "0"), (2**63, str(2**63))]
+    ),
+    ({"optimizer": {"per_stack": {3: None}}}, "optimizer.per_stack.3", None, "dictionary"),
+    ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1", "x", "number"),
+    ({"schedule": {"warmup_steps": 201}}, "schedule.warmup_steps", 201, "training.max_steps=200"),
+    ({"schedule": {"min_lr": 0.5}}, "schedule.min_lr", 0.5, "must not exceed training.optimizer.lr=0.0001"),
+    ({"recompute": {"kind": "budget"}}, "recompute.kind", "budget", "needs compile=true"),
+    ({"recompute": {"kind": "by_name"}}, "recompute.names", [], "kind='by_name' needs at least one pattern"),
+    ({"recompute": {"names": [3]}}, "recompute.names.0", 3, "string"),
+    ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best", 1, "is for checkpoint_dir, which is null"),
+    (
+        RUNS | {"checkpoint": {"keep_best": 2}},
+        "checkpoint.keep_best",
+        2,
+        "is for eval_interval, which is null",
+    ),
+]
+ACCEPTED = [
+    {"max_steps": 20, "schedule": {"warmup_steps": 20}},
+    {"max_steps": 1, "schedule": {"warmup_steps": None}},
+    {"schedule": {"min_lr": 1e-4}},
+    {"scope": {"growth": True}},
+    *(
+        BLOCKWISE | {"scope": scope}
+        for scope in [
+            {"suffix": 1, "growth": True, "head": "per_unit"},
+            {"overlap": 1, "growth": True, "polish_steps": 199},
+            BACKWARD | {"polish_steps": 1},
+            {"cache_bytes": 1, "cache_dir": ""},
+            {"offload": "cpu", "cache_bytes": 1},
+            {"offload": "disk", "offload_dir": "x"},
+        ]
+    ),
+    {"objective": MASKED | {"random_fraction": 0.5, "same_fraction": 0.5}},
+    {"objective": MASKED | {"same_fraction": 0.1}},
+    {"objective": DIFFUSION | {"noise_schedule": "cosine"}},
+    {"compile": True, "recompute": {"kind": "budget", "budget": 0}},
+    RUNS | {"eval_interval": 1, "checkpoint": {"keep_best": 2}},
+    RUNS | {"resume": True, "save_interval": 7, "checkpoint": {"asynchronous": "overlapped"}},
+    {"optimizer": {"per_stack": {2**63 - 1: {"lr": 1.0}, 0: {"weight_decay": 0.0}}}},
+    {"guard": {"rewinds": 0}},
+]
+
+
+@pytest.mark.parametrize("keys, key, value, rule", REFUSED)
+def test_keys_that_do_not_fit_are_refused(keys, key, value, rule):
+    lines = problems(StackWiseConfig, {"training": keys})
+    assert_refused(lines, f"training.{key}", value, [rule])
+
+
+@pytest.mark.parametrize("keys", ACCEPTED)
+def test_keys_that_fit_are_accepted(keys):
+    assert same_values(keys, TrainingConfig.from_dict(keys).to_dict())
+
+
+@pytest.mark.parametrize(
+    "keys, refused",
+    [
+        ({"schedule": {"warmup_steps": 201, "min_lr": 0.5}}, ["schedule.warmup_steps", "schedule.min_lr"]),
+        (
+            {"scope": {"overlap": 1, "cache_bytes": 2, "cache_dir": "x", "polish_steps": 3, "growth": True}},
+            ["scope.overlap", "scope.polish_steps", "scope.cache_bytes", "scope.cache_dir"],
+        ),
+        (
+            {"objective": {"random_fraction": 0.5, "same_fraction": 0.75}},
+            ["objective.random_fraction", "objective.same_fraction"],
+        ),
+    ],
+)
+def test_every_key_that_does_not_fit_is_reported(keys, refused):
+    assert [line.split(": ")[0] for line in problems(TrainingConfig, keys)] == refused
+
+
+@pytest.mark.parametrize(
+    "before, key, value, message",
+    [
+        ({"schedule": {"warmup_steps": 20}}, "max_steps", 19, "schedule.warmup_steps: got 20"),
+        (
+            BLOCKWISE | {"scope": {"overlap": 1}},
+            "training_architecture",
+            "rackwise",
+            "scope.overlap: got 1",
+        ),
+        (BLOCKWISE | {"scope": {"polish_steps": 5}}, "max_steps", 5, "scope.polish_steps: got 5"),
+        (
+            {"compile": True, "recompute": {"kind": "budget"}},
+            "compile",
+            False,
+            "recompute.kind: got 'budget'",
+        ),
+        ({}, "scope", {"suffix": 1}, "scope.suffix: got 1"),
+    ],
+)
+def test_assignment_that_does_not_fit_is_refused(before, key, value, message):
+    training = TrainingConfig.from_dict(before)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        setattr(training, key, value)
+    assert training == TrainingConfig.from_dict(before)
+
+
+def test_validate_finds_keys_that_do_not_fit():
+    config = StackWiseConfig()
+    config.training.schedule.warmup_steps = 201
+    config.training.optimizer.betas.append(0.5)
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    keys = [line.split(": ")[0] for line in caught.value.problems]
+    assert keys == ["training.optimizer.betas", "training.schedule.warmup_steps"]

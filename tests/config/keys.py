@@ -3,13 +3,30 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from stackwise.config import ConfigError
+from stackwise.config import ConfigError, StackWiseConfig
+from stackwise.config.section import Section
+
+
+def sections(kind, path=""):
+    """Return the class of every section of a configuration, by its path."""
+
+    def parts(annotation):
+        return [annotation, *(part for each in get_args(annotation) for part in parts(each))]
+
+    found = {path: kind}
+    for name, info in kind.model_fields.items():
+        for part in parts(info.annotation):
+            if isinstance(part, type) and issubclass(part, Section):
+                found |= sections(part, f"{path}.{name}".lstrip("."))
+    return found
+
 
 LARGEST = 2**63 - 1
+SECTIONS = sections(StackWiseConfig)
 
 
 @dataclass(frozen=True)
@@ -38,8 +55,8 @@ class Key:
 def integer(least, *, most=None, **given):
     """Return the row of an integer, which must fit in 64 bits."""
     largest, above, limit = (LARGEST, 2**63, 2**63) if most is None else (most, most + 1, most)
-    others = [(value, ("integer",)) for value in ("8", 8.0, True, [8], math.nan, None)]
-    limits = [(least - 1, (str(least),)), (-(10**30), (str(least),)), (above, (str(limit),))]
+    others = [(value, ("integer",)) for value in ("8", 8.0, True, None)]
+    limits = [(least - 1, (str(least),)), (above, (str(limit),))]
     return Key([least, largest], [*others, *limits], given)
 
 
@@ -54,44 +71,44 @@ def number(*, least=None, above=None, most=None, below=None, **given):
         accepted, limits = [*accepted, most], [*limits, (most + 1e-9, most)]
     if below is not None:
         accepted, limits = [*accepted, below - 1e-9], [*limits, (below, below)]
-    others = [(value, ("number",)) for value in ("1e-4", True, [0.1], {}, math.nan, math.inf, None)]
+    others = [(value, ("number",)) for value in ("1e-4", True, math.nan, math.inf, None)]
     return Key(accepted, [*others, *((value, (f"{limit:g}",)) for value, limit in limits)], given)
 
 
 def choice(*values, **given):
     words = tuple(map(repr, values))
-    wrong = ["", values[0].upper(), f"{values[0]} ", 0, True, [values[0]], None]
+    wrong = ["", values[0].upper(), 0, None]
     return Key(list(values), [(value, words) for value in wrong], given)
 
 
 def flag(**given):
-    return Key([True, False], [(value, ("boolean",)) for value in (0, 1, "true", "yes", None)], given)
+    return Key([True, False], [(value, ("boolean",)) for value in (1, "true", None)], given)
 
 
 def text(**given):
-    wrong = [(value, ("string",)) for value in (0, True, ["a"], b"a", None)]
+    wrong = [(value, ("string",)) for value in (0, b"a", None)]
     return Key(["", "no", "1e-4"], [*wrong, ("a\0b", ("without NUL",))], given)
 
 
 def section():
-    return Key([], [(value, ("dictionary",)) for value in (0, True, "x", [1], None)])
+    return Key([], [(value, ("dictionary",)) for value in ("x", [1], None)])
 
 
 def acceptances(table):
-    """Return test parameters (section, given, key, value) of a table {section: {key: row}}."""
+    """Return test parameters (section, given, key, value) of a table {path of a section: {key: row}}."""
     return [
-        pytest.param(kind, {} if value is None else row.given, key, value, id=_id(kind, key, value))
-        for kind, rows in table.items()
+        pytest.param(SECTIONS[path], {} if value is None else row.given, key, value, id=_id(path, key, value))
+        for path, rows in table.items()
         for key, row in rows.items()
         for value in row.accepted
     ]
 
 
 def refusals(table):
-    """Return test parameters (section, key, value, words) of a table {section: {key: row}}."""
+    """Return test parameters (section, key, value, words) of a table {path of a section: {key: row}}."""
     return [
-        pytest.param(kind, key, value, words, id=_id(kind, key, value))
-        for kind, rows in table.items()
+        pytest.param(SECTIONS[path], key, value, words, id=_id(path, key, value))
+        for path, rows in table.items()
         for key, row in rows.items()
         for value, words in row.refused
     ]
@@ -120,5 +137,5 @@ def same_values(given, found):
     )
 
 
-def _id(kind, key, value):
-    return f"{kind.__name__}.{key}-{value!r}".replace("\x00", "0")
+def _id(path, key, value):
+    return f"{path}.{key}-{value!r}".lstrip(".")

@@ -1,28 +1,24 @@
 """Every key of the configuration is read by something, and every key of a training changes its result."""
 
 import contextlib
-import json
-import math
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field, create_model
 from torch import distributed, nn
 
 from stackwise import config as configuration
-from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
+from stackwise.config import BlockConfig, CheckpointConfig, ModelConfig, RecomputeConfig, StackWiseConfig
 from stackwise.config.section import Section
 from stackwise.data import create_data
 from stackwise.data.shards import write_shards
 from stackwise.model import create_rack_from_config
-from stackwise.model.feedforward import SwiGLU
 from stackwise.training import ArchitectureTrainer
 from stackwise.training.processes import Processes
+from tests.config.keys import SECTIONS
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 24}
@@ -38,29 +34,19 @@ MASKED = {"kind": "masked_token", "mask_token_id": 256}
 DIFFUSION = {"kind": "mask_diffusion", "mask_token_id": 256}
 BIDIRECTIONAL = {"attention_mode": "bidirectional", "vocab_size": 258}
 BLOCKWISE = {"training": {"training_architecture": "blockwise"}}
-DISK = {"offload": "disk", "offload_dir": "blocks"}
+COPIES = {"upload": "copies", "upload_keep_last": 1}
+TELEMETRY = {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"}
+SCOPE = {"growth": True, "polish_steps": 1, "cache_bytes": 2**20, "cache_dir": "cache"}
+SCOPE |= {"offload": "disk", "offload_dir": "blocks"}
 # Changes of the small run that together use every part of the configuration.
 RUNS = [
     {"model": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}},
     {"model": MLA},
     {"model": {"attention_type": "kernel", "kernel": {"n_features": 4}}},
-    {
-        "training": {
-            "checkpoint_dir": "runs",
-            "eval_interval": 2,
-            "save_interval": 2,
-            "checkpoint": {"upload": "copies", "upload_keep_last": 1},
-            "guard": {"bundle_dir": "bundles"},
-            "telemetry": {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"},
-        }
-    },
-    {
-        "training": {
-            "training_architecture": "stackwise",
-            "scope": {"growth": True, "polish_steps": 1, "cache_bytes": 2**20, "cache_dir": "cache", **DISK},
-            "recompute": {"kind": "every_nth", "every": 2},
-        }
-    },
+    {"training": {"checkpoint_dir": "runs", "eval_interval": 2, "save_interval": 2, "checkpoint": COPIES}},
+    {"training": {"guard": {"bundle_dir": "bundles"}, "telemetry": TELEMETRY}},
+    {"training": {"training_architecture": "stackwise", "scope": SCOPE}},
+    {"training": {"recompute": {"kind": "every_nth", "every": 2}}},
     {"training": {"optimizer": {"kind": "muon", "per_stack": {0: {"lr": 1e-3}}}}},
     {"training": {"recompute": {"kind": "by_name", "names": ["*.feedforward"]}, "accumulation_steps": 2}},
     {"training": {"distributed": {"strategy": "fsdp"}}},
@@ -71,45 +57,22 @@ RUNS = [
 ]
 # Sections that are read as a whole. Each of their keys is in CHANGES.
 READ_AS_A_WHOLE = {"StackOptimizerConfig"}
-# Keys that change the losses, with another value. The longest prefix in BASES is the run that is changed.
+# Keys that change the losses, with another value. The first prefix of a key in BASES is the run that is changed.
 CHANGES = {
-    "training.batch_size": 3,
-    "training.accumulation_steps": 2,
-    "training.seq_len": 9,
-    "training.seed": 1,
-    "training.precision": "bf16",
-    "training.grad_clip": 1e-8,
-    "training.optimizer.kind": "muon",
-    "training.optimizer.lr": 2e-2,
-    "training.optimizer.weight_decay": 5.0,
-    "training.optimizer.betas": [0.5, 0.5],
-    "training.optimizer.eps": 1.0,
-    "training.optimizer.momentum": 0.5,
-    "training.optimizer.per_stack.lr": 2e-2,
-    "training.optimizer.per_stack.weight_decay": 5.0,
-    "training.schedule.kind": "inverse_sqrt",
-    "training.schedule.warmup_steps": 3,
-    "training.schedule.min_lr": 9e-3,
-    "training.schedule.decay_fraction": 1.0,
-    "training.objective.kind": "mask_diffusion",
-    "training.objective.mask_token_id": 257,
-    "training.objective.mask_fraction": 0.9,
-    "training.objective.random_fraction": 1.0,
-    "training.objective.same_fraction": 1.0,
-    "training.objective.noise_schedule": "cosine",
-    "training.objective.z_loss": 0.1,
-    "training.scope.head": "per_unit",
-    "training.scope.overlap": 1,
-    "training.scope.suffix": 1,
-    "training.scope.order": "right_to_left",
-    "training.scope.growth": True,
-    "training.scope.polish_steps": 2,
-    "data.dataset_path": None,
-    "data.task": "copy",
-    "data.pack_documents": True,
-    "data.validation_fraction": 0.6,
-    "data.shuffle": False,
+    "training": {"batch_size": 3, "accumulation_steps": 2, "seq_len": 9, "seed": 1, "precision": "bf16"}
+    | {"grad_clip": 1e-8},
+    "training.optimizer": {"kind": "muon", "lr": 2e-2, "weight_decay": 5.0, "betas": [0.5, 0.5], "eps": 1.0}
+    | {"momentum": 0.5},
+    "training.optimizer.per_stack": {"lr": 2e-2, "weight_decay": 5.0},
+    "training.schedule": {"kind": "wsd", "warmup_steps": 3, "min_lr": 9e-3, "decay_fraction": 1.0},
+    "training.objective": {"kind": "mask_diffusion", "mask_token_id": 257, "mask_fraction": 0.9}
+    | {"random_fraction": 1.0, "same_fraction": 1.0, "noise_schedule": "cosine", "z_loss": 0.1},
+    "training.scope": {"head": "per_unit", "overlap": 1, "suffix": 1, "order": "right_to_left"}
+    | {"growth": True, "polish_steps": 2},
+    "data": {"dataset_path": None, "task": "copy", "pack_documents": True, "shuffle": False}
+    | {"validation_fraction": 0.6},
 }
+CHANGES = {f"{section}.{key}": value for section, keys in CHANGES.items() for key, value in keys.items()}
 BASES = {
     "training.optimizer.momentum": {"training": {"optimizer": {"kind": "muon"}}},
     "training.schedule.decay_fraction": {"training": {"schedule": {"kind": "wsd"}}},
@@ -134,72 +97,34 @@ RESULTS = [
     ({"precision": "bf16"}, "dtypes", {torch.bfloat16}),
     ({"objective": {"logits_chunk": 3}}, "dtypes", set()),
     ({"compile": True}, "compiled", True),
-    ({"optimizer": {"lr": 2e-2}}, "lr", [2e-2, 2e-2, (2e-2 + 1e-3) / 2, 1e-3]),
-    ({"schedule": {"kind": "linear"}}, "lr", [1e-2, 1e-2, 5.5e-3, 1e-3]),
-    ({"schedule": {"warmup_steps": 3}}, "lr", [1e-2 / 3, 2e-2 / 3, 1e-2, 1e-3]),
-    ({"schedule": {"min_lr": 0.0}}, "lr", [1e-2, 1e-2, 5e-3, 0.0]),
     ({"eval_interval": 2}, "evaluated", [2, 4]),
     ({"checkpoint_dir": "runs"}, "files", {"runs/step-4"}),
     ({"checkpoint_dir": "runs", "save_interval": 3}, "files", {"runs/step-3", "runs/step-4"}),
-    (
-        {"checkpoint_dir": "runs", "save_interval": 1, "checkpoint": {"keep_last": 1, "keep_every": 2}},
-        "files",
-        {"runs/step-2", "runs/step-4"},
-    ),
-    (
-        {"checkpoint_dir": "runs", "checkpoint": {"upload": "copies", "upload_keep_last": 1}},
-        "files",
-        {"runs/step-4", "copies/step-4"},
-    ),
     ({"telemetry": {"jsonl": "logs/steps.jsonl"}}, "files", {"logs/steps.jsonl"}),
-    (
-        {"training_architecture": "stackwise", "scope": DISK},
-        "files",
-        {"blocks/block-0.safetensors", "blocks/block-1.safetensors"},
-    ),
 ]
 # Keys whose effect the tests in tests/training and tests/data check.
 ELSEWHERE = {
-    "training.device",
-    "training.log_interval",
-    "training.eval_batches",
-    "training.resume",
-    "training.checkpoint.keep_best",
-    "training.checkpoint.asynchronous",
-    "training.distributed.strategy",
-    "training.distributed.reshard_after_forward",
-    "training.scope.cache_bytes",
-    "training.scope.cache_dir",
-    "training.recompute.budget",
-    "training.telemetry.tensorboard",
-    "data.tokenizer",
+    *(f"training.{key}" for key in ["device", "log_interval", "eval_batches", "resume"]),
+    *(f"training.checkpoint.{key}" for key in CheckpointConfig.model_fields),
+    *(f"training.recompute.{key}" for key in RecomputeConfig.model_fields),
+    *(f"training.distributed.{key}" for key in ["strategy", "reshard_after_forward"]),
+    *(f"training.scope.{key}" for key in ["cache_bytes", "cache_dir", "offload", "offload_dir"]),
+    *["training.telemetry.parameter_norms", "training.telemetry.tensorboard", "data.tokenizer"],
 }
 
 
-def sections_of(field):
-    """Return the section of a field, or of the values of a mapping, or of a field that may be null."""
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)][:1]
+def owner(kind, key):
+    """Return the class from which a key must be read: a model hands the keys of a Block on to its Blocks."""
+    handed_on = kind is ModelConfig and key in BlockConfig.model_fields and key != "sliding_window"
+    return (BlockConfig if handed_on else kind).__name__
 
 
-def leaves_of(section, path=""):
-    """Yield (path, class, key) of every key that is not a section.
-
-    A Block has most keys of a model. They must be read from the Block, and `sliding_window` from both.
-    """
-    for name, field in section.model_fields.items():
-        if issubclass(section, ModelConfig) and name in BlockConfig.model_fields and name != "sliding_window":
-            continue
-        inner = sections_of(field)
-        if inner:
-            yield from leaves_of(inner[0], f"{path}{name}.")
-        else:
-            yield f"{path}{name}", section.__name__, name
-    if issubclass(section, ModelConfig):
-        yield from leaves_of(BlockConfig, f"{path}blocks.")
-
-
-LEAVES = {path: (owner, name) for path, owner, name in leaves_of(StackWiseConfig)}
+LEAVES = {
+    f"{path}.{key}": (owner(kind, key), key)
+    for path, kind in SECTIONS.items()
+    for key in kind.model_fields
+    if path and f"{path}.{key}" not in SECTIONS
+} | {"model.blocks.sliding_window": ("BlockConfig", "sliding_window")}
 
 
 def merged(mapping, other):
@@ -211,9 +136,9 @@ def merged(mapping, other):
 
 
 def changed(mapping, path, value):
-    """Return a copy of the mapping with another value at the dotted path."""
+    """Return a copy of the mapping with another value at the dotted path; of Stack 0 in `per_stack`."""
     for key in reversed(path.split(".")):
-        value = {0: {key: value}} if key in ("lr", "weight_decay") and "per_stack" in path else {key: value}
+        value = {key: {0: value} if key == "per_stack" else value}
     return merged(mapping, value)
 
 
@@ -285,7 +210,7 @@ def run(mapping, kind=StackWiseConfig):
             trainer.evaluate(rack, validation)
     found.losses = [record.loss for record in result["records"]]
     found.lr = [record.lr for record in result["records"]]
-    found.records, found.steps = result["records"], len(found.lr)
+    found.steps = len(found.lr)
     found.evaluated = [record.steps for record in result.get("validation", [])]
     found.weights = nn.utils.parameters_to_vector(rack.parameters()).detach()
     new = {*Path().rglob("*")} - before
@@ -343,8 +268,7 @@ class TestEffects:
                 yield from paths(value, f"{path}.{key}") if isinstance(value, dict) else [f"{path}.{key}"]
 
         seen = {path for changes, *_ in RESULTS for path in paths(changes)}
-        recompute = {f"training.recompute.{key}" for key in ("kind", "every", "names")}
-        listed = seen | CHANGES.keys() | ELSEWHERE | recompute | {"training.telemetry.parameter_norms"}
+        listed = seen | CHANGES.keys() | ELSEWHERE
         wanted = {path for path in LEAVES if path.startswith(("training.", "data."))}
         assert {path for path in wanted if ".guard." not in path} == listed  # tests/training/test_guard.py
 
@@ -378,43 +302,5 @@ class TestEffects:
         blocks = 2 if changes.get("training_architecture") == "blockwise" else 1
         mapping = changed(SMALL, "model.architecture.blocks_per_stack", blocks)
         found = getattr(run(merged(mapping, {"training": changes})), name)
-        assert found == (pytest.approx(expected, abs=1e-12) if name == "lr" else expected)
+        assert found == expected
         assert getattr(run(mapping), name) != found
-
-    @pytest.mark.parametrize(
-        "recompute, runs",
-        [
-            ({}, [1] * 3),
-            ({"kind": "full"}, [2] * 3),
-            ({"kind": "selective"}, [2] * 3),
-            ({"kind": "every_nth"}, [2, 1, 2]),
-            ({"kind": "every_nth", "every": 3}, [2, 1, 1]),
-            ({"kind": "by_name", "names": ["stacks.1.*.feedforward", "*.2.blocks.0"]}, [1, 2, 2]),
-        ],
-    )
-    def test_recompute_runs_feedforward_again(self, recompute, runs, monkeypatch):
-        mapping = merged(SMALL, {"model": {"architecture": {"n_stacks": 3}}, "training": {"max_steps": 1}})
-        calls, original = Counter(), SwiGLU.forward
-
-        def counting(self, *args):
-            calls[self] += self.training
-            return original(self, *args)
-
-        plain = run(mapping)
-        monkeypatch.setattr(SwiGLU, "forward", counting)
-        found = run(changed(mapping, "training.recompute", recompute))
-        assert list(calls.values()) == runs
-        assert found.weights.equal(plain.weights)
-
-    def test_json_lines_have_losses_and_rates(self):
-        found = run(changed(SMALL, "training.telemetry.jsonl", "steps.jsonl"))
-        lines = [json.loads(line) for line in Path("steps.jsonl").read_text().splitlines()]
-        assert [(line["loss"], line["lr"]) for line in lines] == [*zip(found.losses, found.lr, strict=True)]
-
-    @pytest.mark.parametrize("wanted", [True, False])
-    def test_parameter_norms_are_recorded(self, wanted):
-        for record in run(changed(SMALL, "training.telemetry.parameter_norms", wanted)).records:
-            assert (record.parameter_norms is not None) == wanted
-            if wanted:
-                norm = math.hypot(*record.parameter_norms.values())
-                assert norm == pytest.approx(record.grad_norm, rel=1e-5)

@@ -8,73 +8,55 @@ from stackwise.config import ConfigError, StackWiseConfig, TrainingConfig
 from tests.config.keys import assert_refused, problems, same_values
 
 BLOCKWISE = {"training_architecture": "blockwise"}
-BACKWARD = {"order": "right_to_left"}
 MASKED = {"kind": "masked_token", "mask_token_id": 3}
 DIFFUSION = {"kind": "mask_diffusion", "mask_token_id": 3}
 RUNS = {"checkpoint_dir": "runs"}
-LAYERWISE = "is for training_architecture stackwise or blockwise"
-# Keys of `training`, the key refused, its value and the rule.
-REFUSED = [
-    ({"scope": {"head": "per_unit"}}, "scope.head", "per_unit", LAYERWISE),
-    ({"scope": {"overlap": 1}}, "scope.overlap", 1, LAYERWISE),
-    ({"scope": {"suffix": 1}}, "scope.suffix", 1, LAYERWISE),
-    ({"scope": BACKWARD}, "scope.order", "right_to_left", LAYERWISE),
-    ({"scope": {"polish_steps": 1}}, "scope.polish_steps", 1, LAYERWISE),
-    ({"scope": {"polish_steps": 999}}, "scope.polish_steps", 999, LAYERWISE),
-    ({"scope": {"cache_bytes": 1}}, "scope.cache_bytes", 1, LAYERWISE),
-    ({"scope": {"offload": "cpu"}}, "scope.offload", "cpu", LAYERWISE),
-    *(
-        (BLOCKWISE | {"scope": scope}, f"scope.{key}", value, rule)
-        for scope, key, value, rule in [
-            ({"overlap": 2, "suffix": 1}, "suffix", 1, "is for overlap=0"),
-            (BACKWARD | {"overlap": 2}, "order", "right_to_left", "goes with overlap=0 (overlap=2)"),
-            (BACKWARD | {"suffix": 2}, "order", "right_to_left", "goes with suffix=0 (suffix=2)"),
-            (BACKWARD | {"growth": True}, "growth", True, "goes with order='left_to_right'"),
-            ({"cache_dir": "x"}, "cache_dir", "x", "needs cache_bytes above 0"),
-            ({"offload": "disk"}, "offload_dir", None, "goes with offload='disk'"),
-            ({"offload_dir": "x"}, "offload_dir", "x", "goes with offload='disk', which needs one"),
-            ({"offload": "cpu", "offload_dir": "x"}, "offload_dir", "x", "(offload='cpu')"),
-            ({"polish_steps": 200}, "polish_steps", 200, "must be below max_steps=200"),
-            ({"polish_steps": 201}, "polish_steps", 201, "must be below max_steps=200"),
+RIGHT, WRONG_BETAS = "right_to_left", [0.9, "x"]
+BOTH_FRACTIONS = MASKED | {"random_fraction": 0.5, "same_fraction": 0.75}
+# Keys of a section of `training`, the key refused, its value and the rule.
+REFUSED = {
+    "schedule": [
+        ({"warmup_steps": 201}, "warmup_steps", 201, "must not exceed training.max_steps=200"),
+        ({"min_lr": 0.5}, "min_lr", 0.5, "must not exceed training.optimizer.lr=0.0001"),
+    ],
+    "optimizer": [
+        ({"betas": WRONG_BETAS}, "betas.1", "x", "number"),
+        ({"per_stack": {"0": {}}}, "per_stack.0", "0", "as a key"),
+        ({"per_stack": {-1: {}}}, "per_stack.-1", -1, "0"),
+        ({"per_stack": {2**63: {}}}, f"per_stack.{2**63}", 2**63, str(2**63)),
+        ({"per_stack": {3: None}}, "per_stack.3", None, "dictionary"),
+    ],
+    "objective": [
+        ({"kind": "masked_token"}, "mask_token_id", None, "kind='masked_token' needs the id of a token"),
+        ({"kind": "mask_diffusion"}, "mask_token_id", None, "kind='mask_diffusion' needs the id of a token"),
+        ({"mask_token_id": 3}, "mask_token_id", 3, "kind='next_token' masks nothing; allowed: null"),
+        (BOTH_FRACTIONS, "same_fraction", 0.75, "must not exceed 1 together with random_fraction=0.5"),
+    ],
+    "recompute": [
+        ({"kind": "budget"}, "kind", "budget", "needs compile=true"),
+        ({"kind": "by_name"}, "names", [], "kind='by_name' needs at least one pattern"),
+        ({"names": [3]}, "names.0", 3, "string"),
+    ],
+    "checkpoint": [({"keep_best": 1}, "keep_best", 1, "is for checkpoint_dir, which is null")],
+    "scope": [
+        ({key: value}, key, value, "is for training_architecture stackwise or blockwise")
+        for key, value in [
+            *[("head", "per_unit"), ("overlap", 1), ("suffix", 1), ("order", RIGHT), ("offload", "cpu")],
+            *[("polish_steps", 1), ("polish_steps", 999), ("cache_bytes", 1)],
         ]
-    ),
-    *(
-        ({"objective": objective}, f"objective.{key}", value, rule)
-        for objective, key, value, rule in [
-            (MASKED | {"mask_token_id": None}, "mask_token_id", None, "kind='masked_token' needs the id"),
-            (
-                DIFFUSION | {"mask_token_id": None},
-                "mask_token_id",
-                None,
-                "kind='mask_diffusion' needs the id",
-            ),
-            ({"mask_token_id": 3}, "mask_token_id", 3, "kind='next_token' masks nothing; allowed: null"),
-            (
-                MASKED | {"random_fraction": 0.5, "same_fraction": 0.75},
-                "same_fraction",
-                0.75,
-                "must not exceed 1 together with random_fraction=0.5",
-            ),
-        ]
-    ),
-    *(
-        ({"optimizer": {"per_stack": {index: {}}}}, f"optimizer.per_stack.{index}", index, words)
-        for index, words in [("0", "integer"), ("x", "integer"), (-1, "0"), (2**63, str(2**63))]
-    ),
-    ({"optimizer": {"per_stack": {3: None}}}, "optimizer.per_stack.3", None, "dictionary"),
-    ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1", "x", "number"),
-    ({"schedule": {"warmup_steps": 201}}, "schedule.warmup_steps", 201, "training.max_steps=200"),
-    ({"schedule": {"min_lr": 0.5}}, "schedule.min_lr", 0.5, "must not exceed training.optimizer.lr=0.0001"),
-    ({"recompute": {"kind": "budget"}}, "recompute.kind", "budget", "needs compile=true"),
-    ({"recompute": {"kind": "by_name"}}, "recompute.names", [], "kind='by_name' needs at least one pattern"),
-    ({"recompute": {"names": [3]}}, "recompute.names.0", 3, "string"),
-    ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best", 1, "is for checkpoint_dir, which is null"),
-    (
-        RUNS | {"checkpoint": {"keep_best": 2}},
-        "checkpoint.keep_best",
-        2,
-        "is for eval_interval, which is null",
-    ),
+    ],
+}
+REFUSED_LAYERWISE = [
+    ({"overlap": 2, "suffix": 1}, "suffix", 1, "is for overlap=0"),
+    ({"overlap": 2, "order": RIGHT}, "order", RIGHT, "goes with overlap=0 (overlap=2)"),
+    ({"suffix": 2, "order": RIGHT}, "order", RIGHT, "goes with suffix=0 (suffix=2)"),
+    ({"growth": True, "order": RIGHT}, "growth", True, "goes with order='left_to_right'"),
+    ({"cache_dir": "x"}, "cache_dir", "x", "needs cache_bytes above 0"),
+    ({"offload": "disk"}, "offload_dir", None, "goes with offload='disk'"),
+    ({"offload_dir": "x"}, "offload_dir", "x", "goes with offload='disk', which needs one"),
+    ({"offload": "cpu", "offload_dir": "x"}, "offload_dir", "x", "(offload='cpu')"),
+    ({"polish_steps": 200}, "polish_steps", 200, "must be below max_steps=200"),
+    ({"polish_steps": 201}, "polish_steps", 201, "must be below max_steps=200"),
 ]
 ACCEPTED = [
     {"max_steps": 20, "schedule": {"warmup_steps": 20}},
@@ -86,7 +68,7 @@ ACCEPTED = [
         for scope in [
             {"suffix": 1, "growth": True, "head": "per_unit"},
             {"overlap": 1, "growth": True, "polish_steps": 199},
-            BACKWARD | {"polish_steps": 1},
+            {"order": RIGHT, "polish_steps": 1},
             {"cache_bytes": 1, "cache_dir": ""},
             {"offload": "cpu", "cache_bytes": 1},
             {"offload": "disk", "offload_dir": "x"},
@@ -103,10 +85,23 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("keys, key, value, rule", REFUSED)
-def test_keys_that_do_not_fit_are_refused(keys, key, value, rule):
-    lines = problems(StackWiseConfig, {"training": keys})
-    assert_refused(lines, f"training.{key}", value, [rule])
+@pytest.mark.parametrize(
+    "section, keys, key, value, rule", [(section, *row) for section, rows in REFUSED.items() for row in rows]
+)
+def test_keys_that_do_not_fit_are_refused(section, keys, key, value, rule):
+    lines = problems(StackWiseConfig, {"training": {section: keys}})
+    assert_refused(lines, f"training.{section}.{key}", value, [rule])
+
+
+@pytest.mark.parametrize("scope, key, value, rule", REFUSED_LAYERWISE)
+def test_scope_that_does_not_fit_is_refused(scope, key, value, rule):
+    lines = problems(TrainingConfig, BLOCKWISE | {"scope": scope})
+    assert_refused(lines, f"scope.{key}", value, [rule])
+
+
+def test_best_checkpoints_need_evaluations():
+    lines = problems(TrainingConfig, RUNS | {"checkpoint": {"keep_best": 2}})
+    assert_refused(lines, "checkpoint.keep_best", 2, ["is for eval_interval, which is null"])
 
 
 @pytest.mark.parametrize("keys", ACCEPTED)

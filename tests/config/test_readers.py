@@ -57,7 +57,7 @@ RUNS = [
 ]
 # Sections that are read as a whole. Each of their keys is in CHANGES.
 READ_AS_A_WHOLE = {"StackOptimizerConfig"}
-# Keys that change the losses, with another value. The first prefix of a key in BASES is the run that is changed.
+# Keys that change the losses, with another value. BASES has the runs in which they do, by prefix of the key.
 CHANGES = {
     "training": {"batch_size": 3, "accumulation_steps": 2, "seq_len": 9, "seed": 1, "precision": "bf16"}
     | {"grad_clip": 1e-8},

@@ -11,7 +11,7 @@ BLOCKWISE = {"training_architecture": "blockwise"}
 MASKED = {"kind": "masked_token", "mask_token_id": 3}
 DIFFUSION = {"kind": "mask_diffusion", "mask_token_id": 3}
 RUNS = {"checkpoint_dir": "runs"}
-RIGHT, WRONG_BETAS = "right_to_left", [0.9, "x"]
+BACKWARD = "right_to_left"
 BOTH_FRACTIONS = MASKED | {"random_fraction": 0.5, "same_fraction": 0.75}
 # Keys of a section of `training`, the key refused, its value and the rule.
 REFUSED = {
@@ -20,7 +20,7 @@ REFUSED = {
         ({"min_lr": 0.5}, "min_lr", 0.5, "must not exceed training.optimizer.lr=0.0001"),
     ],
     "optimizer": [
-        ({"betas": WRONG_BETAS}, "betas.1", "x", "number"),
+        ({"betas": [0.9, "x"]}, "betas.1", "x", "number"),
         ({"per_stack": {"0": {}}}, "per_stack.0", "0", "as a key"),
         ({"per_stack": {-1: {}}}, "per_stack.-1", -1, "0"),
         ({"per_stack": {2**63: {}}}, f"per_stack.{2**63}", 2**63, str(2**63)),
@@ -41,16 +41,16 @@ REFUSED = {
     "scope": [
         ({key: value}, key, value, "is for training_architecture stackwise or blockwise")
         for key, value in [
-            *[("head", "per_unit"), ("overlap", 1), ("suffix", 1), ("order", RIGHT), ("offload", "cpu")],
+            *[("head", "per_unit"), ("overlap", 1), ("suffix", 1), ("order", BACKWARD), ("offload", "cpu")],
             *[("polish_steps", 1), ("polish_steps", 999), ("cache_bytes", 1)],
         ]
     ],
 }
 REFUSED_LAYERWISE = [
     ({"overlap": 2, "suffix": 1}, "suffix", 1, "is for overlap=0"),
-    ({"overlap": 2, "order": RIGHT}, "order", RIGHT, "goes with overlap=0 (overlap=2)"),
-    ({"suffix": 2, "order": RIGHT}, "order", RIGHT, "goes with suffix=0 (suffix=2)"),
-    ({"growth": True, "order": RIGHT}, "growth", True, "goes with order='left_to_right'"),
+    ({"overlap": 2, "order": BACKWARD}, "order", BACKWARD, "goes with overlap=0 (overlap=2)"),
+    ({"suffix": 2, "order": BACKWARD}, "order", BACKWARD, "goes with suffix=0 (suffix=2)"),
+    ({"growth": True, "order": BACKWARD}, "growth", True, "goes with order='left_to_right'"),
     ({"cache_dir": "x"}, "cache_dir", "x", "needs cache_bytes above 0"),
     ({"offload": "disk"}, "offload_dir", None, "goes with offload='disk'"),
     ({"offload_dir": "x"}, "offload_dir", "x", "goes with offload='disk', which needs one"),
@@ -68,7 +68,7 @@ ACCEPTED = [
         for scope in [
             {"suffix": 1, "growth": True, "head": "per_unit"},
             {"overlap": 1, "growth": True, "polish_steps": 199},
-            {"order": RIGHT, "polish_steps": 1},
+            {"order": BACKWARD, "polish_steps": 1},
             {"cache_bytes": 1, "cache_dir": ""},
             {"offload": "cpu", "cache_bytes": 1},
             {"offload": "disk", "offload_dir": "x"},

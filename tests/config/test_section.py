@@ -5,7 +5,9 @@ import copy
 import functools
 import json
 import pickle
+import re
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -37,6 +39,7 @@ from tests.config.keys import (
     text,
 )
 
+PAGE = Path(__file__).parents[2] / "docs/reference/configuration.md"
 NO_DEVICES = ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cpu:0", " cpu", "cuda:1\n", "cuda:\u0661"]
 DEVICES = [(0, ("string",)), *((device, ("auto", "cpu")) for device in NO_DEVICES)]
 INITIALIZATIONS = ["normal", "kaiming", "xavier", "small", "zero_out"]
@@ -276,6 +279,18 @@ def test_refused_assignment_changes_nothing(path, key):
             setattr(config, key, value)
         assert_refused(caught.value.problems, key, value, words)
     assert config == kind.from_dict(required(kind))
+
+
+@pytest.mark.parametrize("path", [path for path in SECTIONS if path])
+def test_default_is_that_of_the_reference_page(path):
+    heading = path.replace("per_stack", "per_stack.N")
+    [text] = re.findall(rf"^## {heading}\n(.*?)(?:^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    shown = dict(re.findall(r"^\| `(\w+)` \| .* \| `(.+?)` \| ", text, re.MULTILINE))
+    defaults = SECTIONS[path].from_dict(required(SECTIONS[path])).to_dict()
+    keys = [
+        key for key in defaults if f"{path}.{key}" not in SECTIONS and key not in required(SECTIONS[path])
+    ]
+    assert {key: load_yaml(value.encode()) for key, value in shown.items()} == {k: defaults[k] for k in keys}
 
 
 def test_whole_number_becomes_a_float():

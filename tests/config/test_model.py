@@ -53,6 +53,7 @@ ACCEPTED = [
     {"n_kv_heads": 1},
     MQA,
     MQA | {"n_kv_heads": 1},
+    MQA | {"head_dim": 64},
     MLA | {"softcap": 1.0, "sliding_window": 3},
     MLA | {"latent": {"q_lora_rank": 7, "v_head_dim": 5}},
     MLA | {"d_model": 25},

@@ -364,6 +364,17 @@ class TestUnknownKey:
         assert not hasattr(config, "zzzz")
 
 
+@pytest.mark.parametrize(
+    "path", ["model.architecture", "training.optimizer", "training.optimizer.per_stack.0"]
+)
+def test_unknown_key_of_a_nested_section_is_named_with_its_path(path):
+    mapping = {"zzzz": 1}
+    for key in reversed(path.split(".")):
+        mapping = {int(key) if key.isdigit() else key: mapping}
+    allowed = ", ".join(SECTIONS[path.removesuffix(".0")].model_fields)
+    assert problems(StackWiseConfig, mapping) == [f"{path}.zzzz: unknown key; allowed: {allowed}"]
+
+
 @pytest.mark.parametrize("key", [1, None, True, 2.5, (1, 2), b"model"])
 def test_key_that_is_not_text_is_refused(key):
     for mapping in ({key: 1}, {"model": {key: 1}}, {"training": {"optimizer": {key: 1}}}):

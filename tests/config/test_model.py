@@ -125,10 +125,10 @@ class TestSlidingWindow:
 
 class TestBlocks:
     def test_windows_are_repeated_over_the_blocks(self):
-        sizes = {"n_stacks": 2, "blocks_per_stack": 4}
-        model = ModelConfig(sliding_window=[1, 2, None], architecture=sizes)
+        sizes = {"n_stacks": 2, "blocks_per_stack": 3}
+        model = ModelConfig(sliding_window=[1, 2, None, 4], architecture=sizes)
         windows = [[block.sliding_window for block in stack] for stack in model.blocks()]
-        assert windows == [[1, 2, None, 1], [2, None, 1, 2]]
+        assert windows == [[1, 2, None], [4, 1, 2]]
 
     @pytest.mark.parametrize("keys", ACCEPTED)
     def test_blocks_have_the_keys_of_the_model(self, keys):

@@ -61,6 +61,8 @@ REFUSED = {
     "timestamp": ("x: 1\n\n\na: !!timestamp foo", "line 4: got 'foo'; allowed: a value of type timestamp"),
     "date": ("a: 2026-99-99", "line 1: got '2026-99-99'; allowed: a value of type timestamp"),
     "integer": ("a: !!int b", "line 1: got 'b'; allowed: a value of type int"),
+    "empty integer": ("a: !!int ''", "line 1: got ''; allowed: a value of type int"),
+    "boolean": ("a: !!bool maybe", "line 1: got 'maybe'; allowed: a value of type bool"),
     "number": ("a: !!float b", "line 1: got 'b'; allowed: a value of type float"),
     "code": ("a: !!python/object/apply:os.system ['touch executed']", "python/object/apply", "line 1"),
     "tag": ("a: !mine {}", "!mine", "line 1"),

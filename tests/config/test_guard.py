@@ -1,8 +1,11 @@
 """Keys of the guard: the values that each accepts and refuses, and keys that do not fit together."""
 
-import pytest
+import json
 
-from stackwise.config import GuardConfig
+import pytest
+from pydantic import ValidationError
+
+from stackwise.config import ConfigError, GuardPolicy
 from tests.config.keys import (
     acceptances,
     assert_refused,
@@ -11,11 +14,11 @@ from tests.config.keys import (
     number,
     problems,
     refusals,
-    text,
 )
 
 KEYS = {
     "training.guard": {
+        "clip": number(above=0).or_null(),
         "deviations": number(least=0),
         "factor": number(above=1).accepts(1.1),
         "suspect_factor": number(above=1).accepts(1.1).or_null(),
@@ -31,7 +34,6 @@ KEYS = {
         "rewinds": integer(0),
         "snapshot_interval": integer(1, patience=1).accepts(2, 10**9).or_null(),
         "snapshot_on_host": flag(),
-        "bundle_dir": text().or_null(),
         "bundle_weights": flag(),
         "max_bundles": integer(0),
     }
@@ -39,7 +41,7 @@ KEYS = {
 
 
 def test_table_has_a_row_for_every_key():
-    assert KEYS["training.guard"].keys() == GuardConfig.model_fields.keys()
+    assert KEYS["training.guard"].keys() == GuardPolicy.model_fields.keys()
 
 
 @pytest.mark.parametrize("kind, given, key, value", acceptances(KEYS))
@@ -64,7 +66,7 @@ def test_key_refuses(kind, key, value, words):
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(mapping, key, value, rule):
-    assert_refused(problems(GuardConfig, mapping), key, value, [rule])
+    assert_refused(problems(GuardPolicy, mapping), key, value, [rule])
 
 
 @pytest.mark.parametrize(
@@ -78,4 +80,19 @@ def test_keys_that_do_not_fit_together_are_refused(mapping, key, value, rule):
     ],
 )
 def test_keys_at_their_limits_are_accepted(mapping):
-    assert GuardConfig.from_dict(mapping).to_dict() == GuardConfig().to_dict() | mapping
+    assert GuardPolicy.from_dict(mapping).to_dict() == GuardPolicy().to_dict() | mapping
+
+
+def test_values_come_back_from_json():
+    policy = GuardPolicy(clip=0.5, patience=3, snapshot_interval=None, loss_factor=None)
+    assert GuardPolicy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+def test_refusal_in_python_is_that_of_a_file():
+    with pytest.raises(ConfigError, match=r"^GuardPolicy: patience: got 0 \(int\); allowed: greater than"):
+        GuardPolicy(patience=0)
+
+
+def test_policy_does_not_change():
+    with pytest.raises(ValidationError, match="frozen"):
+        GuardPolicy().patience = 3

@@ -44,7 +44,7 @@ RUNS = [
     {"model": MLA},
     {"model": {"attention_type": "kernel", "kernel": {"n_features": 4}}},
     {"training": {"checkpoint_dir": "runs", "eval_interval": 2, "save_interval": 2, "checkpoint": COPIES}},
-    {"training": {"guard": {"bundle_dir": "bundles"}, "telemetry": TELEMETRY}},
+    {"training": {"guard": {}, "watch_logits": True, "bundle_dir": "bundles", "telemetry": TELEMETRY}},
     {"training": {"training_architecture": "stackwise", "scope": SCOPE}},
     {"training": {"recompute": {"kind": "every_nth", "every": 2}}},
     {"training": {"optimizer": {"kind": "muon", "per_stack": {0: {"lr": 1e-3}}}}},
@@ -55,8 +55,9 @@ RUNS = [
     {"model": BIDIRECTIONAL, "training": {"objective": DIFFUSION}},
     {"data": {"dataset_path": None, "task": "shift"}},
 ]
-# Sections that are read as a whole. Each of their keys is in CHANGES.
-READ_AS_A_WHOLE = {"StackOptimizerConfig"}
+# Sections that are read as a whole. Keys of the optimizer are in CHANGES, those of the guard in
+# tests/stability/guard: some are read only after an alarm.
+READ_AS_A_WHOLE = {"StackOptimizerConfig", "GuardPolicy"}
 # Keys that change the losses, with another value. BASES has the runs in which they do, by prefix of the key.
 CHANGES = {
     "training": {"batch_size": 3, "accumulation_steps": 2, "seq_len": 9, "seed": 1, "precision": "bf16"}
@@ -104,7 +105,8 @@ RESULTS = [
 ]
 # Keys whose effect the tests in tests/training and tests/data check.
 ELSEWHERE = {
-    *(f"training.{key}" for key in ["device", "log_interval", "eval_batches", "resume"]),
+    *(f"training.{key}" for key in ["device", "log_interval", "eval_batches", "resume", "watch_logits"]),
+    "training.bundle_dir",
     *(f"training.checkpoint.{key}" for key in CheckpointConfig.model_fields),
     *(f"training.recompute.{key}" for key in RecomputeConfig.model_fields),
     *(f"training.distributed.{key}" for key in ["strategy", "reshard_after_forward"]),

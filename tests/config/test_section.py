@@ -39,7 +39,7 @@ from tests.config.keys import (
     text,
 )
 
-PAGE = Path(__file__).parents[2] / "docs/reference/configuration.md"
+PAGES = list(Path(__file__).parents[2].glob("docs/reference/configuration*.md"))
 NO_DEVICES = ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cpu:0", " cpu", "cuda:1\n", "cuda:\u0661"]
 DEVICES = [(0, ("string",)), *((device, ("auto", "cpu")) for device in NO_DEVICES)]
 INITIALIZATIONS = ["normal", "kaiming", "xavier", "small", "zero_out"]
@@ -128,6 +128,8 @@ KEYS = {
         **dict.fromkeys(["optimizer", "schedule", "objective", "scope", "recompute"], section()),
         **dict.fromkeys(["distributed", "checkpoint", "telemetry"], section()),
         "guard": section().or_null(),
+        "watch_logits": flag(guard={}),
+        "bundle_dir": text(guard={}).or_null(),
     },
     "training.optimizer": {
         "kind": choice("adamw", "muon"),
@@ -226,6 +228,8 @@ IDLE = [
     ("training", "save_interval", 3, "checkpoint_dir", None, "not null"),
     ("training", "resume", True, "checkpoint_dir", None, "not null"),
     ("training", "checkpoint", {"asynchronous": True}, "checkpoint_dir", None, "not null"),
+    ("training", "watch_logits", True, "guard", None, "not null"),
+    ("training", "bundle_dir", "bundles", "guard", None, "not null"),
     ("training.checkpoint", "upload_keep_last", 2, "upload", None, "not null"),
     ("data", "tokenizer", "t.json", "task", "copy", "null"),
 ]
@@ -284,7 +288,8 @@ def test_refused_assignment_changes_nothing(path, key):
 @pytest.mark.parametrize("path", [path for path in SECTIONS if path])
 def test_default_is_that_of_the_reference_page(path):
     heading = path.replace("per_stack", "per_stack.N")
-    [text] = re.findall(rf"^## {heading}\n(.*?)(?:^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    pages = "".join(page.read_text() for page in PAGES)
+    [text] = re.findall(rf"^## {heading}\n(.*?)(?=^#|\Z)", pages, re.MULTILINE | re.DOTALL)
     shown = dict(re.findall(r"^\| `(\w+)` \| .* \| `(.+?)` \| ", text, re.MULTILINE))
     defaults = SECTIONS[path].from_dict(required(SECTIONS[path])).to_dict()
     keys = [

@@ -87,7 +87,7 @@ def configuration_pages() -> dict[str, str]:
     chapters = {"configuration.md": [_INTRODUCTION], "configuration-training.md": [_TRAINING]}
     for path, section in _sections():
         page = "configuration-training.md" if path.startswith("training") else "configuration.md"
-        chapters[page].append("\n\n".join([f"## {path}", *_prose(section), _table(path)]))
+        chapters[page].append("\n\n".join([f"## {path}", *_prose(section), _table(path, section)]))
     return {page: "\n\n".join(parts) + "\n" for page, parts in chapters.items()}
 
 
@@ -97,12 +97,19 @@ def write_pages(folder: str | Path) -> None:
         Path(folder, name).write_text(text, encoding="utf-8")
 
 
-def _table(section: str) -> str:
-    rows = [
-        [f"`{path.rpartition('.')[2]}`", key.allowed, _code(key.default), key.meaning]
-        for path, key in configuration_keys().items()
-        if path.rpartition(".")[0] == section
-    ]
+def _table(path: str, section: type[Section]) -> str:
+    """Return the keys of a section. The section of a key that is a section follows as a chapter."""
+    rows = []
+    for name, field in section.model_fields.items():
+        key = configuration_keys().get(f"{path}.{name}")
+        if key is not None:
+            rows.append([f"`{name}`", key.allowed, _code(key.default), key.meaning])
+            continue
+        inner = f"{path}.{name}" + ".N" * (get_origin(field.annotation) is dict)
+        is_optional = type(None) in get_args(field.annotation)
+        allowed = f"section `{inner}`" + " | null" * is_optional
+        meaning = section.descriptions()[name] + _only_for(section, name)
+        rows.append([f"`{name}`", allowed, "null" if is_optional else "its defaults", meaning])
     return markdown_table(["Key", "Allowed", "Default", "Description"], rows)
 
 

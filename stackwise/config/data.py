@@ -39,5 +39,5 @@ class DataConfig(Section):
     @classmethod
     def _one_source(cls, task: str | None, info: ValidationInfo) -> str | None:
         if task is not None and info.data.get("dataset_path") is not None:
-            raise ValueError("goes with dataset_path=null: the data is one or the other")
+            raise ValueError("needs dataset_path=null: the data is one or the other")
         return task

@@ -28,13 +28,13 @@ class GuardPolicy(Section):
     clip: float | None = Field(None, gt=0.0)
     """Largest global gradient norm of an update; null: no clipping. In a file: training.grad_clip."""
     deviations: float = Field(6.0, ge=0.0)
-    """Limit of a spike, in median absolute deviations of the change between steps."""
+    """Limit of a spike, as a multiple of the median absolute deviation (MAD) of step-to-step changes."""
     factor: _Factor = 5.0
     """Largest rise of the gradient norm that is no spike, without recomputation."""
     suspect_factor: _Factor | None = 2.5
     """Rise of the gradient norm above which the step is recomputed; null: never."""
     proven_factor: _Factor = 30.0
-    """Multiple of the run's largest norm that passes if the recomputation agrees."""
+    """Multiple of the run's largest norm that passes if the recomputation gives the same norm."""
     loss_factor: _Factor | None = 3.0
     """Largest rise of the loss that is no spike; null: any finite loss passes."""
     logit_factor: _Factor | None = 5.0
@@ -42,17 +42,17 @@ class GuardPolicy(Section):
     logit_limit: float | None = Field(None, gt=0.0)
     """Largest attention logit that passes; null: any."""
     recent: Size = 8
-    """Number of healthy steps that give the level."""
+    """Number of healthy steps for the baseline."""
     minimum: Size = 4
     """Healthy steps before the first possible spike."""
     history: Size = 128
-    """Number of healthy steps that give the scatter; at least recent and minimum."""
+    """Number of healthy steps for the deviation; at least recent and minimum."""
     spikes_clipped: Count = 0
     """Number of consecutive gradient spikes that are clipped to the level and used."""
     patience: Size = 5
     """Number of consecutive skipped steps before a rewind, or the end."""
     rewinds: Count = 1
-    """Number of rewinds without healthy steps between them."""
+    """Largest number of rewinds without snapshot_interval healthy steps between them."""
     snapshot_interval: Size | None = 50
     """Largest number of steps that a rewind costs, above patience; null: no snapshots."""
     snapshot_on_host: bool = True
@@ -60,7 +60,7 @@ class GuardPolicy(Section):
     bundle_weights: bool = True
     """Store the weights in a bundle."""
     max_bundles: Count = 8
-    """Number of bundles per start of the run."""
+    """Largest number of bundles per start of the run."""
 
     @field_validator("proven_factor")
     @classmethod

@@ -106,7 +106,7 @@ class KernelConfig(Section):
 
 
 class RopeScalingConfig(Section):
-    """Stretching of rotary frequencies for longer contexts.
+    """RoPE scaling for longer contexts.
 
     `linear` divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595). `llama3` divides
     frequencies with a wavelength above `original_max_position_embeddings / low_freq_factor`, does not change
@@ -125,9 +125,9 @@ class RopeScalingConfig(Section):
     factor: float = Field(ge=1.0)
     """Factor of the stretching."""
     low_freq_factor: float = Field(1.0, gt=0.0)
-    """Longer wavelengths than context / this are divided."""
+    """Wavelengths above original_max_position_embeddings / this are divided by factor."""
     high_freq_factor: float = Field(4.0, gt=0.0)
-    """Shorter wavelengths than context / this are unchanged."""
+    """Wavelengths below original_max_position_embeddings / this are unchanged."""
     original_max_position_embeddings: Size = 8192
     """Context before stretching."""
 
@@ -152,13 +152,13 @@ class _BlockSection(Section):
     head_dim: Size | None = None
     """Width of a head; null: d_model / n_heads."""
     attention_type: AttentionType = "mha"
-    """How queries share keys and values; mla stores a latent, kernel a sum."""
+    """Sharing of keys and values between heads; mla caches a latent, kernel a running sum."""
     n_heads: Size
     """Number of query heads."""
     n_kv_heads: Size | None = None
     """Number of key and value heads; null: as many as n_heads, or 1 with mqa."""
     attention_mode: AttentionMode = "causal"
-    """Whether a token attends only to earlier tokens."""
+    """Direction of attention; causal: no later tokens."""
     latent: LatentConfig | None = None
     """Sizes of multi-head latent attention; null: the defaults."""
     kernel: KernelConfig | None = None
@@ -188,7 +188,7 @@ class _BlockSection(Section):
     initialization: InitializationKind = "normal"
     """Distribution of the initial weights."""
     mup_base_width: Size | None = None
-    """With mup: the d_model for which the learning rate was tuned."""
+    """Value of d_model at which the learning rate was tuned; required with mup."""
 
     @field_validator("mup_base_width")
     @classmethod
@@ -333,7 +333,7 @@ class ModelConfig(_BlockSection):
         return windows
 
     def blocks(self) -> list[list[BlockConfig]]:
-        """The configuration of every Block, by Stack."""
+        """Return the configuration of every Block, by Stack."""
         shared = {key: value for key, value in self if key in BlockConfig.model_fields}
         windows = self.sliding_window if isinstance(self.sliding_window, list) else [self.sliding_window]
         per_stack = self.architecture.blocks_per_stack

@@ -35,7 +35,7 @@ Applies = dict[str, tuple[str, tuple[object, ...]]]
 
 
 class _NotNull(tuple[object, ...]):
-    """Every value except null. Its only item is its text."""
+    """Every value except null. Iteration yields only the text for error messages."""
 
     def __contains__(self, value: object) -> bool:
         return value is not None
@@ -89,7 +89,7 @@ class Section(BaseModel):
             except ValidationError as error:
                 raise ConfigError(_problems(type(self), error), type(self).__name__) from None
 
-        # pydantic does not call this constructor for the sections inside a section.
+        # With this flag, pydantic validates nested sections without this constructor.
         __init__.__pydantic_base_init__ = True
 
     @classmethod
@@ -145,7 +145,7 @@ class Section(BaseModel):
 
     @classmethod
     def from_json(cls, loaded: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Return the section with values loaded from JSON, which stores numeric keys as text.
+        """Return the section with values loaded from JSON. Keys such as "0" become integers.
 
         Raises:
             ConfigError: names every unknown key and every invalid value.
@@ -154,7 +154,7 @@ class Section(BaseModel):
 
     @classmethod
     def put_away(cls, content: dict[str, Any]) -> None:
-        """Reset the keys of nested mappings that have no effect with the other keys; see `applies`."""
+        """Set keys that `applies` excludes to their defaults, in nested mappings, in place."""
         for name, field in cls.model_fields.items():
             other, allowed = cls.applies.get(name, ("", ()))
             if other and content.get(other, cls.model_fields[other].default) not in allowed:

@@ -33,13 +33,16 @@ ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 class ScopeConfig(Section):
     """Units of `stackwise` and `blockwise` training, which are Stacks or Blocks.
 
-    - `head`: `shared` trains the Rack's final norm and head with every unit. `per_unit` starts each unit with
-      a copy of the initial ones; it is refused from right to left, because only one unit trains them there.
-    - `order`: `right_to_left` trains the last unit first, and each unit through the frozen ones after it.
-    - `growth`: a unit starts as the identity, so it continues from the result of the earlier units. With
-      `rackwise`, the Rack starts as its first Stack, and further Stacks join at even intervals.
-    - `cache_bytes`: size of the cache for the activations that frozen units before the trained unit compute
-      for each batch. From right to left the cache only saves repeated work within a unit.
+    - `head`: `shared` trains the Rack's final norm and head with every unit. `per_unit` gives each unit a
+      copy of the initial final norm and head. It is not allowed with `right_to_left`, where only the last
+      unit trains them.
+    - `order`: `right_to_left` trains the last unit first. Gradients of each unit pass through the frozen
+      units after it.
+    - `growth`: each unit is initialised to the identity, so that training starts with the output of the
+      earlier units. With `rackwise`, the Rack starts as its first Stack, and further Stacks join at even
+      intervals.
+    - `cache_bytes`: limit of the cache, which stores the outputs of the frozen units before the trained unit.
+      With `right_to_left` it only helps if a batch is used several times within a unit.
     - `offload`: units that do not train stay on the device, in CPU memory, or on disk in `offload_dir`.
     """
 
@@ -54,7 +57,7 @@ class ScopeConfig(Section):
     growth: bool = False
     """Each unit starts as the identity; with rackwise: Stacks join during training."""
     polish_steps: Count = 0
-    """Number of the max_steps that train all units together at the end."""
+    """Number of final steps, out of max_steps, that train all units together."""
     cache_bytes: Count = 0
     """Size of the cache for activations of frozen units; the rest is recomputed."""
     cache_dir: str | None = None
@@ -68,7 +71,7 @@ class ScopeConfig(Section):
     @classmethod
     def _suffix_fits(cls, suffix: int, info: ValidationInfo) -> int:
         if suffix and info.data.get("overlap"):
-            raise ValueError("is for overlap=0: what trains beside a unit is before it or behind it")
+            raise ValueError("needs overlap=0: overlap and suffix exclude each other")
         return suffix
 
     @field_validator("order")
@@ -76,14 +79,14 @@ class ScopeConfig(Section):
     def _order_fits(cls, order: str, info: ValidationInfo) -> str:
         for key in ("overlap", "suffix"):
             if order == "right_to_left" and info.data.get(key):
-                raise ValueError(f"goes with {key}=0 ({key}={info.data[key]})")
+                raise ValueError(f"needs {key}=0 ({key}={info.data[key]})")
         return order
 
     @field_validator("growth")
     @classmethod
     def _growth_fits(cls, growth: bool, info: ValidationInfo) -> bool:
         if growth and info.data.get("order") == "right_to_left":
-            raise ValueError("goes with order='left_to_right': a Rack grows at its end")
+            raise ValueError("needs order='left_to_right': a Rack grows at its end")
         return growth
 
     @field_validator("cache_dir")
@@ -98,7 +101,7 @@ class ScopeConfig(Section):
     def _offload_has_a_place(cls, directory: str | None, info: ValidationInfo) -> str | None:
         offload = info.data.get("offload")
         if (offload == "disk") != (directory is not None) and offload is not None:
-            raise ValueError("goes with offload='disk', which needs one" + f" (offload={offload!r})")
+            raise ValueError(f"offload_dir and offload='disk' need each other (offload={offload!r})")
         return directory
 
 
@@ -133,18 +136,18 @@ class ObjectiveConfig(Section):
     same_fraction: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the predicted tokens that stays unchanged."""
     noise_schedule: Literal["linear", "cosine"] = "linear"
-    """Share of masked tokens over time."""
+    """Share of masked tokens as a function of diffusion time."""
     z_loss: float = Field(0.0, ge=0.0)
-    """Weight of the squared log of the softmax's denominator."""
+    """Weight of the z-loss, the squared logsumexp of the logits."""
     logits_chunk: Size | None = None
-    """Number of tokens with logits at one time; null: all."""
+    """Number of tokens whose logits are computed at one time; null: all."""
 
     @field_validator("mask_token_id")
     @classmethod
     def _mask_is_known(cls, token: int | None, info: ValidationInfo) -> int | None:
         kind = info.data.get("kind")
         if kind in ("masked_token", "mask_diffusion") and token is None:
-            raise ValueError(f"kind={kind!r} needs the id of a token that stands for no other")
+            raise ValueError(f"kind={kind!r} needs the id of a token that the data does not use")
         if kind == "next_token" and token is not None:
             raise ValueError("kind='next_token' masks nothing; allowed: null")
         return token
@@ -170,7 +173,7 @@ class StackOptimizerConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer.
 
-    `adamw` is that of Loshchilov & Hutter 2019 (arXiv:1711.05101). `muon` updates the matrices of the Blocks
+    `adamw` is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101). `muon` updates the matrices of the Blocks
     by orthogonalised momentum (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025,
     arXiv:2502.16982), and all other weights by AdamW.
     """
@@ -204,9 +207,9 @@ class ScheduleConfig(Section):
     """Learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
 
     `wsd` stays at the peak and falls linearly in the last `decay_fraction` of the run (Hu et al. 2024,
-    arXiv:2404.06395). `inverse_sqrt` falls with the inverse root of the step (Vaswani et al. 2017). Each unit
-    of layer-wise training has its own schedule. With a polish, units and polish get a share of the warm-up in
-    proportion to their share of `max_steps`, rounded down.
+    arXiv:2404.06395). `inverse_sqrt` falls with the inverse root of the step (Vaswani et al. 2017). Each
+    unit of layer-wise training has its own schedule. If `polish_steps` is above 0, `warmup_steps` is
+    divided between units and polish in proportion to their steps, rounded down.
     """
 
     applies: ClassVar[Applies] = {
@@ -229,9 +232,9 @@ class RecomputeConfig(Section):
 
     - `none`: store all activations.
     - `full`: store only the input of each Block.
-    - `every_nth`: the same for every n-th Block.
+    - `every_nth`: store only the input of every n-th Block.
     - `selective`: store only the outputs of matrix products and attention.
-    - `budget`: the compiler chooses, so that the share `budget` of the memory remains. Needs `compile`.
+    - `budget`: the compiler keeps the share `budget` of the activation memory. Needs `compile`.
     - `by_name`: recompute the modules with names that match `names`.
     """
 
@@ -268,7 +271,7 @@ class DistributedConfig(Section):
     applies: ClassVar[Applies] = {"reshard_after_forward": ("strategy", ("fsdp",))}
 
     strategy: Literal["none", "ddp", "fsdp"] = "none"
-    """Work that the processes of torchrun share."""
+    """Strategy of data parallelism over the processes of torchrun."""
     reshard_after_forward: bool = True
     """Free gathered weights after the forward pass, and gather them for the backward pass."""
 
@@ -276,8 +279,8 @@ class DistributedConfig(Section):
 class CheckpointConfig(Section):
     """Retention and writing of checkpoints.
 
-    `keep_best` needs `eval_interval`. With `asynchronous`, a killed run loses up to two `save_interval`. If
-    `checkpoint_dir` is gone, a run resumes from `upload`.
+    `keep_best` needs `eval_interval`. With `asynchronous`, a killed run loses up to 2 x `save_interval`
+    steps. If `checkpoint_dir` is gone, a run resumes from `upload`.
     """
 
     applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}
@@ -307,7 +310,7 @@ class CheckpointConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Records of the training. Steps do not wait for them."""
+    """Records of the training. Recording does not block training steps."""
 
     parameter_norms: bool = False
     """Record the gradient norm of every parameter in every step."""
@@ -320,12 +323,12 @@ class TelemetryConfig(Section):
 class TrainingConfig(Section):
     """Training run.
 
-    `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32 masters
-    in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products, if the
-    hardware supports them). `compile` takes about half a minute, so it pays for longer runs. `eval_interval`
-    counts the steps of all units together. `resume` continues to the same bits; `max_steps` may increase.
-    Without `resume`, a folder that contains checkpoints is refused. Without a `guard`, a non-finite step ends
-    the run.
+    `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32
+    masters in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products,
+    if the hardware supports them). `compile` takes about half a minute, so it pays for longer runs.
+    `eval_interval` counts the steps of all units together. A resumed run is bit-identical to an
+    uninterrupted one; `max_steps` may be larger than before. Without `resume`, a folder that contains
+    checkpoints is refused. Without a `guard`, a non-finite step ends the run.
     """
 
     applies: ClassVar[Applies] = {

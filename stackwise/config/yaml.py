@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Text that `load_yaml` reads back as an equal value; mappings keep their order."""
+    """Return text that `load_yaml` reads as an equal value. Mappings keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 

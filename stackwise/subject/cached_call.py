@@ -1,7 +1,7 @@
 """Cached calls: find the call that continues a sequence from a cache, by trial.
 
 Libraries rename the arguments for their caches. A name therefore only decides which call is tried first.
-A call is accepted because the tokens that it continues with get the logits of a full pass.
+A call is accepted if the continued tokens get the same logits as in a full pass.
 
 Shapes: B batch, T positions, V outputs.
 """
@@ -35,7 +35,7 @@ _MAKER_NAME = re.compile(r"(new|make|create|init|empty|allocate|set|setup|reset|
 # Parameters that never take a cache. A wrong tensor in some of them ends a CUDA process.
 _NO_CACHES = ("attention_mask", "position_ids", "token_type_ids", "labels", "targets", "inputs_embeds")
 _NAMELESS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Largest difference of equal logits, as a share of how far they vary between positions.
+# Largest difference of logits that counts as equal, relative to their variation between positions.
 _TOLERANCES = {torch.float32: 3e-5, torch.float64: 3e-5}
 _HALF_TOLERANCE = 2e-2
 
@@ -45,13 +45,13 @@ class CachedCall:
     """Call of a model that continues the tokens in a cache: (model, inputs, cache) -> (output, cache).
 
     The cache is None before the first tokens. Afterwards it is the cache object of the model. If the model
-    keeps its cache in itself, the number of tokens so far is passed instead. If the model takes a cache
-    object and the position, a pair (cache object, number of tokens) is passed.
+    stores its cache itself, `cache` is the number of tokens so far. If it takes a cache object and a
+    position, `cache` is the pair (cache object, number of tokens).
 
     Attributes:
         form: how the model takes its inputs.
         parameter: name of the parameter that takes the cache. None: the model keeps the cache in itself.
-        before: arguments between the inputs and the cache, if the cache can only be given by place.
+        before: defaults of the parameters before the cache, if the cache is positional-only.
         part: name or index of the cache in the output. None: the call changes the cache in place.
         flags: parameters that are set to True.
         place: parameter that takes the position of the first new token. None: the model knows it.
@@ -180,10 +180,10 @@ def find_cached_call(
         inputs: a batch (B, T) or (B, T, C) that the model takes, T >= 2.
         logits_of: output of a call -> its logits.
         form: how the model takes its inputs.
-        capacity: number of tokens that a cache is made for, if the model has to be told. None: 256.
+        capacity: number of tokens of a cache, if the model preallocates it. None: 256.
 
     Raises:
-        RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
+        RuntimeError, MemoryError: memory was too small for a call, so the result is unknown.
     """
     own: Any = unwrapped(model)
     if getattr(own, "can_cache_kv", True) is False:
@@ -267,9 +267,7 @@ class _Trial:
         """Return the result of `call`; None if it raises anything but an out-of-memory error."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # the model's own warnings are about a call that it may not mean
+                warnings.simplefilter("ignore")  # of calls that the model may not support
                 return call()
         except Exception as error:
             if is_out_of_memory(error):

@@ -25,9 +25,9 @@ class CallForm:
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
         in_batch: all is given in one dict.
-        with_targets: the inputs are given as `targets` too, without which some models leave out logits.
-        complete: a mask of ones and the inputs as labels are given too.
-        element: which of several outputs in a tuple has the logits.
+        with_targets: also pass the inputs as `targets`. Some models return all logits only with targets.
+        complete: also pass a mask of ones, and the inputs as labels.
+        element: index of the logits in a tuple.
     """
 
     keyword: str | None = None
@@ -39,7 +39,7 @@ class CallForm:
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
         """Call `model` with inputs (B, T) or (B, T, C), and with `more` by name.
 
-        Of several outputs in a tuple, those with the logits come back first.
+        If the output is a tuple, the logits are moved to the front.
         """
         if self.with_targets:
             more = {"targets": inputs, **more}

@@ -57,12 +57,12 @@ def capabilities(
         inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
         logits_of: output of a call -> its logits.
         form: how it is called.
-        auxiliary: a plain call returned a loss of routers.
+        auxiliary: True if a call without further arguments returned `aux_loss`.
         cached: look for a cache.
-        capacity: number of tokens that a cache is made for, if the model has to be told. None: 256.
+        capacity: number of tokens of a cache, if the model preallocates it. None: 256.
 
     Raises:
-        RuntimeError, MemoryError: memory was too small for a call, which says nothing of the model.
+        RuntimeError, MemoryError: memory was too small for a call, so the result is unknown.
     """
     named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def capabilities(
         try:
             with torch.no_grad():
                 return logits_of(call()).shape[:2] == (B, T)
-        except Exception as error:  # any failure but this one is an answer: it cannot do this
+        except Exception as error:  # any other exception means: not supported
             if is_out_of_memory(error):
                 raise
             return False
@@ -243,8 +243,8 @@ def _labellings(
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
     A model shifts an argument `labels` itself. An argument `targets` is the prediction of each position, with
-    -1 or -100 for positions without a target. An argument with another name is used if its loss is the
-    cross-entropy of one of these.
+    -1 or -100 for positions without a target. An argument with another name is used if its loss equals the
+    cross-entropy with shifted or unshifted labels, or if it is named like labels.
     """
     if "labels" in named:
         yield partial(_labelled_loss, form=form, name="labels")
@@ -377,7 +377,7 @@ def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> b
     try:
         with torch.enable_grad():
             value = loss(model, inputs, None)
-    except Exception as error:  # any failure but this one is an answer: it has none
+    except Exception as error:  # any other exception means: it has none
         if is_out_of_memory(error):
             raise
         return False
@@ -388,7 +388,7 @@ def _is_scalar(call: Callable[[], Any]) -> bool:
     try:
         with torch.no_grad():
             value = call()
-    except Exception as error:  # any failure but this one is an answer: it cannot do this
+    except Exception as error:  # any other exception means: not supported
         if is_out_of_memory(error):
             raise
         return False

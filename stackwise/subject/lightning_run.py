@@ -59,9 +59,9 @@ class LightningRun:
     if the module defines it), and a scheduler with the interval "step". Train and eval modes are not changed.
     `evaluate` needs a `validation_step`, `epoch` a `train_dataloader`.
 
-    What a trainer adds is not there: clipping by its own limit, callbacks, strategies, precision. Random
-    states, which Lightning does not keep in its checkpoints, are kept here, for they are not the module's.
-    Batches weigh the same in an accumulation, and as their rows in an evaluation: `averages_batches`.
+    Features of the trainer are not available: its clipping, callbacks, strategies and precision. Checkpoints
+    also contain random states, which Lightning does not save. An accumulation averages over batches, an
+    evaluation over rows (`averages_batches`).
 
     Args:
         module: a LightningModule, or a module with `training_step` and `configure_optimizers`.

@@ -39,7 +39,7 @@ class FactoryError(ValueError):
     """A factory raised an exception, which is the cause, or returned a model that cannot run."""
 
 
-# Named, so that a spec can be sent to a process.
+# Named functions, because a lambda cannot be pickled.
 def _called(model: nn.Module, inputs: Tensor) -> Any:
     return model(inputs)
 
@@ -282,7 +282,7 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
         message = f"model: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
         if again:
-            message += " (the second time that it was called; each question wants a fresh model)"
+            message += " (the second time that it was called; each check builds a new model)"
         if _is_of_the_network(error):
             message += " (it wants the network: build from a local configuration or local weights)"
         raise FactoryError(message) from error
@@ -290,7 +290,7 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
 
 def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Module]:
     """Return a factory of models without shared tensors, and a model for trials."""
-    kept = copy.deepcopy(made)  # before the second call, which may change shared tensors
+    kept = copy.deepcopy(made)  # copied first: the second call may change shared tensors
     second = _made(factory, again=True)
     if not isinstance(second, nn.Module):
         got = type(second).__name__
@@ -324,7 +324,9 @@ def _refuse_unready(model: nn.Module, name: str) -> None:
         elif tensor.is_meta:
             problem = "is on the meta device; wanted values: to_empty() and an initialisation, or a load"
         elif tensor.is_inference():
-            problem = "was made under torch.inference_mode(), for good; wanted torch.no_grad(), or neither"
+            problem = (
+                "was created in inference_mode and cannot be trained; wanted torch.no_grad(), or neither"
+            )
         else:
             continue
         raise FactoryError(f"model: {name}: {key} {problem}")

@@ -29,8 +29,8 @@ def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
     """
     if is_lightning_module(made):
         return LightningRun, {
-            "notes": "a Lightning module: its hooks without a trainer, whose clipping is not asked and whose "
-            "random states are kept"
+            "notes": "a Lightning module: its hooks run without a Trainer; clipping by the Trainer is not "
+            "checked; random states are saved"
         }
     if is_transformers_trainer(made):
         max_norm = getattr(made.args, "max_grad_norm", None)
@@ -46,8 +46,8 @@ class FunctionRun:
     """Run of a function for one training step.
 
     Args:
-        model: what is trained.
-        optimizer: what updates it.
+        model: model to train.
+        optimizer: its optimizer.
         function: (model, optimizer, batch) -> the loss before the step.
     """
 

@@ -46,7 +46,7 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch"}
 _LAST_LOOK: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[int, int]]] = (
     weakref.WeakKeyDictionary()
 )
-_OBJECTS = 2  # objects of other classes inside each other
+_OBJECTS = 2  # largest nesting of objects that are no optimizers
 
 
 def is_optimizer(given: Any) -> bool:
@@ -59,11 +59,11 @@ def is_optimizer(given: Any) -> bool:
 
 
 def optimizers_in(given: Any) -> list[Any]:
-    """Return the optimizers in `given`, the innermost ones first; `given` itself is the last if it is one.
+    """Return all optimizers in `given`, inner ones before outer ones. If `given` is an optimizer, it is last.
 
     Attributes, lists, tuples, sets, values of mappings, namespaces, objects of other classes and the objects
-    of bound methods are searched. An object that refers back to its optimizer, such as a trainer, is searched
-    for optimizers of the same parameters only. Modules, hooks and objects of libraries are not searched.
+    of bound methods are searched. If an object refers to its optimizer, as a trainer does, only optimizers
+    that share parameters with it are included. Modules, hooks and objects of libraries are not searched.
     """
     return [place.value for place in _places(given, (*_SKIPPED, Tensor))][::-1]
 
@@ -98,7 +98,7 @@ def states_of(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def own_state_of(optimizer: Any) -> Any:
-    """Return what `state_dict()` returns if the class defines its own, otherwise None.
+    """Return `state_dict()` if the class overrides it, otherwise None.
 
     Also None if it raises RuntimeError, as in `ZeroRedundancyOptimizer` before `consolidate_state_dict`.
     """
@@ -111,10 +111,10 @@ def own_state_of(optimizer: Any) -> Any:
 def check_kept(
     key: str, optimizer: Any, saved: Iterable[Tensor], loses: str, *, is_fresh: bool = False
 ) -> None:
-    """Refuse an optimizer with state in attributes that is kept nowhere.
+    """Raise if tensors in attributes of an optimizer would be lost.
 
-    State is a tensor of the shape and device of a trained parameter, unless it is a parameter, a gradient, or
-    in a group or a `state`. Other tensors, and those in objects of other classes, cause a warning once. A
+    They are lost if neither `state` nor `state_dict()` contains them. State is a tensor of the shape and
+    device of a trained parameter, unless it is a parameter, a gradient, or in a group or a `state`. Other tensors, and those in objects of other classes, cause a warning once. A
     tensor that was neither written in place nor replaced since the last call is a constant, and ignored.
 
     Args:
@@ -165,9 +165,9 @@ def _changed(optimizer: Any, places: list[_Place]) -> list[_Place]:
 
 
 def unsaved(tensors: list[Tensor], saved: Iterable[Tensor], known: list[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return the tensors that `saved` has neither as they are nor as copies, and if that is certain.
+    """Return the tensors that are missing in `saved`, and True if the answer is certain.
 
-    It is not certain if there are copies in `saved`, of whatever shape.
+    If `saved` contains copies, the answer is a guess by shape.
 
     Args:
         tensors: state of an optimizer.
@@ -185,7 +185,7 @@ def unsaved(tensors: list[Tensor], saved: Iterable[Tensor], known: list[Tensor])
 
 @cache
 def warn_once(message: str) -> None:
-    """Warn of state that may be lost, of each message once in a process."""
+    """Issue a warning once per process."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
@@ -196,8 +196,8 @@ class _Place(NamedTuple):
         value: the optimizer or tensor.
         path: attributes, keys and indices.
         owners: optimizers on the way, the outermost one first.
-        objects: number of objects of other classes since the last optimizer.
-        is_foreign: whether such an object refers back to one of the owners.
+        objects: number of objects that are no optimizers between the last optimizer and this one.
+        is_foreign: True if such an object refers to an owner.
     """
 
     value: Any

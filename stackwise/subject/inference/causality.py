@@ -32,7 +32,7 @@ _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Return the model's claim (None: no claim) and its source. A model of tokens is assumed to be causal."""
+    """Return True, False or None (no claim), and the reason. A model of tokens is assumed to be causal."""
     layers = getattr(model, "attn_layers", None)
     for owner in (model, layers):
         for name in ("is_causal", "causal"):
@@ -58,8 +58,8 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
 def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:
     """Return the setting that makes a model bidirectional, or None.
 
-    A model that reads later tokens with every setting has a defect instead. So has a model that reads them
-    although a new model of the same configuration does not.
+    If the model reads later tokens with every setting, or if a rebuilt model does not read them, this is a
+    bug and no setting.
     """
     config = getattr(model, "config", None)
     settings = {

@@ -26,11 +26,11 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a ModelSpec that are not declared, with `assumed` and `notes`.
 
     Args:
-        model: in eval mode. It is called, and may be changed by that.
+        model: in eval mode. It is called, and its state may change.
         declared: known attributes. Only calls that agree with them are tried.
 
     Raises:
-        InferenceError: no call gave logits. The message lists the calls.
+        InferenceError: no call gave an output. The message lists the calls.
     """
     notes: list[str] = []
     inferred, trial = _call(model, declared, notes)

@@ -177,7 +177,7 @@ def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
     inputs = example_batch(model, {**known, "seq_len": limit + 1})[:1]
     try:
         return logits_of(known["forward"](model, inputs)).shape[:2] == inputs.shape[:2]
-    except Exception as error:  # any failure but this one is an answer: it does not
+    except Exception as error:  # any other exception: a longer input is refused
         if is_out_of_memory(error):
             raise
         return False

@@ -253,7 +253,7 @@ class _Calls:
     def _is_per_row(self, logits: Tensor, inputs: Tensor, forward: Callable[..., Any]) -> bool:
         """Return True if the output has an entry per row, and its other dimensions do not follow the length.
 
-        A sequence of ids with an output (B, n, ...) is a mistake in a shape more often than it is meant.
+        An output (B, n, ...) of ids is usually a mistake in a shape.
         """
         known = self._known
         if known.get("causal") or known.get("per_position") or not logits.is_floating_point():

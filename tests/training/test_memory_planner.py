@@ -141,7 +141,7 @@ def tensor_bytes(directory):
     """Of the safetensors files in a folder, without their heads."""
     total = 0
     for path in Path(directory).rglob("*"):
-        if path.is_file() and path.name != "lock":
+        if path.is_file() and path.name not in ("lock", ".lock"):
             with path.open("rb") as file:
                 total += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
     return total

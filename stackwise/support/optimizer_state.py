@@ -114,8 +114,9 @@ def check_kept(
     """Raise if tensors in attributes of an optimizer would be lost.
 
     They are lost if neither `state` nor `state_dict()` contains them. State is a tensor of the shape and
-    device of a trained parameter, unless it is a parameter, a gradient, or in a group or a `state`. Other tensors, and those in objects of other classes, cause a warning once. A
-    tensor that was neither written in place nor replaced since the last call is a constant, and ignored.
+    device of a trained parameter, unless it is a parameter, a gradient, or in a group or a `state`. Other
+    tensors, and those in objects of other classes, cause a warning once. A tensor that was neither written
+    in place nor replaced since the last call is a constant, and ignored.
 
     Args:
         key: name of the optimizer in the error.

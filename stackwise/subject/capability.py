@@ -294,13 +294,16 @@ def _label_names(
 ) -> dict[str, bool]:
     """Return the arguments whose loss is a cross-entropy, and whether the model shifts the labels itself."""
     found: dict[str, bool] = {}
+    optional = [name for name, parameter in named.items() if parameter.default is None]
+    if not optional:
+        return found
     labels = inputs.roll(1, dims=0).flip(1)
     # Logits that hardly differ, such as those of a zero head, fit every shift.
     model = copy.deepcopy(model)
     with torch.no_grad(), seeded(0, inputs.device):
         for weight in (p for p in model.parameters() if p.is_floating_point()):
-            weight.add_(torch.randn_like(weight), alpha=0.2)
-    for name in (name for name, parameter in named.items() if parameter.default is None):
+            weight.copy_(weight.float() + 0.2 * torch.randn(weight.shape, device=weight.device))
+    for name in optional:
 
         def loss() -> Any:
             with seeded(0, inputs.device):

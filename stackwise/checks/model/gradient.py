@@ -62,19 +62,10 @@ def gradient_flow(subject: Subject) -> CheckResult:
             "a custom backward that returns None.",
         )
     dead = [n for n in missing if influence[n] == "none" and n in connected and _is_layer_weight(model, n)]
-    if dead and not spec.per_position:
-        return subject.warned(
-            len(dead) / n,
-            0.0,
-            where=listed(dead),
-            meaning=f"The gradient of {len(dead)} of {n} parameters is 0 at each step, and they do not "
-            "change the output, though it is computed from them.",
-            correct_if="the head reads one position, such as a class token, and these parameters only affect "
-            "the other positions",
-            advice="Look for a branch that is multiplied by 0, and for units that are never active.",
-        )
     if dead:
-        return subject.failed(
+        reads_one = "the head reads one position, such as a class token, and these only affect the others"
+        return subject.failed_unless(
+            None if spec.per_position else reads_one,
             len(dead) / n,
             0.0,
             where=listed(dead),

@@ -53,6 +53,13 @@ _SHARP_ADVICE = (
 )
 
 
+_ONE_DNN = "a kernel of oneDNN is wrong: without torch.backends.mkldnn the model only rounds"
+_ONE_DNN_ADVICE = (
+    "Compare the operation on another device. Until the kernel is repaired, disable torch.backends.mkldnn "
+    "(see https://github.com/pytorch/pytorch/issues/169688)."
+)
+
+
 @dataclass(frozen=True)
 class _Run:
     """What a call in a narrow format showed."""
@@ -175,25 +182,17 @@ def _judge_error(
     if (loss := run.shadow.loss) is not None:
         cancels = loss.is_difference and loss.kind == "activation"
         excused = loss.is_sharp or (cancels and run.error <= _HARMLESS * eps)
+        excuse, hint = (_SHARP, _SHARP_ADVICE) if excused else (None, advice[loss.kind])
         if not excused and _is_of_one_dnn(subject, dtype, limits, autocast=autocast):
-            return subject.warned(
-                loss.error / eps,
-                limits[loss.kind],
-                where=_place(loss),
-                meaning=f"The result in {format_name} differs from float64 by {loss.error / eps:.3g} eps of "
-                "the format, and only by rounding if torch.backends.mkldnn is disabled.",
-                correct_if="the kernel of oneDNN for this CPU is wrong, and not the model",
-                advice="Compare the operation on another device. Until the kernel is repaired, disable "
-                "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688).",
-            )
+            excuse, hint = _ONE_DNN, _ONE_DNN_ADVICE
         return subject.failed_unless(
-            _SHARP if excused else None,
+            excuse,
             loss.error / eps,
             limits[loss.kind],
             where=_place(loss),
             meaning=f"The result in {format_name} differs from float64 by {loss.error / eps:.3g} eps of the "
             "format.",
-            advice=_SHARP_ADVICE if excused else advice[loss.kind],
+            advice=hint,
         )
     if autocast and run.shadow.uncast:
         return subject.failed(

@@ -11,6 +11,8 @@ RENAMES: dict[str, str] = {}
 CHANGES: dict[str, str] = {
     "*/notes": "notes are in plain words",
     "guard/*/stopped": "alarms are in plain words",
+    "names/commands/train": "training.guard is a GuardPolicy; training.watch_logits and training.bundle_dir",
+    "names/public/stackwise.config.Guard*": "GuardPolicy is the configuration section",
     "names/public/stackwise.inference.*": "inference is a part of stackwise.subject",
     "names/public/stackwise.subject.*": "inference is a part of stackwise.subject",
 }

@@ -26,11 +26,11 @@ class GuardPolicy(Section):
     model_config = ConfigDict(frozen=True)
 
     clip: float | None = Field(None, gt=0.0)
-    """Largest global gradient norm of an update; null: no clipping. In a file: training.grad_clip."""
+    """Largest global gradient norm of an update, in Python; a configuration sets training.grad_clip."""
     deviations: float = Field(6.0, ge=0.0)
     """Limit of a spike, as a multiple of the median absolute deviation (MAD) of step-to-step changes."""
     factor: _Factor = 5.0
-    """Largest rise of the gradient norm that is no spike, without recomputation."""
+    """Largest rise of the gradient norm that passes if the step is not recomputed."""
     suspect_factor: _Factor | None = 2.5
     """Rise of the gradient norm above which the step is recomputed; null: never."""
     proven_factor: _Factor = 30.0
@@ -54,7 +54,7 @@ class GuardPolicy(Section):
     rewinds: Count = 1
     """Largest number of rewinds without snapshot_interval healthy steps between them."""
     snapshot_interval: Size | None = 50
-    """Largest number of steps that a rewind costs, above patience; null: no snapshots."""
+    """Steps between snapshots, which a rewind may lose; above patience; null: no snapshots."""
     snapshot_on_host: bool = True
     """Store the snapshot in host memory."""
     bundle_weights: bool = True

@@ -35,7 +35,7 @@ from stackwise.support.random_state import random_states, random_states_equal
 __all__ = ["StackCache", "StackCacheStatistics"]
 
 _ENTRY = r"[0-9a-f]{64}\.safetensors"
-_PARTIAL = rf"\.{_ENTRY}\.\d+"  # name that `replacing` gives to an entry until it is whole
+_PARTIAL = rf"\.{_ENTRY}\.\d+\.[0-9a-f]{{8}}"  # name that `replacing` gives to an entry until it is whole
 
 
 @dataclass(frozen=True)

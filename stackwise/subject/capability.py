@@ -5,10 +5,10 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -115,17 +115,21 @@ def padding_of_rows(
     if "masked" in found:
         # A head that reads the first token takes no padding on the left, for example.
         call = found["masked"]
-        sides = [side for side in ("right", "left") if _pads(call, side, model, inputs, logits_of)]
+        sides = []
+        for side in ("right", "left") if inputs.shape[1] > 1 else ():
+            with suppress(RuntimeError, ValueError, IndexError):  # such as a model of one length only
+                sides += [side] * _pads(call, side, model, inputs, logits_of)
         found["padding_sides"] = tuple(sides) or ("right",)
     return found
 
 
 def padding_id(model: nn.Module) -> int | None:
-    """Return the id of padding in the configuration, or None."""
+    """Return the id of padding in the configuration, or None if it has none or no embedding has its row."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     named = [getattr(each, "pad_token_id", None) for each in (config, text)]
-    return next((each for each in named if isinstance(each, int)), None)
+    rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    return next((each for each in named if isinstance(each, int) and 0 <= each < rows), None)
 
 
 @torch.no_grad()
@@ -292,39 +296,43 @@ def _label_names(
     logits_of: Callable[[Any], Tensor],
     form: CallForm,
 ) -> dict[str, bool]:
-    """Return the arguments whose loss is a cross-entropy, and whether the model shifts the labels itself."""
+    """Return the arguments that take labels, and True if the model shifts them itself.
+
+    They are named like labels, or their loss is the cross-entropy with shifted or unshifted labels. A model
+    that shifts them never reads the first label. If no label has an effect, as with a head of zeros, the
+    convention is unknown, and the argument is left out.
+    """
     found: dict[str, bool] = {}
-    optional = [name for name, parameter in named.items() if parameter.default is None]
-    if not optional:
-        return found
     labels = inputs.roll(1, dims=0).flip(1)
-    # Logits that hardly differ, such as those of a zero head, fit every shift.
-    model = copy.deepcopy(model)
-    with torch.no_grad(), seeded(0, inputs.device):
-        for weight in (p for p in model.parameters() if p.is_floating_point()):
-            weight.copy_(weight.float() + 0.2 * torch.randn(weight.shape, device=weight.device))
-    for name in optional:
+    for name in (name for name, parameter in named.items() if parameter.default is None):
 
-        def loss() -> Any:
+        @torch.no_grad()
+        def loss(given: Tensor) -> Tensor:
             with seeded(0, inputs.device):
-                return _loss_in(form(model, inputs, **{name: labels}))  # noqa: B023
+                return _loss_in(form(model, inputs, **{name: given}))  # noqa: B023
 
-        if not _is_scalar(loss):
+        if not _is_scalar(lambda: loss(labels)):
             continue
-        with torch.no_grad():
-            with seeded(0, inputs.device):
-                logits = logits_of(form(model, inputs)).double()
-            value = loss().double()
-        if logits.shape[-1] <= int(inputs.max()):
+        value = loss(labels)
+        logits = logits_of(form(model, inputs)).detach()
+        if not value.isfinite() or not (_LABEL_NAME.search(name) or _is_cross_entropy(value, logits, labels)):
             continue
-        for is_shifted, scores, wanted in ((False, logits, labels), (True, logits[:, :-1], labels[:, 1:])):
-            if torch.isclose(value, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()), rtol=1e-3):
-                found[name] = is_shifted
-                break
-        else:
-            if _LABEL_NAME.search(name):  # a loss with a mistake, which the checks of the loss report
-                found[name] = True
+        first, last = labels.clone(), labels.clone()
+        for changed, place in ((first, 0), (last, -1)):
+            changed[:, place] = inputs[:, place].where(inputs[:, place] != labels[:, place], inputs[:, 1])
+        reads_first, reads_last = (not torch.equal(loss(each), value) for each in (first, last))
+        if reads_first or reads_last:
+            found[name] = not (reads_first and reads_last)
     return found
+
+
+def _is_cross_entropy(value: Tensor, logits: Tensor, labels: Tensor) -> bool:
+    """Return True if a loss is the cross-entropy of labels, shifted or not."""
+    if logits.shape[-1] <= int(labels.max()):
+        return False
+    pairs = ((logits, labels), (logits[:, :-1], labels[:, 1:]))
+    losses = [F.cross_entropy(x.flatten(0, 1).double(), y.flatten()) for x, y in pairs]
+    return any(torch.isclose(value.double(), each, rtol=1e-3) for each in losses)
 
 
 def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, name: str) -> Tensor:

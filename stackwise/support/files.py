@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +40,7 @@ def _integer(text: str) -> int:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a scratch path and rename it to `path` at the end. After an error, an old file is unchanged."""
     # A rename is atomic only within a file system, so the scratch file is in the same folder.
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)  # left by a killed process with the same number
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         yield scratch
         scratch.replace(path)

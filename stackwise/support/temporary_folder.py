@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ _LOCK = ".lock"  # held while the process that made the folder lives
 def temporary_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
     """Create a folder and remove it at the end. Before that, remove those that killed processes left.
 
-    If the file system has no locks, folders of killed processes remain.
+    If the file system has no locks, folders of killed processes remain. So does a folder whose process was
+    killed while it created or removed the folder.
 
     Args:
         prefix: start of the folder's name. Leftovers are recognized by it.
@@ -28,8 +30,10 @@ def temporary_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
     place = place or Path(tempfile.gettempdir())
     place.mkdir(parents=True, exist_ok=True)
     for path in place.glob(f"{prefix}*/{_LOCK}"):
-        with suppress(OSError), file_lock(path, blocking=False):  # held, removed, or of another user
-            shutil.rmtree(path.parent, ignore_errors=True)
+        with suppress(OSError), file_lock(path, blocking=False):  # held, or removed
+            if path.stat().st_uid == os.geteuid():
+                shutil.rmtree(path.parent, ignore_errors=True)
+    creator = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
     lock = file_lock(folder / "unlocked", blocking=False)
     try:
@@ -39,5 +43,6 @@ def temporary_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
             (folder / "unlocked").rename(folder / _LOCK)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+        if os.getpid() == creator:  # a forked child may leave the block by an exception
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()

@@ -711,7 +711,7 @@ class TestDirectory:
         rack, cache = make_rack(), make_cache(True)
         cache.prefix(rack, make_ids(0), 2)
         (file,) = self.files(tmp_path)
-        partial = file.with_name(f".{'0' * 64}.safetensors.4711")
+        partial = file.with_name(f".{'0' * 64}.safetensors.4711.0123abcd")
         file.rename(partial)
         strangers = [tmp_path / "cache" / name for name in ("notes.partial", "weights.safetensors", "a.txt")]
         for stranger in strangers:

@@ -248,6 +248,62 @@ def test_batch_that_changes_a_row_is_found():
     assert result.status == "failed"
 
 
+def test_size_of_a_recurrence_is_no_size_of_images():
+    class ImageToText(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.state = nn.Conv2d(3, 8, 4, 4), nn.GRU(8, 700, batch_first=True)
+
+        def forward(self, images):
+            return self.state(self.convolution(images).flatten(2).transpose(1, 2))[0][:, -1]
+
+    assert ModelSpec.of(ImageToText).batch(2, 16).shape == (2, 3, 32, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_sizes_are_tried(dtype):
+    calls = []
+
+    def build():
+        model = Layers(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(dtype)
+        model.register_forward_hook(lambda module, args, output: calls.append(args[0].shape))
+        return model
+
+    ModelSpec.of(build)
+    assert {shape[1:] for shape in calls} == {(3, 32, 32)}
+
+
+NOT_SEQUENCES = {
+    "batch norm of features": (
+        lambda: Layers(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)),
+        (20,),
+    ),
+    "channels": (lambda: Layers(nn.Conv1d(16, 32, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten()), (16, 64)),
+    "denoiser": (lambda: Layers(nn.Conv1d(2, 8, 9, padding=4), nn.Conv1d(8, 2, 9, padding=4)), (2, 64)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SEQUENCES)
+def test_layers_that_fit_one_length_are_no_sequences(name):
+    factory, shape = NOT_SEQUENCES[name]
+    spec = ModelSpec.of(factory)
+    assert not spec.per_position and spec.max_length is None
+    assert spec.batch(2, 16).shape == (2, *shape)
+
+
+def test_classifier_of_one_length_with_a_mask():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(V, 8), nn.Linear(8 * 16, 3)
+
+        def forward(self, ids, attention_mask=None):
+            keep = torch.ones_like(ids) if attention_mask is None else attention_mask
+            return self.head((self.embedding(ids) * keep[..., None]).flatten(1))
+
+    assert not ModelSpec.of(Fixed).per_position
+
+
 NO_ROWS = {
     "a lost position": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x[:, 1:]),
     "batch and positions swapped": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.transpose(0, 1)),
@@ -356,14 +412,29 @@ def test_loss_of_labels_with_any_name(model):
 
 
 @pytest.mark.parametrize("model", [LossInTuple, LossInDict])
-def test_shift_of_labels_with_equal_logits(model):
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
+def test_shift_of_labels_with_small_logits(model, scale):
     def build():
         made = model()
-        nn.init.zeros_(made.head.weight), nn.init.zeros_(made.head.bias)
+        with torch.no_grad():
+            for parameter in made.head.parameters():
+                parameter.mul_(scale)
         return made
 
-    results = check_model(ModelSpec.of(build), checks=["label_shift"])
-    assert [result.status for result in results] == ["passed"]
+    [result] = check_model(ModelSpec.of(build), checks=["label_shift"])
+    assert result.status == ("passed" if scale == 1.0 else "not applicable")
+
+
+def test_loss_with_a_further_term_is_not_taken_for_shifted():
+    class Smoothed(Labelled):
+        def forward(self, ids, y=None):
+            x = self.logits(ids)
+            if y is None:
+                return x
+            return x, F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1) + x.square().mean()
+
+    [result] = check_model(ModelSpec.of(Smoothed), checks=["label_shift"])
+    assert result.status == "passed"
 
 
 def test_wrong_loss_of_labels_with_an_odd_name_is_reported():

@@ -1,11 +1,10 @@
 """Files: an atomic write leaves the new file or the old one, and nothing else."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from stackwise.support.files import parse_json, replacing, write_whole
+from stackwise.support.files import parse_json, write_whole
 
 
 def names_in(folder):
@@ -59,15 +58,6 @@ def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
     write_whole(path, "new")
     assert seen == [("old", "new")]
     assert path.read_text() == "new"
-
-
-def test_scratch_file_of_a_killed_process_with_the_same_number_is_replaced(tmp_path):
-    (tmp_path / f".r.bin.{os.getpid()}").write_bytes(b"half of the old")
-    with replacing(tmp_path / "r.bin") as scratch:
-        assert not scratch.exists()
-        scratch.write_bytes(b"new")
-    assert (tmp_path / "r.bin").read_bytes() == b"new"
-    assert names_in(tmp_path) == ["r.bin"]
 
 
 def test_a_folder_in_the_place_of_the_file(tmp_path):

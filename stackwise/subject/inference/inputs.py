@@ -49,7 +49,8 @@ _LIMITS = (
 _SETTINGS = ("config", "cfg", "args", "params")
 _IMAGE_SIZES = ("image_size", "img_size", "input_size", "resolution")
 # If no setting names the size: small ones first, and those of MNIST and ImageNet.
-_TRIAL_SIZES = (32, 28, 64, 96, 224, 256)
+_TRIAL_SIZES = (32, 28, 64, 96, 224, 256, 8, 48, 84, 128)
+_LARGEST_IMAGE = 1024
 _TRIAL_SAMPLES = (64, 400, 1600, 4000, 16_000)
 _READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
 
@@ -105,13 +106,13 @@ def image_channels(model: nn.Module) -> int | None:
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
     """Return heights and widths: those of settings first."""
     named: list[Any] = []
-    for module in model.modules():
+    for module in (m for m in model.modules() if not isinstance(m, nn.RNNBase)):
         named += [getattr(owner, n, None) for owner in (module, _settings_of(module)) for n in _IMAGE_SIZES]
     sizes = [
         (value, value) if isinstance(value, int) else tuple(value[-2:])
         for value in (*named, *_TRIAL_SIZES)
-        if (isinstance(value, int) and value > 0)
-        or (isinstance(value, list | tuple) and len(value) > 1 and all(isinstance(v, int) for v in value))
+        if (type(value) is int and 0 < value <= _LARGEST_IMAGE)
+        or (isinstance(value, list | tuple) and len(value) > 1 and all(type(v) is int for v in value))
     ]
     return list(dict.fromkeys(sizes))
 

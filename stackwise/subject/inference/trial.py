@@ -89,6 +89,8 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
                     return trial
             if calls.per_row:
                 return calls.per_row[0]
+        if calls.one_length:
+            return calls.one_length[0]
     raise InferenceError(calls.failure())
 
 
@@ -97,6 +99,7 @@ class _Calls:
 
     Attributes:
         per_row: calls with sequences that gave one output per row.
+        one_length: calls with vectors (B, T, C) that work with one T only.
     """
 
     def __init__(self, model: nn.Module, known: dict[str, Any]) -> None:
@@ -106,6 +109,7 @@ class _Calls:
         self._examples: list[tuple[int, str]] = []  # ModelSpecs as code, with a priority
         self._returns_loss = False
         self.per_row: list[Trial] = []
+        self.one_length: list[Trial] = []
 
     def forms(self) -> Iterator[CallForm | None]:
         """Yield the forms of the call; None: the declared one."""
@@ -153,9 +157,10 @@ class _Calls:
         """Call the model with images, audio and features, if possible of a size that can be trained."""
         first = None
         for make_batch in random_batches(self._model):
-            inputs = make_batch(2, 1, torch.Generator().manual_seed(0))
+            inputs = self._moved(make_batch(2, 1, torch.Generator().manual_seed(0)))
             if (trial := self._call(form, inputs)) is None:
                 continue
+            trial.attributes |= {"per_position": False, "max_length": None}
             trial.attributes |= {"inputs": "vectors", "width": make_batch.shape[-1], "seq_len": 16}
             trial.attributes["make_batch"] = make_batch
             if self._trains(form, inputs):
@@ -194,17 +199,21 @@ class _Calls:
 
     def _vectors(self, form: CallForm | None, seq_len: int) -> Trial | None:
         for width in (self._known["width"],) if "width" in self._known else width_candidates(self._model):
-            if (trial := self._call(form, torch.randn(2, seq_len, width))) is not None:
-                trial.attributes["width"] = width
+            if (trial := self._call(form, torch.randn(2, seq_len, width))) is None:
+                continue
+            trial.attributes["width"] = width
+            if "width" in self._known or self._call(form, torch.randn(2, seq_len + 1, width)) is not None:
                 return trial
+            # Positions may be channels or features: images and rows are tried first.
+            trial.attributes |= {"inputs": "vectors", "seq_len": seq_len, "max_length": seq_len}
+            self.one_length.append(trial)
         return None
 
     # Calls
 
     def _call(self, form: CallForm | None, inputs: Tensor) -> Trial | None:
         """Return the trial, or None after adding the error to the errors."""
-        device = next((p.device for p in self._model.parameters()), inputs.device)
-        inputs, trial, output = cast(inputs.to(device), self._model), Trial(form), None
+        inputs, trial, output = self._moved(inputs), Trial(form), None
         forward: Callable[..., Any] = self._known["forward"] if form is None else form
         try:
             output = forward(self._model, inputs)
@@ -225,6 +234,11 @@ class _Calls:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
+
+    def _moved(self, inputs: Tensor) -> Tensor:
+        """Return the inputs on the device and in the dtype of the model."""
+        device = next((p.device for p in self._model.parameters()), inputs.device)
+        return cast(inputs.to(device), self._model)
 
     def _element(self, trial: Trial, form: CallForm, output: Any, inputs: Tensor) -> Any:
         """Return the item of a tuple that has the logits, otherwise the output, and add it to the trial."""

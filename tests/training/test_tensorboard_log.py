@@ -11,6 +11,13 @@ from stackwise.stability import StepRecord
 from stackwise.training.tensorboard_log import TensorBoardLog
 
 
+@pytest.fixture(autouse=True)
+def names_in_order(monkeypatch):
+    """TensorBoard sorts the files of one second by a number without leading zeros: 10 comes before 9."""
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1000))
+
+
 def record(step=0, loss=1.5, norms=None):
     return StepRecord(step, loss, 2.0, 0.1, False, 64, norms)
 

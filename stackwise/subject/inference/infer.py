@@ -77,7 +77,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
 def _labels_note(labelled_loss: Any) -> str:
     """Return the name of the labels and their convention."""
     name, is_shifted = labelled_loss.keywords["name"], "shift" in labelled_loss.keywords
-    return f"{name}= is " + ("the target of each position" if is_shifted else "shifted by the model")
+    return f"{name}= " + ("takes the target of each position" if is_shifted else "is shifted by the model")
 
 
 def _inputs_note(example: Tensor, known: Mapping[str, Any], *, has_shape: bool) -> str:

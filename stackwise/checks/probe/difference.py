@@ -148,16 +148,22 @@ def absolute_difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def variation(output: Tensor) -> Tensor:
-    """How far a channel of `output` (B, T, C) gets from its first finite value, at most: a float64 scalar.
+    """Return the largest distance of a channel of `output` (B, T, C) from its first finite value, in float64.
 
-    Where no channel varies, the largest finite size; where that is 0, 1.
+    A distance below eps^(3/4) of the size is rounding, as for a row of equal tokens without absolute
+    positions. The size is that of the channel, or the lower quartile of all channels: sums may end near 0. If
+    no channel varies, return the largest finite size; if that is 0, return 1.
     """
+    rounding = torch.finfo(output.dtype).eps ** 0.75 if output.is_floating_point() else 0.0
     output = output.double().flatten(0, -2)
     finite = output.isfinite()
     first = output.gather(0, finite.long().argmax(dim=0, keepdim=True))
-    for candidate in ((output - first)[finite].abs(), output[finite].abs()):
-        if candidate.numel() and candidate.max() > 0:
-            return candidate.max()
+    distances = (output - first).abs().where(finite, 0.0).amax(dim=0)
+    sizes = output.abs().where(finite, 0.0).amax(dim=0)
+    usual = sizes.kthvalue(1 + (len(sizes) - 1) // 4).values if len(sizes) else sizes
+    for candidates in (distances[distances > rounding * sizes.maximum(usual)], sizes):
+        if candidates.numel() and candidates.max() > 0:
+            return candidates.max()
     return torch.ones((), dtype=torch.float64, device=output.device)
 
 

@@ -76,6 +76,17 @@ def test_variation_is_the_largest_distance_from_the_first_position(output):
     assert variation(torch.tensor(output)).item() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounding_is_no_variation(dtype):
+    noise = 2 * torch.finfo(dtype).eps * torch.tensor([[[0.0], [1.0], [-1.0]]], dtype=torch.float64)
+    constant = (4 + 4 * noise).to(dtype)
+    assert variation(constant).item() == pytest.approx(4, rel=0.05)
+    near_zero = 4 * noise.to(dtype)  # a sum of large terms that cancel
+    assert variation(torch.cat([constant] * 4 + [near_zero], dim=-1)).item() == pytest.approx(4, rel=0.05)
+    varying = torch.tensor([[[0.0], [0.5], [0.25]]], dtype=dtype)
+    assert variation(torch.cat([constant, varying], dim=-1)).item() == 0.5
+
+
 def test_variation_does_not_see_constants():
     # A bias of a million, or the columns at -1e9 of a padded vocabulary, would hide everything else.
     output = torch.randn(2, 5, 3)

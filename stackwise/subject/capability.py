@@ -50,7 +50,7 @@ def capabilities(
 ) -> dict[str, Any]:
     """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
 
-    A call other than one with a cache is accepted if its output has the right shape.
+    Calls are accepted by the shape of their output. Calls with a cache are also compared with a full pass.
 
     Args:
         model: in eval mode. It is called, and its state may change.
@@ -66,21 +66,11 @@ def capabilities(
     """
     named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     found: dict[str, Any] = {}
-    B, T = inputs.shape[:2]
-
-    def works(call: Callable[[], Any]) -> bool:
-        try:
-            with torch.no_grad():
-                return logits_of(call()).shape[:2] == (B, T)
-        except Exception as error:  # any other exception means: not supported
-            if is_out_of_memory(error):
-                raise
-            return False
-
-    found |= _padding(model, inputs, named, logits_of, form, works)
-    everything = torch.ones(B, T, dtype=torch.long, device=inputs.device)
+    shape = inputs.shape[:2]
+    found |= _padding(model, inputs, named, logits_of, form, shape)
+    one_document = torch.ones(shape, dtype=torch.long, device=inputs.device)
     packed = partial(_packed, form=form)
-    if "document_ids" in named and works(lambda: packed(model, inputs, everything)):
+    if "document_ids" in named and _works(lambda: packed(model, inputs, one_document), logits_of, shape):
         found["packed"] = packed
     if cached:
         search = find_cached_call(model, inputs, logits_of, form, capacity=capacity)
@@ -101,17 +91,7 @@ def padding_of_rows(
     named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
     with torch.no_grad():
         shape = logits_of(form(model, inputs)).shape
-
-    def works(call: Callable[[], Any]) -> bool:
-        try:
-            with torch.no_grad():
-                return logits_of(call()).shape == shape
-        except Exception as error:  # any other exception means: not supported
-            if is_out_of_memory(error):
-                raise
-            return False
-
-    found = _padding(model, inputs, named, logits_of, form, works)
+    found = _padding(model, inputs, named, logits_of, form, shape)
     if "masked" in found:
         # A head that reads the first token takes no padding on the left, for example.
         call = found["masked"]
@@ -159,12 +139,16 @@ def _padding(
     named: Collection[str],
     logits_of: Callable[[Any], Tensor],
     form: CallForm,
-    works: Callable[[Callable[[], Any]], bool],
+    shape: torch.Size,
 ) -> dict[str, Any]:
     """Return the call with a padding mask and the sides on which padding is allowed, or nothing."""
     partly = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     partly[-1, inputs.shape[1] // 2 :] = False
-    usable = [way for way in _maskings(named, form) if works(lambda: way[0](model, inputs, partly))]  # noqa: B023
+    usable = [
+        way
+        for way in _maskings(named, form)
+        if _works(lambda: way[0](model, inputs, partly), logits_of, shape)  # noqa: B023
+    ]
     if form.in_batch:  # unread keys of a dict leave no trace
         usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
     if not usable:
@@ -173,6 +157,17 @@ def _padding(
     hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
     masked, sides = next(hiding, usable[0])
     return {"masked": masked, "padding_sides": sides}
+
+
+@torch.no_grad()
+def _works(call: Callable[[], Any], logits_of: Callable[[Any], Tensor], shape: torch.Size) -> bool:
+    """Return True if a call gives an output whose shape begins with `shape`."""
+    try:
+        return logits_of(call()).shape[: len(shape)] == shape
+    except Exception as error:  # any other exception means: not supported
+        if is_out_of_memory(error):
+            raise
+        return False
 
 
 def _auxiliary(
@@ -246,8 +241,8 @@ def _labellings(
 ) -> Iterator[Callable[..., Any]]:
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
-    A model shifts an argument `labels` itself. An argument `targets` is the prediction of each position, with
-    -1 or -100 for positions without a target. An argument with another name is used if its loss equals the
+    A model shifts an argument `labels` itself. An argument `targets` holds the token that each position must
+    predict, and -1 or -100 for none. An argument with another name is used if its loss equals the
     cross-entropy with shifted or unshifted labels, or if it is named like labels.
     """
     if "labels" in named:

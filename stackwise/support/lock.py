@@ -12,8 +12,8 @@ __all__ = ["file_lock"]
 def file_lock(path: Path, *, blocking: bool = True) -> FileLock:
     """Return the exclusive lock of a file, not yet acquired. Acquiring it creates the file and its folder.
 
-    Each call returns a lock that excludes all others of the same file, also in the same process. The object
-    that holds it may acquire it again, and any thread may release it. A forked child does not inherit it.
+    Two locks of one file exclude each other, also within a process. One lock object can be acquired several
+    times, also by other threads. A forked child does not inherit it.
 
     Args:
         path: the lock file. It remains after the release.

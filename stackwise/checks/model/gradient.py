@@ -26,8 +26,8 @@ _STEPS = 3
 _EXACT = 1e-5
 _VAGUE = 0.05
 _SIZES = (1e-6, 1e-5, 1e-3, 1e-2)
-# A slope that changes between this step and a longer one is no evidence: batch norm of two rows with one
-# value each is almost a step function.
+# If the slope at this step differs from that at a longer step, the output is not smooth there, and the check
+# does not apply. Example: batch norm over two rows with one value each.
 _CLOSER = 1e-9
 # Operations whose derivative is 0 almost everywhere: who trains through them chooses a surrogate.
 _STEP_FUNCTIONS = ("round", "sign", "heaviside", "bernoulli", "argmax")

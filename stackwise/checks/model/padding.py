@@ -99,18 +99,16 @@ def _ragged(subject: Subject) -> list[_Ragged]:
     return [_Ragged(rows, side, T, subject.spec.per_position) for side in subject.spec.padding_sides]
 
 
-def _finds_by_id(subject: Subject) -> bool:
-    """Return True for classifiers that may find padding by its id: decoders read the last other token."""
-    is_text = subject.spec.inputs == "tokens" and not subject.spec.per_position
-    return is_text and padding_id(subject.model()) is not None
+def _padding_token(subject: Subject) -> int | None:
+    """Return the id of padding of a text classifier: heads of decoders find the last token by this id."""
+    is_classifier = subject.spec.inputs == "tokens" and not subject.spec.per_position
+    return padding_id(subject.model()) if is_classifier else None
 
 
 def _contents(subject: Subject, T: int) -> Iterator[Tensor]:
     """Yield the contents of padding: the padding token, or other inputs and then conspicuous ones."""
-    if _finds_by_id(subject):
-        pad = padding_id(subject.model())
-        assert pad is not None
-        yield torch.full_like(real_inputs(subject, 3, T), pad)
+    if (token := _padding_token(subject)) is not None:
+        yield torch.full_like(real_inputs(subject, 3, T), token)
         return
     yield real_inputs(subject, 3, T, shift=1)
     if subject.spec.make_batch is not None:
@@ -137,7 +135,7 @@ def padding_content(subject: Subject) -> CheckResult:
     """Does what stands in padding leave every real output as it was, in eval and in train mode?"""
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
-    if _finds_by_id(subject):
+    if _padding_token(subject) is not None:
         return subject.not_applicable("needs a model without the id of a padding token")
     batches = _ragged(subject)
 
@@ -340,7 +338,7 @@ def padding_gradients(subject: Subject) -> CheckResult:
     inputs, everything, without = _with_empty_row(subject)
     if bad := _bad_gradients(subject, inputs, everything):
         return subject.not_applicable(f"needs gradients that are finite without padding; {bad[0]} has others")
-    # A mean over no position has no value, and no classifier is asked for it.
+    # An empty row has no mean. Classifiers are not called with one.
     cases = {"a row of nothing but padding": (inputs, without)} if subject.spec.per_position else {}
     for ragged in _ragged(subject):
         batch = ragged.padded(next(_contents(subject, ragged.length)))

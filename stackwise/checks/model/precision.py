@@ -226,7 +226,7 @@ def _is_of_one_dnn(
     if subject.device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return False
     scaled = {kind: limit * torch.finfo(dtype).eps for kind, limit in limits.items()}
-    # The switch warns of TF32 on devices that are not there.
+    # Setting the flag warns about TF32 on machines without an Intel GPU.
     with _without_warnings(), torch.backends.mkldnn.flags(enabled=False):
         run = _run(subject, dtype, _LENGTH, scaled, autocast=autocast)
     return run.finite and run.shadow.loss is None

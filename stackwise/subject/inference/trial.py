@@ -154,7 +154,7 @@ class _Calls:
         return None
 
     def random_batches(self, form: CallForm | None) -> Trial | None:
-        """Call the model with images, audio and features, if possible of a size that can be trained."""
+        """Call the model with images, audio and features. Prefer a size that also works in train mode."""
         first = None
         for make_batch in random_batches(self._model):
             inputs = self._moved(make_batch(2, 1, torch.Generator().manual_seed(0)))
@@ -170,9 +170,8 @@ class _Calls:
 
     def _trains(self, form: CallForm | None, inputs: Tensor) -> bool:
         """Return True if the call works in train mode. Masks of short audio do not fit, for example."""
-        forward: Callable[..., Any] = self._known["forward"] if form is None else form
         try:
-            forward(self._model.train(), inputs)
+            self._forward(form)(self._model.train(), inputs)
         except Exception as error:  # any failure is an answer: this size cannot be trained
             if is_out_of_memory(error):
                 raise
@@ -214,7 +213,7 @@ class _Calls:
     def _call(self, form: CallForm | None, inputs: Tensor) -> Trial | None:
         """Return the trial, or None after adding the error to the errors."""
         inputs, trial, output = self._moved(inputs), Trial(form), None
-        forward: Callable[..., Any] = self._known["forward"] if form is None else form
+        forward = self._forward(form)
         try:
             output = forward(self._model, inputs)
             logits = logits_of(output if form is None else self._element(trial, form, output, inputs))
@@ -230,10 +229,13 @@ class _Calls:
             self._add_error(error, form, inputs, output)
             return None
         self._returns_loss |= logits.ndim == 0
-        if form is not None and logits.shape == inputs.shape[:2] and inputs.ndim < 4:
+        if form is not None and logits.shape == inputs.shape[:2]:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
+
+    def _forward(self, form: CallForm | None) -> Callable[..., Any]:
+        return self._known["forward"] if form is None else form
 
     def _moved(self, inputs: Tensor) -> Tensor:
         """Return the inputs on the device and in the dtype of the model."""

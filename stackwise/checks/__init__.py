@@ -1,6 +1,7 @@
 """Is it right? Checks of any model that a ModelSpec describes, and of any training step of a TrainerSpec."""
 
 from stackwise.checks.check import Check, known_checks, refuse_unknown
+from stackwise.checks.engine.exploration import compare
 from stackwise.checks.model.parity import Divergence, first_divergence
 from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.run import check_model, check_trainer
@@ -16,6 +17,7 @@ __all__ = [
     "TrainerSubject",
     "check_model",
     "check_trainer",
+    "compare",
     "first_divergence",
     "known_checks",
     "refuse_unknown",

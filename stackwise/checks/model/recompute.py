@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS
-from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
+from stackwise.checks.probe.recomputation import NoSwitch, by_its_own_switch, by_wrapping_layers, switched
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.system_errors import is_out_of_memory
@@ -41,12 +39,12 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a parameter with a gradient")
     limit = limit_of(subject, model)
     n_operations = _n_operations(subject, dtype, lambda _: None)
-    for switch, by_itself in ((_by_its_own_switch, True), (_by_wrapping_layers, False)):
+    for switch, by_itself in ((by_its_own_switch, True), (by_wrapping_layers, False)):
         try:
             if _n_operations(subject, dtype, switch) == n_operations:
                 continue  # nothing was computed twice
             _, again = _passes(subject, dtype, switch)
-        except _NoSwitch:
+        except NoSwitch:
             continue
         except Exception as error:  # loud, so nobody trains with it
             if is_out_of_memory(error):
@@ -96,22 +94,18 @@ def _compared(
     return subject.passed(worst.value, limit, meaning=how)
 
 
-class _NoSwitch(Exception):  # noqa: N818  not for users
-    """The model cannot be made to recompute in this way."""
-
-
 def _passes(
     subject: Subject, dtype: torch.dtype | None, switch: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, list[Gradients]]:
     model = subject.model(train=True, dtype=dtype)
-    _switched(model, switch)
+    switched(model, switch)
     return model, gradients_of(subject, model, n_passes=2)
 
 
 def _n_operations(subject: Subject, dtype: torch.dtype | None, switch: Callable[[nn.Module], None]) -> int:
     """How many operations one pass takes: more where some are computed again."""
     model = subject.model(train=True, dtype=dtype)
-    _switched(model, switch)
+    switched(model, switch)
     count = _Count()  # type: ignore[no-untyped-call]
     gradients_of(subject, model, around=lambda: count)
     return count.operations
@@ -125,42 +119,3 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
         return function(*args, **(kwargs or {}))
-
-
-def _switched(model: nn.Module, switch: Callable[[nn.Module], None]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a switch may be an old name
-        switch(model)
-
-
-def _by_its_own_switch(model: nn.Module) -> None:
-    switch: Any
-    if callable(switch := getattr(model, "gradient_checkpointing_enable", None)):
-        try:
-            switch()
-        except (ValueError, NotImplementedError) as error:  # it says that it cannot
-            raise _NoSwitch from error
-    elif callable(switch := getattr(model, "set_grad_checkpointing", None)):
-        switch(True)
-    else:
-        raise _NoSwitch
-
-
-def _by_wrapping_layers(model: nn.Module) -> None:
-    for names in repeated_layers(model):
-        layers = [model.get_submodule(name) for name in names]
-        if all(type(layer).forward is not nn.Module.forward for layer in layers) and not any(
-            isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers
-        ):
-            break
-    else:
-        raise _NoSwitch
-    for layer in layers:
-        layer.forward = _recomputed(layer.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run

@@ -1,0 +1,153 @@
+"""Execution of a call: choose the function of the spec, and add the arguments of the others.
+
+A ModelSpec has a function for each way to call a model: `masked`, `packed`, `decode`, `labelled_loss`. A call
+with a mask and documents needs the arguments of two of them. The engine calls one function, records the
+arguments that the other one passes to the model, and adds them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import Refused
+from stackwise.subject.call_form import forward_parameters
+from stackwise.subject.inference import cast, logits_of
+from stackwise.subject.spec import ModelSpec
+
+__all__ = ["accepts", "decode_takes_mask", "execute", "loss_of"]
+
+
+def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
+    """Return the logits (B, W, V), or (B, V) per row."""
+    inputs = cast(call.inputs, model)
+    arguments = dict(call.arguments)
+    if call.parts:
+        return _in_parts(spec, model, inputs, call)
+    if call.documents is not None:
+        function: Callable[..., Any] = _needed(spec.packed)
+        given: tuple[Any, ...] = (call.documents,)
+        if call.keep is not None:
+            arguments = _recorded(spec, model, inputs, _needed(spec.masked), call.keep) | arguments
+    elif call.keep is not None:
+        function, given = _needed(spec.masked), (call.keep,)
+    else:
+        function, given = spec.forward, ()
+    with _added(model, arguments):
+        return logits_of(function(model, inputs, *given))
+
+
+def loss_of(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
+    """Return the model's own loss of the labels of a call, a scalar."""
+    inputs = cast(call.inputs, model)
+    arguments: dict[str, Any] = {}
+    for function, given in ((spec.masked, call.keep), (spec.packed, call.documents)):
+        if given is not None:
+            arguments |= _recorded(spec, model, inputs, _needed(function), given)
+    with _added(model, arguments | call.arguments):
+        loss: Tensor = _needed(spec.labelled_loss)(model, inputs, call.labels)
+    return loss
+
+
+def decode_takes_mask(spec: ModelSpec) -> bool:
+    """Return True if `decode` has a fourth parameter, the mask of all tokens so far."""
+    if spec.decode is None:
+        return False
+    try:
+        parameters = inspect.signature(spec.decode).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 3
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Return True if `forward` has a parameter with this name."""
+    return name in forward_parameters(model)
+
+
+def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> Tensor:
+    decode = _needed(spec.decode)
+    cache, end, outputs = None, 0, []
+    for size in call.parts:
+        start, end = end, end + size
+        mask = () if call.keep is None else (call.keep[:, :end].contiguous(),)
+        arguments = {
+            name: value[:, start:end] if isinstance(value, Tensor) else value
+            for name, value in call.arguments.items()
+        }
+        with _added(model, arguments):
+            output, cache = decode(model, inputs[:, start:end].contiguous(), cache, *mask)
+        outputs.append(logits_of(output))
+        if outputs[-1].shape[1] != size:
+            raise Refused(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")
+    return torch.cat(outputs, dim=1)
+
+
+def _needed(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    assert function is not None
+    return function
+
+
+class _Recorded(BaseException):
+    """Arguments of a call that did not take place. No `except Exception` of a user stops it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _recorded(
+    spec: ModelSpec, model: nn.Module, inputs: Tensor, function: Callable[..., Any], given: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that `function(model, inputs, given)` passes to the model beyond the inputs."""
+    with_it = _arguments_of(model, lambda: function(model, inputs, given))
+    without = _arguments_of(model, lambda: spec.forward(model, inputs))
+    return {name: value for name, value in with_it.items() if name not in without}
+
+
+def _arguments_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Any]:
+    names = list(forward_parameters(model))
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args and isinstance(args[0], Mapping):
+            raise _Recorded(dict(args[0]))
+        raise _Recorded(dict(zip(names, args, strict=False)) | kwargs)
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    try:
+        run()
+    except _Recorded as recorded:
+        return recorded.arguments
+    finally:
+        handle.remove()
+    raise Refused("a declared function does not call the model itself, so its arguments are unknown")
+
+
+@contextmanager
+def _added(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, each call of the model gets further arguments, unless the caller passes them."""
+    if not arguments:
+        yield
+        return
+    first = next(iter(forward_parameters(model)), "")
+
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Mapping):
+            return ({**arguments, **args[0]}, *args[1:]), kwargs
+        if "inputs_embeds" in arguments:  # they replace the ids
+            args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != first}
+        return args, {**arguments, **kwargs}
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()

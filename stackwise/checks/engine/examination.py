@@ -1,0 +1,351 @@
+"""Examination: a model with lively weights, its plain answers, and the rounding of these answers.
+
+Shapes: T positions, V outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stackwise.checks.engine.call import execute, loss_of
+from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.call import dtype_of, real_inputs
+from stackwise.checks.probe.difference import relative_difference, uses_less_than_float64
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.subject import Subject
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
+
+__all__ = ["LOSS_LIMIT", "Examination", "Gradients", "gradients_in", "largest_gap", "projection", "stream"]
+
+# Largest differences of sound models in float64, relative to the variation of the output and to the norm of a
+# gradient. Other shapes change the order of sums.
+_OUTPUT_LIMIT, _GRADIENT_LIMIT = 1e-7, 1e-5
+# If a part of the model computes in float32, the limits are this many times its measured rounding.
+_ROUNDINGS = 30.0
+# Beyond this, a comparison says nothing.
+_LARGEST_LIMIT, _LARGEST_GRADIENT_LIMIT = 1e-2, 0.1
+# Losses are computed in float32 by many models, in whatever dtype the model is.
+LOSS_LIMIT = 1e-5
+# Gradients below this share of the norm of all are rounding, such as those of a key's bias.
+_FLOOR, _NARROW_FLOOR = 1e-6, 1e-4
+# Sums of gradients in float32 that cancel, such as those of a router's weights.
+_NARROW_GRADIENT_LIMIT = 3e-3
+_LONGEST = 24
+# Constants beyond this size are masks, not weights.
+_LARGE = 1e3
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass
+class Examination:
+    """Model under examination: its plain answers, and everything that variations need to know of it.
+
+    The model runs in float64 if it can. Weights and buffers that are constant get random values, so that no
+    code is hidden by a factor of 0 or 1.
+
+    Attributes:
+        subject: the model, its device and its seed.
+    """
+
+    subject: Subject
+    _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Return the spec of the model."""
+        return self.subject.spec
+
+    @cached_property
+    def base(self) -> nn.Module:
+        """Return the model that `model` copies. It is never called."""
+        model = self.subject.model(dtype=torch.float64)
+        _enliven(model, self.subject.seed)
+        if not self._runs(copy.deepcopy(model)):
+            model = self.subject.model()
+            _enliven(model, self.subject.seed)
+        return model
+
+    def model(self) -> nn.Module:
+        """Return a new copy of the model, in eval mode."""
+        return copy.deepcopy(self.base)
+
+    @property
+    def is_float64(self) -> bool:
+        """Return True if the model runs in float64."""
+        return dtype_of(self.base) == torch.float64
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the longest sequence of the examination."""
+        return min(_LONGEST, self.spec.max_length or _LONGEST)
+
+    @cached_property
+    def shortest(self) -> int:
+        """Return the shortest sequence. It is `longest` if the inputs have one length only."""
+        for length in (1, 2, 4):
+            if length <= self.longest and self._takes(length):
+                return length
+        return self.subject.seq_len
+
+    @cached_property
+    def lengths(self) -> range:
+        """Return the lengths that can be drawn."""
+        if self.shortest == self.subject.seq_len and not self._takes(2):
+            return range(self.shortest, self.shortest + 1)
+        return range(max(2, self.shortest), self.longest + 1)
+
+    def _takes(self, length: int) -> bool:
+        """Return True if inputs of a length have this length, and the model takes them."""
+        try:
+            inputs = self.subject.inputs(1, length)
+            if inputs.ndim < 2 or inputs.shape[1] != length:
+                return False
+            self.subject.logits(self.subject.model(), inputs)
+        except Exception:  # any exception means: another length
+            return False
+        return True
+
+    def _runs(self, model: nn.Module) -> bool:
+        """Return True if a float64 model gives an output with finite values."""
+        try:
+            with torch.no_grad():
+                output = self.spec.logits(model, self.subject.inputs(1))
+        except Exception:  # any exception means: not in float64
+            return False
+        return bool(output.isfinite().any())
+
+    def sequence(self, number: int, length: int) -> Tensor:
+        """Return sequence `number`, (T,) or (T, C), which depends on the length as well."""
+        return real_inputs(self.subject, 1, length, shift=1 + number)[0]
+
+    def filler(self, n_rows: int, width: int) -> Tensor:
+        """Return inputs for padding and later tokens, (B, W) or (B, W, C)."""
+        return real_inputs(self.subject, n_rows, width, shift=1000)
+
+    @torch.no_grad()
+    def answer(self, number: int, length: int) -> Tensor:
+        """Return the plain answer to a sequence, (T, V), or (1, V) of an output per row."""
+        key = (number, length)
+        if key not in self._answers:
+            self._answers[key] = self._plain(self.model(), self.sequence(number, length))
+        return self._answers[key]
+
+    def _plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
+        with self.subject.fixed_randomness():
+            output = self.spec.logits(model, sequence[None])
+        return output[0] if self.spec.per_position else output.flatten(1)
+
+    def answer_gradients(self, number: int, length: int) -> Gradients:
+        """Return the gradients of the projection of the plain answer."""
+        key = (number, length)
+        if key not in self._gradients:
+            model = self.model().train(self.gradients_in_train_mode)
+            _, self._gradients[key] = self._plain_with_gradients(model, *key)
+        return self._gradients[key]
+
+    def reference_loss(
+        self, labels: list[tuple[int, int, Tensor]], shift: int
+    ) -> tuple[Tensor, Gradients, int]:
+        """Return the mean negative log likelihood of labels, its gradients and the number of labels.
+
+        Args:
+            labels: number, length and labels (T,) of each sequence; -100 is ignored.
+            shift: 1 if output t predicts label t + 1, 0 if it predicts label t.
+        """
+        model = self.model().train(self.gradients_in_train_mode)
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        with torch.enable_grad(), WithoutDropout():
+            for number, length, ids in labels:
+                output = self._plain(model, self.sequence(number, length)).double()[: length - shift]
+                targets = ids[shift:]
+                count += int((targets != -100).sum())
+                total = total + F.cross_entropy(output, targets, ignore_index=-100, reduction="sum")
+            loss = total / max(count, 1)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), gradients_in(model), count
+
+    @cached_property
+    @torch.no_grad()
+    def first_position(self) -> int:
+        """Return the position of the first token: 0, or more if the model reserves some (RoBERTa)."""
+        number, length = key = (0, self.lengths[-1])
+        inputs = self.sequence(number, length)[None]
+        for first in (0, 1, 2):
+            positions = torch.arange(first, first + length, device=inputs.device)[None]
+            call = Call(inputs, [], [], arguments={"position_ids": positions})
+            gaps = relative_difference(self.answer(*key), execute(self.spec, self.model(), call)[0])
+            if bool((gaps <= self.limit).all()):
+                return first
+        return 0
+
+    @cached_property
+    def loss_shift(self) -> int | None:
+        """Return the shift of the labels in the own loss. None: it is no mean negative log likelihood."""
+        length = self.lengths[-1]
+        ids = self.sequence(0, length)
+        labels = ids.clone()
+        labels[0] = -100
+        call = Call(ids[None], [], [], labels=labels[None])
+        with torch.no_grad():
+            found = float(loss_of(self.spec, self.model(), call))
+        for shift in (1, 0):
+            expected = float(self.reference_loss([(0, length, labels)], shift)[0])
+            if abs(found - expected) <= LOSS_LIMIT * max(abs(expected), 1.0):
+                return shift
+        return None
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Return True if plain calls of two models in eval mode agree, each with another random state."""
+        return self._agree(train=False)
+
+    @cached_property
+    def has_train_mode(self) -> bool:
+        """Return True if two plain calls in train mode agree, with dropout off."""
+        try:
+            return self._agree(train=True)
+        except Exception:  # such as a batch norm of one row
+            return False
+
+    @cached_property
+    def gradients_in_train_mode(self) -> bool:
+        """Return True if gradients are taken in train mode: it gives the outputs of eval mode."""
+        if not self.has_train_mode:
+            return False
+        key = (0, self.lengths[-1])
+        with torch.no_grad(), WithoutDropout():
+            output = self._plain(self.model().train(), self.sequence(*key))
+        return bool(relative_difference(self.answer(*key), output).max() <= self.limit)
+
+    @torch.no_grad()
+    def _agree(self, *, train: bool) -> bool:
+        sequence, outputs = self.sequence(0, self.lengths[-1]), []
+        for seed in (1, 2):
+            model = self.model().train(train)
+            dropout = WithoutDropout() if train else nullcontext()
+            with seeded(seed, self.subject.device), dropout:
+                outputs.append(self.spec.logits(model, sequence[None]))
+        return bool(relative_difference(*outputs).max() <= self.limit)
+
+    @property
+    def limit(self) -> float:
+        """Return the largest difference of outputs that is rounding."""
+        return self._limits[0]
+
+    @property
+    def gradient_limit(self) -> float:
+        """Return the largest difference of gradients that is rounding."""
+        return self._limits[1]
+
+    @property
+    def gradient_floor(self) -> float:
+        """Return the share of the norm of all gradients below which a gradient is rounding."""
+        return _FLOOR if self.gradient_limit == _GRADIENT_LIMIT else _NARROW_FLOOR
+
+    @cached_property
+    def _limits(self) -> tuple[float, float]:
+        """Return the limits of outputs and of gradients.
+
+        If a part of the model computes in float32, the limits are a multiple of the effect of a change of the
+        weights by the rounding of float32.
+        """
+        length = self.lengths[-1]
+        inputs = self.sequence(0, length)[None]
+        dtype = torch.float32
+        if self.is_float64:
+            with torch.no_grad():
+                if not uses_less_than_float64(self.model(), lambda m: self.spec.logits(m, inputs)):
+                    return _OUTPUT_LIMIT, _GRADIENT_LIMIT
+        else:
+            dtype = dtype_of(self.base)
+        output, gradients = self._plain_with_gradients(self.model(), 0, length)
+        changed = self.model()
+        generator = torch.Generator().manual_seed(self.subject.seed)
+        with torch.no_grad():
+            for p in changed.parameters():
+                if p.is_floating_point():
+                    noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+                    p.mul_(1 + torch.finfo(dtype).eps * noise)
+        other, others = self._plain_with_gradients(changed, 0, length)
+        gap = float(relative_difference(output, other).max())
+        gradient_gap, _ = largest_gap(gradients, others, _NARROW_FLOOR)
+        return (
+            min(max(_OUTPUT_LIMIT, _ROUNDINGS * gap), _LARGEST_LIMIT),
+            min(max(_NARROW_GRADIENT_LIMIT, _ROUNDINGS * gradient_gap), _LARGEST_GRADIENT_LIMIT),
+        )
+
+    def _plain_with_gradients(self, model: nn.Module, number: int, length: int) -> tuple[Tensor, Gradients]:
+        with torch.enable_grad(), WithoutDropout():
+            output = self._plain(model, self.sequence(number, length))
+            if output.requires_grad:
+                (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
+        return output.detach(), gradients_in(model)
+
+
+def _enliven(model: nn.Module, seed: int) -> None:
+    """Make weights and buffers random that are constant."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    statistics = {
+        id(buffer)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.instancenorm._InstanceNorm)
+        for buffer in module.buffers(recurse=False)
+    }
+    saved = model.state_dict().keys()
+    buffers = (b for name, b in model.named_buffers() if name in saved and id(b) not in statistics)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for b in buffers if b.numel() > 1)):
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            first = tensor.flatten()[0]
+            if not torch.isfinite(first) or first.abs() > _LARGE or not bool((tensor == first).all()):
+                continue
+            size = 0.05 if tensor.ndim > 1 else 0.2
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            tensor.add_(size * noise.to(tensor))
+
+
+def gradients_in(model: nn.Module) -> Gradients:
+    """Return the gradient of each parameter that has one."""
+    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_gap(expected: Gradients, found: Gradients, floor: float) -> tuple[float, str]:
+    """Return the largest relative difference of two gradients of one parameter, and its name.
+
+    Differences are relative to the larger norm, or to `floor` times the norm of all gradients.
+    """
+    total = sum(float(g.double().norm()) ** 2 for g in expected.values()) ** 0.5
+    worst, where = 0.0, ""
+    for name in sorted(expected.keys() | found.keys()):
+        a, b = (some.get(name, torch.zeros(())).double() for some in (expected, found))
+        size = max(float(a.norm()), float(b.norm()), floor * total)
+        value = float((a - b).norm()) / size if size else 0.0
+        if not value <= worst:
+            worst, where = value, name
+    return worst, where
+
+
+def projection(output: Tensor, number: int) -> Tensor:
+    """Return random factors for the outputs of sequence `number`; a gradient is that of their product."""
+    generator = torch.Generator().manual_seed(number)
+    factors = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    return factors.masked_fill(~output.detach().isfinite(), 0.0)
+
+
+def stream(*words: object) -> random.Random:
+    """Return a random generator that depends on the words alone."""
+    return random.Random("/".join(map(str, words)))  # noqa: S311  not for secrets

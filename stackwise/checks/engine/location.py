@@ -1,0 +1,72 @@
+"""Location: the first module whose output differs between a composition and the plain answers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.engine.composition import Composition, Execution, Variations
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.probe.batch import tensors_in
+from stackwise.checks.probe.difference import relative_difference
+
+__all__ = ["first_difference"]
+
+Record = dict[str, list[Tensor]]
+
+
+def first_difference(composition: Composition, variations: Variations, exam: Examination) -> str:
+    """Return the name of the first module whose output differs, or "" if none can be compared.
+
+    Only modules are compared that give one tensor (B, T, ...) for each call of the model.
+    """
+    if not exam.spec.per_position:
+        return ""
+    execution = Execution(replace(composition, after=False), variations, exam)
+    with _recorded(execution.model) as composed:
+        list(execution.compare())
+    plain = []
+    for key in execution._numbers:
+        model = exam.model()
+        with _recorded(model) as record, torch.no_grad():
+            exam._plain(model, exam.sequence(*key))
+        plain.append(record)
+    for name, parts in composed.items():
+        if any(len(record.get(name, ())) != 1 for record in plain):
+            continue
+        whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        for place, record in zip(execution.call.places, plain, strict=True):
+            [expected] = record[name]
+            found = whole[place.row : place.row + 1, place.start : place.end]
+            if whole.shape[1] != execution.question.width or found.shape != expected.shape:
+                break
+            if not float(relative_difference(expected, found).max()) <= exam.limit:
+                return name
+    return ""
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[Record]:
+    """Inside, record the first floating-point tensor (B, T, ...) that each submodule returns."""
+    record: Record = defaultdict(list)
+
+    def keep(name: str, output: object) -> None:
+        first = next(tensors_in(output), None)
+        if first is not None and first.is_floating_point() and first.ndim >= 3:
+            record[name].append(first.detach())
+
+    handles = [
+        module.register_forward_hook(lambda *call, name=name: keep(name, call[-1]))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,96 @@
+"""Question: sequences, their layout in a batch, and the arguments of a call.
+
+Shapes: B rows, W columns, T positions of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+__all__ = ["Call", "Place", "Question", "Segment"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a row.
+
+    Attributes:
+        kind: "sequence" is compared with its answer. "padding" is hidden by the mask. "later" is real input
+            behind a sequence, which may not change its outputs.
+        length: number of positions.
+    """
+
+    kind: Literal["sequence", "padding", "later"]
+    length: int
+
+
+@dataclass
+class Question:
+    """Question about sequences. Each variation of a composition changes it.
+
+    Attributes:
+        rows: segments of each row. All rows have the same width.
+        mask: pass a padding mask.
+        documents: pass the document of each position. Each sequence is one document.
+        ignored: share of the labels that are ignored, if the own loss is asked. None: the outputs are asked.
+        parts: sizes of the parts that are passed through the cache. The last one repeats. (): one call.
+        train: ask in train mode.
+        gradients: also compare the gradients. They are those of train mode, if the model has one.
+    """
+
+    rows: list[list[Segment]]
+    mask: bool = False
+    documents: bool = False
+    ignored: float | None = None
+    parts: tuple[int, ...] = ()
+    train: bool = False
+    gradients: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return max(sum(segment.length for segment in row) for row in self.rows)
+
+    def cut_to_shortest(self) -> None:
+        """Shorten the last sequence of each row, so that all rows have the same width."""
+        widths = [sum(segment.length for segment in row) for row in self.rows]
+        for row, width in zip(self.rows, widths, strict=True):
+            last = max(index for index, segment in enumerate(row) if segment.kind == "sequence")
+            row[last] = Segment("sequence", row[last].length - (width - min(widths)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a sequence in a batch: its row and its columns from `start` to `end`."""
+
+    row: int
+    start: int
+    end: int
+
+
+@dataclass
+class Call:
+    """Tensors of a question.
+
+    Attributes:
+        inputs: ids (B, W), vectors (B, W, C) or other inputs with B rows.
+        sequences: each alone, (T,) or (T, C).
+        places: place of each sequence.
+        keep: True at real positions (B, W). None: no mask is passed.
+        documents: document of each position (B, W). None: not passed.
+        labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
+        parts: sizes of the parts that are passed through the cache, W in all. (): one call.
+        arguments: further keyword arguments. Tensors have W columns.
+    """
+
+    inputs: Tensor
+    sequences: list[Tensor]
+    places: list[Place]
+    keep: Tensor | None = None
+    documents: Tensor | None = None
+    labels: Tensor | None = None
+    parts: tuple[int, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,87 @@
+"""Variation: one way to change a question without a change of its answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from stackwise.checks.engine.question import Call, Question
+
+if TYPE_CHECKING:
+    from stackwise.checks.engine.examination import Examination
+
+__all__ = ["Refused", "Switch", "Variation"]
+
+
+class Refused(Exception):  # noqa: N818  not for users
+    """The model, or a rule of a variation, does not allow a composition. The text says why."""
+
+
+class Variation:
+    """Way to change a question without a change of its answer.
+
+    A variation has a value that JSON can express: sizes of parts, a side, a number. The engine calls the
+    methods in their order here. Most have a default that changes nothing.
+
+    Attributes:
+        name: name in reports, and of the check that reports it.
+        question: question of this check.
+        rank: a finding of several variations is reported by the one with the highest rank. Variations with
+            a lower rank change the question first.
+        excludes: names of variations that cannot be combined with this one.
+        includes: names of variations that this one contains.
+        advice: common causes of a difference.
+    """
+
+    name: ClassVar[str]
+    question: ClassVar[str]
+    rank: ClassVar[int]
+    excludes: ClassVar[frozenset[str]] = frozenset()
+    includes: ClassVar[frozenset[str]] = frozenset()
+    advice: ClassVar[str]
+
+    def missing(self, exam: Examination) -> str:
+        """Return why the variation does not apply to a model, or ""."""
+        return ""
+
+    def draw(self, exam: Examination, rng: random.Random) -> Any:
+        """Return a random value."""
+        raise NotImplementedError
+
+    def simpler(self, value: Any) -> Iterator[Any]:
+        """Yield values that are simpler than `value`, the simplest first."""
+        yield from ()
+
+    def text(self, value: Any) -> str:
+        """Return the variation in words, as the end of "The output changes if ..."."""
+        raise NotImplementedError
+
+    def correct_if(self, exam: Examination, value: Any) -> str | None:
+        """Return the condition under which a difference is correct (a WARN), or None (a FAIL)."""
+        return None
+
+    def change(self, question: Question, value: Any, exam: Examination) -> None:
+        """Change the layout or the arguments of a question.
+
+        Raises:
+            Refused: this question cannot be changed so.
+        """
+
+    def prepare(self, model: nn.Module, value: Any, exam: Examination) -> nn.Module:
+        """Return the model to ask, which is `model` or a copy, in eval mode."""
+        return model
+
+    def arguments(self, call: Call, model: nn.Module, value: Any, exam: Examination) -> dict[str, Any]:
+        """Return further keyword arguments of the call."""
+        return {}
+
+
+class Switch(Variation):
+    """Variation without values: it is on or not."""
+
+    def draw(self, exam: Examination, rng: random.Random) -> bool:
+        """Return True."""
+        return True

@@ -1,0 +1,60 @@
+"""Equivalence: a question that is asked in another way gets the same answer.
+
+Each variation in `checks/variations` is one check. All of them report the results of one exploration, in
+which they are combined with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stackwise.checks.check import check
+from stackwise.checks.engine.exploration import Exploration, explore
+from stackwise.checks.engine.variation import Variation
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+from stackwise.checks.variations import known_variations
+
+# The last subject and its exploration, which the checks share.
+_last: list[tuple[Subject, Exploration]] = []
+
+
+def _explored(subject: Subject) -> Exploration:
+    for known, exploration in _last:
+        same = known.spec is subject.spec and known.seed == subject.seed and known.device == subject.device
+        if same:
+            return exploration
+    exploration = explore(subject, known_variations())
+    _last[:] = [(subject, exploration)]
+    return exploration
+
+
+def _check_of(variation: Variation) -> Callable[[Subject], CheckResult]:
+    def ask(subject: Subject) -> CheckResult:
+        exploration = _explored(subject)
+        found = [each for each in exploration.findings if each.variation == variation.name]
+        if found:
+            first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
+            return subject.failed_unless(
+                first.correct_if,
+                first.difference.value,
+                first.difference.limit,
+                meaning=first.meaning,
+                where=first.where,
+                advice=f"{variation.advice} To repeat it: {first.code}",
+            )
+        if reason := exploration.missing.get(variation.name):
+            return subject.not_applicable(reason)
+        count = exploration.asked[frozenset({variation.name})]
+        return subject.passed(
+            exploration.largest.get(variation.name),
+            exploration.limit,
+            meaning=f"{count} compositions with it",
+        )
+
+    ask.__name__, ask.__doc__, ask.__module__ = variation.name, variation.question, __name__
+    return ask
+
+
+for _variation in known_variations().values():
+    check(_check_of(_variation))

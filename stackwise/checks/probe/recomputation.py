@@ -1,0 +1,68 @@
+"""Recomputation of activations, switched on in a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stackwise.checks.probe.layers import repeated_layers
+
+__all__ = ["NoSwitch", "by_its_own_switch", "by_wrapping_layers", "switched"]
+
+
+class NoSwitch(Exception):  # noqa: N818  not for users
+    """The model cannot be made to recompute in this way."""
+
+
+def switched(model: nn.Module, switch: Callable[[nn.Module], None]) -> None:
+    """Switch recomputation on, without the warnings of old names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        switch(model)
+
+
+def by_its_own_switch(model: nn.Module) -> None:
+    """Call `gradient_checkpointing_enable()` or `set_grad_checkpointing(True)`.
+
+    Raises:
+        NoSwitch: the model has neither, or refuses.
+    """
+    switch: Any
+    if callable(switch := getattr(model, "gradient_checkpointing_enable", None)):
+        try:
+            switch()
+        except (ValueError, NotImplementedError) as error:  # it says that it cannot
+            raise NoSwitch from error
+    elif callable(switch := getattr(model, "set_grad_checkpointing", None)):
+        switch(True)
+    else:
+        raise NoSwitch
+
+
+def by_wrapping_layers(model: nn.Module) -> None:
+    """Wrap the repeated layers in `torch.utils.checkpoint`, with every argument of their calls.
+
+    Raises:
+        NoSwitch: no repeated layers are called.
+    """
+    for names in repeated_layers(model):
+        layers = [model.get_submodule(name) for name in names]
+        if all(type(layer).forward is not nn.Module.forward for layer in layers) and not any(
+            isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers
+        ):
+            break
+    else:
+        raise NoSwitch
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

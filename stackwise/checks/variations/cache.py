@@ -1,0 +1,54 @@
+"""Cache: the tokens come in parts, each with the cache of the parts before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.variation import Variation
+
+_WHOLE = 999
+
+
+class Cache(Variation):
+    """Pass the tokens in parts through the cache. Value: sizes of the parts; the last one repeats."""
+
+    name = "cache_parts"
+    question = "Does a sequence give the same output in parts of any size through the cache?"
+    rank = 33
+    excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
+    advice = (
+        "Look for positions that start again, a mask of the wrong offset, a state that is used for single "
+        "tokens only, a cache that is cut, and parts of the cache that are not returned."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `decode` and a causal model."""
+        if exam.spec.decode is None:
+            problem = exam.spec.cache_problem
+            return problem or "needs decode: (model, inputs, cache) -> (output, cache)"
+        return "" if exam.spec.causal else "needs a causal model"
+
+    def draw(self, exam: Examination, rng: random.Random) -> list[int]:
+        """Draw a prompt, and one or two sizes of the parts that follow it."""
+        rest = [rng.choice((1, 2, 2, 3, 5, _WHOLE)) for _ in range(rng.choice((1, 2)))]
+        return [rng.choice((1, 2, 3, 4)), *rest]
+
+    def simpler(self, value: list[int]) -> Iterator[list[int]]:
+        """Yield a first part and the rest, then fewer sizes."""
+        for short in ([value[0], _WHOLE], [1, _WHOLE], value[:2], value[:1]):
+            if len(short) < len(value) or (len(short) == len(value) and short[-1] > value[-1]):
+                yield short
+
+    def text(self, value: list[int]) -> str:
+        """Return the sizes."""
+        if value == [_WHOLE]:
+            return "the tokens come through an empty cache"
+        sizes = ", ".join("the rest" if size == _WHOLE else str(size) for size in value)
+        return f"the tokens come through the cache in parts of {sizes}" + ", ..." * (value[-1] != _WHOLE)
+
+    def change(self, question: Question, value: list[int], exam: Examination) -> None:
+        """Divide the row."""
+        question.parts = tuple(value)

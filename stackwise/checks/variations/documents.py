@@ -1,0 +1,51 @@
+"""Documents: several sequences packed into one row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question, Segment
+from stackwise.checks.engine.variation import Variation
+
+
+class Documents(Variation):
+    """Put documents in front of the sequence of each row. Value: their lengths."""
+
+    name = "documents"
+    question = "Does a document give the same output in a packed row as alone?"
+    rank = 20
+    excludes = frozenset({"padded_rows", "cache_parts"})
+    advice = (
+        "Look for a mask without the rule of equal documents, for a second argument that replaces the "
+        "documents, for positions that go on, and for convolutions and states that run across the border."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `packed`."""
+        if exam.spec.packed is None:
+            return "needs packed: (model, inputs, documents) -> output, of rows of several documents"
+        return "" if exam.longest >= 4 else "needs at least 4 positions"
+
+    def draw(self, exam: Examination, rng: random.Random) -> list[int]:
+        """Draw one or two short lengths."""
+        return [rng.randint(1, max(1, exam.longest // 4)) for _ in range(rng.choice((1, 2)))]
+
+    def simpler(self, value: list[int]) -> Iterator[list[int]]:
+        """Yield fewer documents."""
+        if len(value) > 1:
+            yield value[:1]
+
+    def text(self, value: list[int]) -> str:
+        """Return the number of documents."""
+        return f"the row has {1 + len(value)} packed documents"
+
+    def change(self, question: Question, value: list[int], exam: Examination) -> None:
+        """Add the documents, and shorten the sequence if the row becomes too long."""
+        question.documents = True
+        room = max(1, exam.longest - sum(value))
+        front = [Segment("sequence", length) for length in value]
+        question.rows = [
+            [*front, *(Segment(each.kind, min(each.length, room)) for each in row)] for row in question.rows
+        ]

@@ -1,0 +1,39 @@
+"""Embeddings: the vectors of the tokens in place of their ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stackwise.checks.engine.call import accepts
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import Switch
+
+
+class Embeddings(Switch):
+    """Pass `inputs_embeds` in place of the ids."""
+
+    name = "embeddings"
+    question = "Do inputs_embeds give the same output as ids?"
+    rank = 47
+    advice = "Look for a scale, a position or a dtype that only one of the two ways gets."
+
+    def missing(self, exam: Examination) -> str:
+        """Require a parameter `inputs_embeds` and `get_input_embeddings`."""
+        if exam.spec.inputs != "tokens" or not accepts(exam.base, "inputs_embeds"):
+            return "needs a parameter inputs_embeds"
+        has = hasattr(exam.base, "get_input_embeddings")
+        return "" if has else "needs get_input_embeddings(), which returns the embedding"
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "inputs_embeds are passed in place of the ids"
+
+    def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
+        """Return the vectors."""
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            return {"inputs_embeds": embedding(call.inputs)}

@@ -1,0 +1,69 @@
+"""History: earlier calls of the same model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.variation import Variation
+from stackwise.checks.probe.dropout import WithoutDropout
+
+
+class History(Variation):
+    """Call the model before. Value: kind and length of each call."""
+
+    name = "history"
+    question = "Is the output the same after earlier calls of the model?"
+    rank = 60
+    advice = (
+        "Look for tensors that a call stores on the model (masks, positions, caches) and that a later call "
+        "uses although its inputs differ."
+    )
+
+    def draw(self, exam: Examination, rng: random.Random) -> list[list[Any]]:
+        """Draw one or two calls."""
+        kinds = ["plain", "wider"]
+        if exam.has_train_mode:
+            kinds.append("train")
+        if exam.spec.decode is not None and exam.spec.causal:
+            kinds.append("decode")
+        count = rng.choice((1, 2))
+        return [[rng.choice(kinds), rng.choice(exam.lengths)] for _ in range(count)]
+
+    def simpler(self, value: list[list[Any]]) -> Iterator[list[list[Any]]]:
+        """Yield each call alone, then a plain one."""
+        if len(value) > 1:
+            yield from ([each] for each in value)
+        elif value[0][0] != "plain":
+            yield [["plain", value[0][1]]]
+
+    def text(self, value: list[list[Any]]) -> str:
+        """Return the earlier calls."""
+        names = {"plain": "a call", "wider": "a call", "train": "a training step", "decode": "decoding"}
+        return "the model was used before: " + ", ".join(
+            f"{names[kind]} of {n} positions" for kind, n in value
+        )
+
+    def prepare(self, model: nn.Module, value: list[list[Any]], exam: Examination) -> nn.Module:
+        """Make the calls."""
+        spec = exam.spec
+        for index, (kind, length) in enumerate(value):
+            inputs = torch.stack(
+                [exam.sequence(50 + index + row, length) for row in range(1 + (kind != "plain"))]
+            )
+            with torch.set_grad_enabled(kind == "train"), exam.subject.fixed_randomness(), WithoutDropout():
+                if kind == "train":
+                    spec.logits(model.train(), inputs).square().mean().backward()  # type: ignore[no-untyped-call]
+                    model.zero_grad(set_to_none=True)
+                elif kind == "decode" and spec.decode is not None:
+                    half = max(1, length // 2)
+                    _, cache = spec.decode(model.eval(), inputs[:, :half], None)
+                    spec.decode(model, inputs[:, half:], cache)
+                else:
+                    spec.logits(model.eval(), inputs)
+        return model.eval()

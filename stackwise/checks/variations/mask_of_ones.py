@@ -1,0 +1,36 @@
+"""Mask of ones: a padding mask is passed although nothing is hidden."""
+
+from __future__ import annotations
+
+from stackwise.checks.engine.call import decode_takes_mask
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.variation import Refused, Switch
+
+
+class MaskOfOnes(Switch):
+    """Pass a mask that hides nothing."""
+
+    name = "mask_of_ones"
+    question = "Does a mask that hides nothing change nothing?"
+    rank = 35
+    excludes = frozenset({"padded_rows"})
+    advice = (
+        "Look for a branch that is taken if a mask is given, and that drops or replaces another argument."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `masked`."""
+        if exam.spec.masked is None:
+            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+        return ""
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "a mask of ones is passed"
+
+    def change(self, question: Question, value: bool, exam: Examination) -> None:
+        """Pass the mask."""
+        if question.parts and not decode_takes_mask(exam.spec):
+            raise Refused("decode takes no mask")
+        question.mask = True

@@ -1,0 +1,66 @@
+"""Padding: hidden positions beside the sequence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from stackwise.checks.engine.call import decode_takes_mask
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question, Segment
+from stackwise.checks.engine.variation import Refused, Variation
+
+
+class Padding(Variation):
+    """Pad each row on one side. Value: the side, and the padding of the longest row."""
+
+    name = "padded_rows"
+    question = "Does a row give the same output with padding?"
+    rank = 40
+    advice = (
+        "Look for attention without the mask, positions that count padding, a state or convolution that "
+        "reads padding, and pooling at an index that is counted from the other side."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `masked`, a side and several lengths."""
+        if exam.spec.masked is None:
+            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+        if not exam.spec.padding_sides:
+            return "needs padding_sides: the model claims no side on which padding may be"
+        return "" if len(exam.lengths) > 1 else "needs a model that takes several lengths"
+
+    def draw(self, exam: Examination, rng: random.Random) -> dict[str, Any]:
+        """Draw a side and an amount."""
+        return {"side": rng.choice(exam.spec.padding_sides), "amount": rng.randint(1, 6)}
+
+    def simpler(self, value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield less padding."""
+        if value["amount"] > 1:
+            yield {**value, "amount": 1}
+
+    def text(self, value: dict[str, Any]) -> str:
+        """Return the side."""
+        return f"there is padding on the {value['side']}"
+
+    def change(self, question: Question, value: dict[str, Any], exam: Examination) -> None:
+        """Add padding, after shortening the rows so that it fits."""
+        left = value["side"] == "left"
+        if question.parts and not (left and decode_takes_mask(exam.spec)):
+            raise Refused("padding before cached parts is on the left, and decode takes its mask")
+        later = sum(each.length for each in question.rows[0] if each.kind == "later")
+        amount = min(value["amount"], exam.longest - exam.lengths[0] - later)
+        if amount < 1:
+            raise Refused("there is no room for padding")
+        room = exam.longest - amount - later
+        rows = [
+            [s if s.kind == "later" else Segment(s.kind, min(s.length, room)) for s in row]
+            for row in question.rows
+        ]
+        widest = max(sum(s.length for s in row) for row in rows) + amount
+        question.rows = []
+        for row in rows:
+            padding = Segment("padding", widest - sum(s.length for s in row))
+            question.rows.append([padding, *row] if left else [*row, padding])
+        question.mask = True

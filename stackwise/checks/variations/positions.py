@@ -1,0 +1,39 @@
+"""Positions: the position of each token is passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stackwise.checks.engine.call import accepts
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import Switch
+
+
+class Positions(Switch):
+    """Pass `position_ids`, as the model counts them."""
+
+    name = "positions"
+    question = "Do position_ids give the same output as the positions that the model counts?"
+    rank = 45
+    advice = "Look for code that uses either the given positions or its own count, but not the same in both."
+
+    def missing(self, exam: Examination) -> str:
+        """Require a parameter `position_ids`."""
+        return "" if accepts(exam.base, "position_ids") else "needs a parameter position_ids"
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "position_ids are passed"
+
+    def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
+        """Return positions that count from the model's first position at the start of each sequence."""
+        positions = torch.zeros(call.inputs.shape[:2], dtype=torch.long, device=call.inputs.device)
+        width = positions.shape[1]
+        for place in call.places:
+            # Later tokens go on counting.
+            positions[place.row, place.start :] = torch.arange(width - place.start)
+        return {"position_ids": positions + exam.first_position}

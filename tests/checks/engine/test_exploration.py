@@ -1,0 +1,186 @@
+"""The engine: its plan, its comparison, its shrinking and its report."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_model, compare
+from stackwise.checks.engine.composition import Composition, plans
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.location import first_difference
+from stackwise.checks.subject import Subject
+from stackwise.checks.variations import known_variations
+from stackwise.subject.spec import ModelSpec
+from tests.zoo.gpt import GPT, encoder, gpt, placed, spec_of, windowed
+
+CPU = torch.device("cpu")
+KNOWN = known_variations()
+SOME = {name: KNOWN[name] for name in ("mask_of_ones", "cache_parts", "batch", "history")}
+
+
+def exam_of(spec, seed=0):
+    return Examination(Subject(spec, CPU, seed))
+
+
+class StateLost(GPT):
+    """A mask makes the second chunk forget the cache: only a mask and a cache together show it."""
+
+    def visible(self, T, past, keep, documents):
+        visible = super().visible(T, past, keep, documents)
+        if keep is not None and past:
+            visible[..., :past] = False
+        return visible
+
+
+class Counting(GPT):
+    """Each call changes the next one."""
+
+    calls = 0
+
+    def embed(self, input_ids):
+        self.calls += 1
+        return super().embed(input_ids) * self.calls
+
+
+class Noisy(GPT):
+    def embed(self, input_ids):
+        x = super().embed(input_ids)
+        return x + torch.randn_like(x)
+
+
+class NotANumber(GPT):
+    """NaN beside padding, although no hidden token is read."""
+
+    def visible(self, T, past, keep, documents):
+        visible = super().visible(T, past, keep, documents)
+        return visible if keep is None else visible & keep.bool()[:, None, None, :]
+
+
+@pytest.mark.parametrize("make", [gpt, windowed, placed, encoder])
+def test_sound_models_have_no_findings(make):
+    exploration = explore(Subject(make(), CPU), KNOWN, count=0)
+    assert not exploration.findings
+    assert max(exploration.largest.values()) <= exploration.limit
+    asked = {name for name in KNOWN if exploration.asked[frozenset({name})]}
+    assert asked | exploration.missing.keys() == set(KNOWN)
+
+
+def test_every_pair_that_can_be_combined_is_planned():
+    exam = exam_of(gpt())
+    names = [name for name in KNOWN if not KNOWN[name].missing(exam)]
+    planned = {frozenset(each.names) for each in plans(names, KNOWN, 0, 0)}
+    for a in names:
+        for b in names:
+            excluded = b in KNOWN[a].excludes or a in KNOWN[b].excludes
+            assert (frozenset({a, b}) in planned) != excluded or a == b
+
+
+def test_a_new_variation_changes_no_other_composition():
+    exam, names = exam_of(gpt()), ["batch", "later_tokens", "history"]
+
+    def drawn(some):
+        return [each.draw(KNOWN, exam, 0) for each in plans(some, KNOWN, 0, 0)]
+
+    assert drawn(names) == [each for each in drawn([*names, "copies"]) if "copies" not in each.names]
+
+
+def test_same_seed_gives_the_same_result():
+    first, second = (explore(Subject(spec_of(StateLost), CPU, 3), SOME, count=100) for _ in range(2))
+    assert [each.composition for each in first.findings] == [each.composition for each in second.findings]
+    assert first.asked == second.asked
+
+
+def test_finding_is_shrunk_located_and_repeatable():
+    exploration = explore(Subject(spec_of(StateLost), CPU), KNOWN, count=0)
+    [finding, other] = exploration.findings
+    assert finding.composition.names == {"cache_parts", "mask_of_ones"}
+    assert other.composition.names == {"cache_parts", "padded_rows"}
+    assert not finding.composition.gradients
+    assert not finding.composition.after
+    assert "first difference: layers.0.out" in finding.where
+    again = compare(spec_of(StateLost), finding.composition.values, length=finding.composition.length)
+    assert again[0] == finding.difference
+    assert f"length={finding.composition.length}" in finding.code
+
+
+def test_call_that_leaves_traces_is_reported_once():
+    [finding] = explore(Subject(spec_of(Counting), CPU), KNOWN).findings
+    assert finding.variation == "history"
+    assert not finding.composition.values
+
+
+def test_two_values_that_are_not_finite_never_agree():
+    exploration = explore(Subject(spec_of(NotANumber), CPU), {"padded_rows": KNOWN["padded_rows"]})
+    [finding] = exploration.findings
+    assert finding.difference.value == float("inf")
+
+
+def test_model_that_does_not_repeat_itself_is_not_asked():
+    exploration = explore(Subject(spec_of(Noisy), CPU), KNOWN)
+    assert exploration.missing.keys() == KNOWN.keys()
+    assert not exploration.findings
+
+
+def test_weights_that_are_constant_are_made_random():
+    class Gated(GPT):
+        """A wrong branch is hidden by a gate of 0."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.zeros(1))
+
+        def embed(self, input_ids):
+            x = super().embed(input_ids)
+            return x + self.gate * x.mean(dim=1, keepdim=True)
+
+    exploration = explore(Subject(spec_of(Gated), CPU), {"later_tokens": KNOWN["later_tokens"]})
+    assert [each.variation for each in exploration.findings] == ["later_tokens"]
+
+
+def test_location_is_empty_if_no_module_differs():
+    assert first_difference(Composition({"batch": [4]}, 6), KNOWN, exam_of(gpt())) == ""
+
+
+def test_arguments_of_two_declared_functions_are_combined():
+    """A mask of ones replaces the documents: only a call with both shows it."""
+
+    class Overridden(GPT):
+        def visible(self, T, past, keep, documents):
+            return super().visible(T, past, keep, documents if keep is None else None)
+
+    values = {"documents": [3], "mask_of_ones": True}
+    differences = compare(spec_of(Overridden), values, length=5)
+    assert differences[0].is_real
+    assert not compare(spec_of(Overridden), {"documents": [3]}, length=5)[0].is_real
+
+
+@pytest.mark.parametrize(
+    "values, part",
+    [({"cache": [1]}, "cache_parts"), ({"embeddings": True}, "inputs_embeds")],
+)
+def test_compare_names_what_is_wrong(values, part):
+    with pytest.raises(ValueError, match=part):
+        compare(gpt(), values)
+
+
+def test_checks_report_the_exploration():
+    results = {result.check: result for result in check_model(spec_of(StateLost), checks=["equivalence"])}
+    assert set(results) == set(KNOWN)
+    assert [name for name, result in results.items() if result.status == "failed"] == [
+        "mask_of_ones",
+        "padded_rows",
+    ]
+    assert "compare(model, {" in results["mask_of_ones"].advice
+    assert results["embeddings"].status == "not applicable"
+    assert results["batch"].status == "passed"
+
+
+def test_model_with_an_output_per_row():
+    def build():
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    spec = ModelSpec.of(build, make_batch=lambda b, t, g: torch.randn(b, 3, 4, 4, generator=g))
+    exploration = explore(Subject(spec, CPU), KNOWN)
+    assert not exploration.findings
+    assert exploration.asked[frozenset({"batch"})] > 0

@@ -1,0 +1,221 @@
+"""Each variation finds a bug of its own, and is silent on the model without the bug."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from stackwise.checks.engine.exploration import explore
+from stackwise.checks.subject import Subject
+from stackwise.checks.variations import known_variations
+from tests.zoo.gpt import GPT, spec_of
+
+CPU = torch.device("cpu")
+
+
+class RowsMixed(GPT):
+    """Each row reads a little of the others."""
+
+    def embed(self, input_ids):
+        x = super().embed(input_ids)
+        return x + 0.1 * x.mean(dim=0, keepdim=True)
+
+
+class DocumentsIgnored(GPT):
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, keep, None)
+
+
+class NextTokenRead(GPT):
+    def embed(self, input_ids):
+        x = super().embed(input_ids)
+        return x + F.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+class LossDetached(GPT):
+    """The value of the loss is right, and a part of its gradient is missing."""
+
+    def loss(self, logits, labels):
+        right = super().loss(logits, labels)
+        return right + 0.5 * (right.detach() - right)
+
+
+class ChunksRestart(GPT):
+    """A chunk of several tokens counts positions from 0, as a prompt does."""
+
+    def positions(self, input_ids, past, keep, documents):
+        return super().positions(input_ids, past if input_ids.shape[1] == 1 else 0, keep, documents)
+
+
+class MaskReplacesDocuments(GPT):
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, keep, documents if keep is None else None)
+
+
+class PaddingRead(GPT):
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, None, documents)
+
+
+class ScaledInTraining(GPT):
+    def scale(self):
+        return super().scale() * (1.1 if self.training else 1.0)
+
+
+class FirstMaskKept(GPT):
+    """The mask of the first call is used for all calls of its length and shorter."""
+
+    def visible(self, T, past, keep, documents):
+        if past or keep is not None or documents is not None:
+            return super().visible(T, past, keep, documents)
+        if not hasattr(self, "kept"):
+            self.kept = super().visible(T, past, keep, documents)
+            self.kept[..., T - 1, 0] = False
+        if self.kept.shape[-1] < T:
+            return super().visible(T, past, keep, documents)
+        return self.kept[..., :T, :T]
+
+
+class TableNotSaved(GPT):
+    """A random table is a plain attribute, so that state_dict does not contain it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(self.width)
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (1 + self.table.to(self.embedding.weight.dtype))
+
+
+class Checkpointed(GPT):
+    """Its switch recomputes the feed-forward part."""
+
+    recomputes = False
+    factor = 1.0
+
+    def gradient_checkpointing_enable(self):
+        self.recomputes = True
+
+    def mlp(self, layer, x):
+        self.factor = 1.0
+        if not self.recomputes:
+            return self.scaled(layer, x)
+        y = checkpoint(self.scaled, layer, x, use_reentrant=False)
+        self.after()
+        return y
+
+    def scaled(self, layer, x):
+        return GPT.mlp(self, layer, x * self.factor)
+
+    def after(self):
+        pass
+
+
+class FactorForgotten(Checkpointed):
+    """The recomputed part reads an attribute that has changed since."""
+
+    def after(self):
+        self.factor = 0.5
+
+
+class WithArguments(GPT):
+    """Takes positions, vectors in place of ids, and a switch for hidden states."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        labels=None,
+        cache=None,
+        documents=None,
+        use_cache=False,
+        position_ids=None,
+        inputs_embeds=None,
+        output_hidden_states=False,
+    ):
+        self.given, self.vectors, self.wants_states = position_ids, inputs_embeds, output_hidden_states
+        ids = input_ids if inputs_embeds is None else inputs_embeds[..., 0].long()
+        return super().forward(ids, attention_mask, labels, cache, documents, use_cache)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def positions(self, *arguments):
+        return super().positions(*arguments) if self.given is None else self.given
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) if self.vectors is None else self.vectors
+
+
+class PositionsMisused(WithArguments):
+    """Vectors are larger if positions are given. A shift would be invisible to rotations."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (1.0 if self.given is None else 1.1)
+
+
+class VectorsNotScaled(WithArguments):
+    """The embedding of ids is scaled, and vectors that are given are not."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (2.0 if self.vectors is None else 1.0)
+
+
+class OtherAttentionForStates(WithArguments):
+    """Another attention function, with another scale, if hidden states are wanted."""
+
+    def scale(self):
+        return super().scale() * (1.1 if self.wants_states else 1.0)
+
+
+BUGS = {
+    "batch": (RowsMixed, GPT),
+    "documents": (DocumentsIgnored, GPT),
+    "later_tokens": (NextTokenRead, GPT),
+    "labels": (LossDetached, GPT),
+    "cache_parts": (ChunksRestart, GPT),
+    "mask_of_ones": (MaskReplacesDocuments, GPT),
+    "padded_rows": (PaddingRead, GPT),
+    "positions": (PositionsMisused, WithArguments),
+    "embeddings": (VectorsNotScaled, WithArguments),
+    "extra_outputs": (OtherAttentionForStates, WithArguments),
+    "train_mode": (ScaledInTraining, GPT),
+    "history": (FirstMaskKept, GPT),
+    "copies": (TableNotSaved, GPT),
+    "recomputation": (FactorForgotten, Checkpointed),
+}
+# A mask of ones changes only rows of several documents.
+TOGETHER = {"mask_of_ones": ["documents"]}
+
+
+def explored(build, names):
+    known = known_variations()
+    return explore(Subject(spec_of(build), CPU), {name: known[name] for name in names}, count=0)
+
+
+def reporters(exploration):
+    return {finding.variation for finding in exploration.findings}
+
+
+def test_every_variation_has_a_bug():
+    assert set(BUGS) == set(known_variations())
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_variation_finds_its_bug(name):
+    bug, healthy = BUGS[name]
+    others = TOGETHER.get(name, [])
+    assert reporters(explored(bug, [name, *others])) == {name}
+    assert not explored(healthy, [name, *others]).findings
+
+
+# Every way that puts tokens behind others shows that they are read, and every call shows traces of it.
+SHOWN_BY_OTHERS = {"later_tokens", "history"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_missed_without_its_variation(name):
+    others = [each for each in known_variations() if each != name]
+    findings = explored(BUGS[name][0], others).findings
+    assert bool(findings) == (name in SHOWN_BY_OTHERS)

@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
 from stackwise.subject.hf_model import hf_factory
-from stackwise.subject.inference import cast, infer, logits_of
+from stackwise.subject.inference import infer
+from stackwise.subject.output import cast, logits_of
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 from stackwise.support.random_state import seeded
 

@@ -336,7 +336,7 @@ def test_call_that_returns_no_cache_is_refused():
 
 
 def test_one_position_is_too_few_for_a_trial():
-    found = find_cached_call(InTuple(), torch.zeros(1, 1, dtype=torch.long), logits_of, CallForm())
+    found = find_cached_call(InTuple(), torch.zeros(1, 1, dtype=torch.long), CallForm())
     assert (found.call, found.problem) == (None, "")
 
 

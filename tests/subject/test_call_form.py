@@ -69,10 +69,13 @@ class DeafBatch(Core):
 
 
 FORMS = {
-    LastOnly: (CallForm(with_targets=True), {"labelled_loss"}),
+    LastOnly: (CallForm(extras=("targets",)), {"labelled_loss"}),
     Named: (CallForm("input_ids"), set()),
     Batch: (CallForm("input_ids", in_batch=True), {"labelled_loss", "masked"}),
-    FullBatch: (CallForm("input_ids", in_batch=True, complete=True), {"labelled_loss", "masked"}),
+    FullBatch: (
+        CallForm("input_ids", in_batch=True, extras=("attention_mask", "labels")),
+        {"labelled_loss", "masked"},
+    ),
     DeafBatch: (CallForm("tokens", in_batch=True), set()),
 }
 

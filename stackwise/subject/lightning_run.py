@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import sys
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from stackwise.support.dataloader import iterate_epoch
 from stackwise.support.random_state import random_states, set_random_states
 
-__all__ = ["LightningRun", "copies", "is_lightning_module", "step_arguments"]
+__all__ = ["LightningRun", "is_lightning_module", "step_arguments"]
 
 Batch = Any
 
@@ -35,12 +34,6 @@ def is_lightning_module(made: Any) -> bool:
     return isinstance(made, nn.Module) and all(
         callable(getattr(made, name, None)) for name in ("training_step", "configure_optimizers")
     )
-
-
-def copies(module: nn.Module) -> Callable[[], nn.Module]:
-    """Return a factory of copies of the current state of `module`."""
-    original = copy.deepcopy(module)
-    return lambda: copy.deepcopy(original)
 
 
 def step_arguments(function: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stackwise.subject.lightning_run import copies, is_lightning_module
+from stackwise.subject.lightning_run import is_lightning_module
 from stackwise.subject.trainer_adapter import FunctionRun, adapted, with_one_optimizer
 from stackwise.support.arguments import check_number, check_sizes, require
 from stackwise.support.random_state import seeded
@@ -137,7 +138,9 @@ class TrainerSpec:
             ValueError: the step raised an exception, which is the cause.
         """
         if is_lightning_module(subject):
-            return cls.of(copies(subject), **{"name": type(subject).__name__, **declared})
+            original = copy.deepcopy(subject)
+            name = type(subject).__name__
+            return cls.of(lambda: copy.deepcopy(original), **{"name": name, **declared})
         made = subject
         if callable(subject) and not isinstance(subject, TrainerSpec | TrainingRun):
             with seeded(0):

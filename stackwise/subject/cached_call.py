@@ -26,6 +26,7 @@ from stackwise.support.system_errors import is_out_of_memory
 __all__ = ["CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
 
 Verdict = Literal["refused", "ignored", "remembers", "equal"]
+PlaceKind = Literal["start", "index", "rows"]
 _Parameters = Mapping[str, inspect.Parameter]
 
 _CAPACITY = 256
@@ -68,7 +69,7 @@ class CachedCall:
     part: str | int | None = None
     flags: tuple[str, ...] = ()
     place: str | None = None
-    place_kind: Literal["start", "index", "rows"] = "start"
+    place_kind: PlaceKind = "start"
     maker: str | None = None
     capacity: int = _CAPACITY
 
@@ -429,16 +430,13 @@ def _arguments_before(named: _Parameters, name: str) -> tuple[Any, ...] | None:
     return tuple(None if each is inspect.Parameter.empty else each for each in defaults)
 
 
-def _places(
-    named: _Parameters,
-) -> list[tuple[str, Literal["start", "index", "rows"]]]:
+def _places(named: _Parameters) -> list[tuple[str, PlaceKind]]:
     """Return parameters that may take the position of new tokens, with each possible value."""
-    found: list[tuple[str, Literal["start", "index", "rows"]]] = []
+    found: list[tuple[str, PlaceKind]] = []
     for name, parameter in named.items():
         if parameter.kind in _NAMELESS or not _POSITION_NAME.search(name):
             continue
-        is_number = isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
-        if is_number:
+        if type(parameter.default) is int:
             found.append((name, "start"))
         elif parameter.default in (None, parameter.empty):
             found += [(name, "index"), (name, "start"), (name, "rows")]

@@ -91,11 +91,6 @@ class ContiguousCall:
 
     function: Callable[..., Any]
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> ContiguousCall:
-        """Wrap `function`, unless it is wrapped already."""
-        return function if isinstance(function, cls) else cls(function)
-
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.function)

@@ -192,9 +192,9 @@ class ModelSpec:
         require(callable(self.build), "build", self.build, "a function that takes no arguments")
         for name in _CALLS:
             function = getattr(self, name)
-            if function is not None:
+            if function is not None and not isinstance(function, ContiguousCall):
                 require(callable(function), name, function, "a function (model, inputs, ...)")
-                object.__setattr__(self, name, ContiguousCall.of(function))
+                object.__setattr__(self, name, ContiguousCall(function))
 
     @cached_property
     def n_parameters(self) -> int:

@@ -318,6 +318,7 @@ class NoScheduler(transformers.Trainer):
         (MeanOfEach, ["accumulation"], {"accumulated_gradient", "accumulation_ragged"}),
         (NoScheduler, ["checkpoint"], {"checkpoint_round_trip", "resume"}),
     ],
+    ids=["order", "head", "mean", "scheduler"],
 )
 def test_trainer_with_a_bug_is_caught(trainer_of, kind, families, wanted):
     results = results_of(trainer_of, *families, kind=kind)

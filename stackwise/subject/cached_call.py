@@ -19,12 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm, forward_parameters, unwrapped
+from stackwise.subject.call_form import CallForm, can_generate, forward_parameters, unwrapped
+from stackwise.subject.output import logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
 
 Verdict = Literal["refused", "ignored", "remembers", "equal"]
+PlaceKind = Literal["start", "index", "rows"]
+_Parameters = Mapping[str, inspect.Parameter]
 
 _CAPACITY = 256
 _CONTINUED = 2  # tokens of a trial, one at a time
@@ -66,7 +69,7 @@ class CachedCall:
     part: str | int | None = None
     flags: tuple[str, ...] = ()
     place: str | None = None
-    place_kind: Literal["start", "index", "rows"] = "start"
+    place_kind: PlaceKind = "start"
     maker: str | None = None
     capacity: int = _CAPACITY
 
@@ -76,13 +79,11 @@ class CachedCall:
         Raises:
             TypeError: the model returned no cache.
         """
-        return self._continue(model, inputs, cache, {})
+        return self._continue(model, inputs, cache)
 
-    def _continue(
-        self, model: nn.Module, inputs: Tensor, cache: Any, more: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _continue(self, model: nn.Module, inputs: Tensor, cache: Any, **named: Any) -> tuple[Any, Any]:
         held, past = self._unpacked(model, inputs, cache)
-        named = more | dict.fromkeys(self.flags, True)
+        named |= dict.fromkeys(self.flags, True)
         if self.place is not None:
             named[self.place] = self._position(past, inputs)
         if self.before is not None:
@@ -94,7 +95,7 @@ class CachedCall:
         if self.parameter is None:
             return output, past
         if self.part is not None:
-            held = _part(output, self.part)
+            held = output[self.part] if isinstance(self.part, int) else part_of(output, self.part)
             if held is None:
                 raise TypeError(f"{self.parameter}: the model returned no cache at {self.part!r}")
         return output, held if self.place is None else (held, past)
@@ -137,13 +138,13 @@ class _MaskedCachedCall(CachedCall):
         self, model: nn.Module, inputs: Tensor, cache: Any, keep: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Return output and cache. `keep` (B, S) is True for real tokens, of all tokens so far."""
-        if keep is None:
-            return self._continue(model, inputs, cache, {})
-        T = inputs.shape[1]
-        more = {"attention_mask": keep.long() if self.whole else keep[:, -T:].contiguous()}
-        if self.positions:
-            more["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, -T:].contiguous()
-        return self._continue(model, inputs, cache, more)
+        more: dict[str, Tensor] = {}
+        if keep is not None:
+            new = slice(-inputs.shape[1], None)
+            more["attention_mask"] = keep.long() if self.whole else keep[:, new].contiguous()
+            if self.positions:
+                more["position_ids"] = (keep.long().cumsum(-1) - 1).clamp(min=0)[:, new].contiguous()
+        return self._continue(model, inputs, cache, **more)
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,7 @@ class CacheSearch:
 
 @torch.no_grad()
 def find_cached_call(
-    model: nn.Module,
-    inputs: Tensor,
-    logits_of: Callable[[Any], Tensor],
-    form: CallForm,
-    *,
-    capacity: int | None = None,
+    model: nn.Module, inputs: Tensor, form: CallForm, *, capacity: int | None = None
 ) -> CacheSearch:
     """Find the call with which `model` continues from a cache.
 
@@ -178,31 +174,28 @@ def find_cached_call(
     Args:
         model: in eval mode. Its state may change.
         inputs: a batch (B, T) or (B, T, C) that the model takes, T >= 2.
-        logits_of: output of a call -> its logits.
         form: how the model takes its inputs.
         capacity: number of tokens of a cache, if the model preallocates it. None: 256.
 
     Raises:
         RuntimeError, MemoryError: memory was too small for a call, so the result is unknown.
     """
-    own: Any = unwrapped(model)
-    if getattr(own, "can_cache_kv", True) is False:
+    if getattr(unwrapped(model), "can_cache_kv", True) is False:
         return CacheSearch(None, _problem(model, form, "its attribute can_cache_kv is False"))
     if inputs.shape[1] < 2:
         return CacheSearch(None, _problem(model, form, "it takes only one position"))
-    trial = _Trial(model, inputs, logits_of, form)
+    trial = _Trial(model, inputs, form)
     likely: CachedCall | None = None
     unnamed: CachedCall | None = None
     reason = ""
-    for call, named in _candidates(trial, capacity or _CAPACITY):
-        verdict = trial.verdict(call)
+    for call in _candidates(trial, capacity or _CAPACITY):
+        verdict, named, takes_cache = trial.verdict(call), _is_named(call), call.parameter is not None
         if verdict == "equal":
             return CacheSearch(_with_mask(call, model))
-        works = verdict == "remembers" or (verdict == "ignored" and call.parameter is not None)
-        if likely is None and named and works:
-            likely = call
-        if unnamed is None and not named and verdict == "remembers" and call.parameter is not None:
-            unnamed = call
+        if named and (verdict == "remembers" or (verdict == "ignored" and takes_cache)):
+            likely = likely or call
+        if not named and verdict == "remembers" and takes_cache:
+            unnamed = unnamed or call
         if named and not reason:
             reason = f"{call}: {trial.last_error}"
     if likely is not None:
@@ -240,12 +233,9 @@ def names_cache(name: str) -> bool:
 class _Trial:
     """A model that is tried with one call after another."""
 
-    def __init__(
-        self, model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
-    ) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor, form: CallForm) -> None:
         self.model, self.inputs, self.form = model, inputs, form
         self.last_error = ""
-        self._logits_of = logits_of
         half = max(1, inputs.shape[1] // 2)
         self._sizes = (half, *(1,) * min(_CONTINUED, inputs.shape[1] - half))
         other = inputs.flip(0) if len(inputs) > 1 and not torch.equal(*inputs[:2]) else inputs.roll(1, dims=1)
@@ -260,7 +250,7 @@ class _Trial:
     @cached_property
     def _whole(self) -> Tensor | None:
         """Return the logits of a full pass without a cache."""
-        logits: Tensor | None = self.attempt(lambda: self._logits_of(self.form(self.model, self.inputs)))
+        logits: Tensor | None = self.attempt(lambda: logits_of(self.form(self.model, self.inputs)))
         return logits
 
     def attempt(self, call: Callable[[], Any]) -> Any:
@@ -301,75 +291,74 @@ class _Trial:
         cache, outputs = None, []
         for part in torch.split(inputs[:, : sum(self._sizes)], list(self._sizes), dim=1):
             output, cache = call(self.model, part.contiguous(), cache)
-            outputs.append(self._logits_of(output))
+            outputs.append(logits_of(output))
             if outputs[-1].shape[:2] != part.shape[:2]:
                 raise ValueError(f"{part.shape[1]} tokens gave logits {tuple(outputs[-1].shape)}")
         return torch.cat(outputs, dim=1)
 
 
-def _candidates(trial: _Trial, capacity: int) -> Iterator[tuple[CachedCall, bool]]:
-    """Yield the calls to try, and if each is named like a cache."""
+def _candidates(trial: _Trial, capacity: int) -> Iterator[CachedCall]:
+    """Yield the calls to try."""
     base = CachedCall(trial.form, capacity=capacity)
     named = _named_parameters(trial.model, trial.form)
     if {"cache", "return_intermediates", "input_not_include_cache"} <= set(named):  # x-transformers
         flags = ("return_intermediates", "input_not_include_cache")
-        yield replace(base, parameter="cache", part=1, flags=flags), True
+        yield replace(base, parameter="cache", part=1, flags=flags)
     yield from _with_made_cache(trial, base, named)
     yield from _with_returned_cache(trial, base, named)
     yield from _with_own_cache(trial, base, named)
 
 
-def _with_returned_cache(
-    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
-) -> Iterator[tuple[CachedCall, bool]]:
+def _is_named(call: CachedCall) -> bool:
+    """Return True if the name of a parameter or of a method says that a call uses a cache."""
+    if call.parameter is None:
+        return call.maker is not None
+    is_returned = call.parameter == call.part and any(map(_CACHE_NAME.search, call.flags))
+    return is_returned or names_cache(call.parameter)
+
+
+def _with_made_cache(trial: _Trial, base: CachedCall, named: _Parameters) -> Iterator[CachedCall]:
+    """Yield calls with a cache from a method of the model, which a call changes in place."""
+    own = unwrapped(trial.model)
+    for maker in _makers(own):
+        if trial.attempt(lambda: _make_cache(own, maker, trial.inputs, base.capacity)) is None:  # noqa: B023
+            continue
+        for name in _takers(named, None, variadic=False):
+            call = replace(base, parameter=name, maker=maker, before=_arguments_before(named, name))
+            yield from _with_position(call, named)
+
+
+def _with_returned_cache(trial: _Trial, base: CachedCall, named: _Parameters) -> Iterator[CachedCall]:
     """Yield calls that pass a part of the last output to a parameter."""
     variadic = trial.form.in_batch or any(p.kind is p.VAR_KEYWORD for p in named.values())
     if not variadic and not _takers(named, None, variadic):
         return
     for flags in _flags(named, variadic):
-        output = trial.prefix_output(**dict.fromkeys(flags, True))
-        for part in _cache_parts(output, trial):
+        for part in _cache_parts(trial.prefix_output(**dict.fromkeys(flags, True)), trial):
             for name in _takers(named, part, variadic):
                 before = _arguments_before(named, name)
                 call = replace(base, parameter=name, part=part, flags=flags, before=before)
-                is_named = names_cache(name) or (name == part and any(map(_CACHE_NAME.search, flags)))
-                yield call, is_named
-                # A model that leaves the position to its caller has no None as its default.
-                for place, kind in _places(named):
-                    if place != name and named[place].default is not None:
-                        yield replace(call, place=place, place_kind=kind), is_named
+                yield from _with_position(call, named)
 
 
-def _with_made_cache(
-    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
-) -> Iterator[tuple[CachedCall, bool]]:
-    """Yield calls with a cache from a method of the model, which a call changes in place."""
-    for maker in _makers(trial.model):
-        made = trial.attempt(
-            lambda: _make_cache(unwrapped(trial.model), maker, trial.inputs, base.capacity)  # noqa: B023
-        )
-        if made is None:
-            continue
-        for name in _takers(named, None, variadic=False):
-            call = replace(base, parameter=name, maker=maker, before=_arguments_before(named, name))
-            yield call, names_cache(name)
-            for place, kind in _places(named):
-                if place != name and named[place].default is not None:
-                    yield replace(call, place=place, place_kind=kind), names_cache(name)
+def _with_position(call: CachedCall, named: _Parameters) -> Iterator[CachedCall]:
+    """Yield a call, and the same call with the position of the new tokens."""
+    yield call
+    for place, kind in _places(named):
+        # A model that leaves the position to its caller has no None as its default.
+        if place != call.parameter and named[place].default is not None:
+            yield replace(call, place=place, place_kind=kind)
 
 
-def _with_own_cache(
-    trial: _Trial, base: CachedCall, named: Mapping[str, inspect.Parameter]
-) -> Iterator[tuple[CachedCall, bool]]:
+def _with_own_cache(trial: _Trial, base: CachedCall, named: _Parameters) -> Iterator[CachedCall]:
     """Yield calls of a model that stores its cache in itself."""
     flags = [each for each in _flags(named, variadic=False) if any(map(_CACHE_NAME.search, each))]
-    for maker in (*_makers(trial.model), None):
+    for maker in (*_makers(unwrapped(trial.model)), None):
         for place, kind in _places(named):
             for some in ((), *flags):
-                call = replace(base, maker=maker, place=place, place_kind=kind, flags=some)
-                yield call, maker is not None
+                yield replace(base, maker=maker, place=place, place_kind=kind, flags=some)
         for some in flags:
-            yield replace(base, maker=maker, flags=some), maker is not None
+            yield replace(base, maker=maker, flags=some)
 
 
 def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Parameter]:
@@ -381,7 +370,7 @@ def _named_parameters(model: nn.Module, form: CallForm) -> dict[str, inspect.Par
     return named
 
 
-def _flags(named: Mapping[str, inspect.Parameter], variadic: bool) -> list[tuple[str, ...]]:
+def _flags(named: _Parameters, variadic: bool) -> list[tuple[str, ...]]:
     """Return switches to set, in order of trial: named like a cache, none, all others."""
 
     def is_switch(name: str, parameter: inspect.Parameter) -> bool:
@@ -399,7 +388,7 @@ def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
     """Return names or indices of the parts of an output that hold tensors and are not its logits."""
     if output is None or isinstance(output, Tensor):
         return []
-    logits = trial.attempt(lambda: trial._logits_of(output))
+    logits = trial.attempt(lambda: logits_of(output))
     parts: Iterable[tuple[str | int, Any]]
     if isinstance(output, Mapping):
         parts = output.items()
@@ -418,7 +407,7 @@ def _attributes(output: Any) -> Iterable[str]:
     return [name for name in (*getattr(output, "__dict__", {}), *slots) if hasattr(output, name)]
 
 
-def _takers(named: Mapping[str, inspect.Parameter], part: str | int | None, variadic: bool) -> list[str]:
+def _takers(named: _Parameters, part: str | int | None, variadic: bool) -> list[str]:
     """Return the parameters that may take a cache, the likeliest first."""
     names = [
         name
@@ -432,7 +421,7 @@ def _takers(named: Mapping[str, inspect.Parameter], part: str | int | None, vari
     return sorted(names, key=lambda name: (name != part, not names_cache(name), not _STATE_NAME.search(name)))
 
 
-def _arguments_before(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Any, ...] | None:
+def _arguments_before(named: _Parameters, name: str) -> tuple[Any, ...] | None:
     """Return the defaults of the parameters before `name`, if it can only be passed by position."""
     if name not in named or named[name].kind is not inspect.Parameter.POSITIONAL_ONLY:
         return None
@@ -441,29 +430,25 @@ def _arguments_before(named: Mapping[str, inspect.Parameter], name: str) -> tupl
     return tuple(None if each is inspect.Parameter.empty else each for each in defaults)
 
 
-def _places(
-    named: Mapping[str, inspect.Parameter],
-) -> list[tuple[str, Literal["start", "index", "rows"]]]:
+def _places(named: _Parameters) -> list[tuple[str, PlaceKind]]:
     """Return parameters that may take the position of new tokens, with each possible value."""
-    found: list[tuple[str, Literal["start", "index", "rows"]]] = []
+    found: list[tuple[str, PlaceKind]] = []
     for name, parameter in named.items():
         if parameter.kind in _NAMELESS or not _POSITION_NAME.search(name):
             continue
-        is_number = isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
-        if is_number:
+        if type(parameter.default) is int:
             found.append((name, "start"))
         elif parameter.default in (None, parameter.empty):
             found += [(name, "index"), (name, "start"), (name, "rows")]
     return found
 
 
-def _makers(model: nn.Module) -> list[str]:
+def _makers(own: nn.Module) -> list[str]:
     """Return methods that create or prepare a cache, `new_cache` first."""
-    own = unwrapped(model)
-    names = [name for name in dir(type(own)) if _MAKER_NAME.match(name)]
-    return sorted(
-        (name for name in names if callable(getattr(own, name, None))), key=lambda name: name != "new_cache"
-    )
+    names = [
+        name for name in dir(type(own)) if _MAKER_NAME.match(name) and callable(getattr(own, name, None))
+    ]
+    return sorted(names, key=lambda name: name != "new_cache")
 
 
 def _make_cache(own: Any, maker: str, inputs: Tensor, capacity: int) -> Any:
@@ -489,12 +474,6 @@ def _make_cache(own: Any, maker: str, inputs: Tensor, capacity: int) -> Any:
     return method(**given)
 
 
-def _part(output: Any, part: str | int) -> Any:
-    if isinstance(part, int):
-        return output[part]
-    return output.get(part) if isinstance(output, Mapping) else getattr(output, part, None)
-
-
 def _with_mask(call: CachedCall, model: nn.Module) -> CachedCall:
     """Return `call`, with a mask for padding if the model takes one."""
     named = _named_parameters(model, call.form)
@@ -507,10 +486,11 @@ def _with_mask(call: CachedCall, model: nn.Module) -> CachedCall:
 
 def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
     """Return why no cache was found; "" if nothing suggests that the model has one."""
-    named = _named_parameters(model, form)
-    takes = [name for name in named if _CACHE_NAME.search(name)]
-    signs = [f"{name}=" for name in takes] + [f"{name}()" for name in _makers(model)]
-    if _generates(unwrapped(model)):
+    own = unwrapped(model)
+    takes = [name for name in _named_parameters(model, form) if _CACHE_NAME.search(name)]
+    signs = [f"{name}=" for name in takes] + [f"{name}()" for name in _makers(own)]
+    generates = can_generate(own)
+    if callable(getattr(own, "generate", None)) if generates is None else generates:
         signs.insert(0, "generate()")
     if not signs:
         return ""
@@ -521,10 +501,3 @@ def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
             else "forward has no parameter for one"
         )
     return f"the model has {', '.join(signs)}, but no call was found that continues from a cache: {reason}"
-
-
-def _generates(own: Any) -> bool:
-    can_generate = getattr(own, "can_generate", None)
-    if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
-        return answer
-    return callable(getattr(own, "generate", None))

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallForm", "ContiguousCall", "call_forms", "forward_parameters", "unwrapped"]
+from stackwise.support.system_errors import is_out_of_memory
 
+__all__ = [
+    "MASK",
+    "CallForm",
+    "ContiguousCall",
+    "attempt",
+    "call_forms",
+    "can_generate",
+    "forward_parameters",
+    "unwrapped",
+]
+
+MASK = "attention_mask"
 _KEYS = ("input_ids", "tokens", "inputs", "x")
 
 
@@ -25,15 +37,14 @@ class CallForm:
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
         in_batch: all is given in one dict.
-        with_targets: also pass the inputs as `targets`. Some models return all logits only with targets.
-        complete: also pass a mask of ones, and the inputs as labels.
+        extras: names of arguments that each call passes. `attention_mask` is a mask of ones. Others get the
+            inputs: some models return all logits only with `targets`.
         element: index of the logits in a tuple.
     """
 
     keyword: str | None = None
     in_batch: bool = False
-    with_targets: bool = False
-    complete: bool = False
+    extras: tuple[str, ...] = ()
     element: int = 0
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
@@ -41,11 +52,9 @@ class CallForm:
 
         If the output is a tuple, the logits are moved to the front.
         """
-        if self.with_targets:
-            more = {"targets": inputs, **more}
-        if self.complete:
+        if self.extras:
             ones = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-            more = {"attention_mask": ones, "labels": inputs, **more}
+            more = {name: ones if name == MASK else inputs for name in self.extras} | more
         if self.keyword is None:
             return self._logits_first(model(inputs, **more))
         named = {self.keyword: inputs, **more}
@@ -59,15 +68,13 @@ class CallForm:
         return (output[self.element], *output[: self.element], *output[self.element + 1 :])
 
     def __str__(self) -> str:
-        return self._call() + (f", logits at [{self.element}] of the output" if self.element else "")
-
-    def _call(self) -> str:
         if self.in_batch:
-            names = [str(self.keyword), *(("attention_mask", "labels") if self.complete else ())]
-            return f"called with a dict of {', '.join(names)}"
-        if self.keyword is not None:
-            return f"called with {self.keyword}="
-        return "called with targets=, for all logits" if self.with_targets else "called with inputs"
+            call = f"a dict of {', '.join((str(self.keyword), *self.extras))}"
+        else:
+            reasons = {"targets": "targets=, for all logits", MASK: f"{MASK}= of ones"}
+            given = [f"{self.keyword}="] if self.keyword else []
+            call = " and ".join([*given, *(reasons[name] for name in self.extras)]) or "inputs"
+        return f"called with {call}" + (f", logits at [{self.element}] of the output" if self.element else "")
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,6 @@ class ContiguousCall:
     """
 
     function: Callable[..., Any]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> ContiguousCall:
-        """Wrap `function`, unless it is wrapped already."""
-        return function if isinstance(function, cls) else cls(function)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -126,20 +128,33 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def call_forms(model: nn.Module) -> Iterator[CallForm]:
-    """Return the call forms that the signature of `model` allows, the usual one first."""
+    """Yield the call forms that the signature of `model` allows, the usual one first."""
     named = forward_parameters(model)
-    yield CallForm()
+    usual = [CallForm()]
     if "targets" in named:
-        yield CallForm(with_targets=True)
-    for key in _KEYS:
-        if key in named and named[key].kind is inspect.Parameter.KEYWORD_ONLY:
-            yield CallForm(key)
-    required = [
-        p
-        for p in named.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) == 1:
-        for complete in (False, True):
-            for key in _KEYS:
-                yield CallForm(key, in_batch=True, complete=complete)
+        usual.append(CallForm(extras=("targets",)))
+    usual += [CallForm(key) for key in _KEYS if key in named and named[key].kind is named[key].KEYWORD_ONLY]
+    yield from usual
+    positional = [p for p in named.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len([p for p in positional if p.default is p.empty]) == 1:
+        for extras in ((), (MASK, "labels")):
+            yield from (CallForm(key, in_batch=True, extras=extras) for key in _KEYS)
+    if MASK in named and named[MASK].default is inspect.Parameter.empty:
+        yield from (replace(form, extras=(*form.extras, MASK)) for form in usual)
+
+
+def can_generate(model: Any) -> bool | None:
+    """Return the result of the model's method `can_generate`, or None if it has none."""
+    method = getattr(model, "can_generate", None)
+    answer = method() if inspect.ismethod(method) else None
+    return answer if isinstance(answer, bool) else None
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of `call`; None if it raises any exception but an exhausted memory."""
+    try:
+        return call()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None

@@ -5,7 +5,6 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -17,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.subject.cached_call import find_cached_call
-from stackwise.subject.call_form import CallForm
+from stackwise.subject.call_form import CallForm, attempt, forward_parameters
+from stackwise.subject.output import logits_of, part_of
 from stackwise.support.random_state import seeded
-from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["capabilities", "masked_with_positions", "padding_id", "padding_of_rows"]
 
-_USUAL = CallForm()
 # Keys of a batch other than the inputs.
 _IN_BATCHES = ("attention_mask", "labels")
 _LABEL_NAME = re.compile(r"label|target|gold|answer|truth|(^|_)ys?(_|$)")
@@ -41,21 +39,19 @@ _MASKS: dict[str, tuple[bool, ...]] = {
 def capabilities(
     model: nn.Module,
     inputs: Tensor,
-    logits_of: Callable[[Any], Tensor],
-    form: CallForm = _USUAL,
+    form: CallForm,
     *,
-    auxiliary: bool = False,
-    cached: bool = True,
-    capacity: int | None = None,
+    auxiliary: bool,
+    cached: bool,
+    capacity: int | None,
 ) -> dict[str, Any]:
     """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
 
     Calls are accepted by the shape of their output. Calls with a cache are also compared with a full pass.
 
     Args:
-        model: in eval mode. It is called, and its state may change.
+        model: in eval mode. It is called without gradients, and its state may change.
         inputs: a batch that it takes, (B, T) ids or (B, T, C) vectors.
-        logits_of: output of a call -> its logits.
         form: how it is called.
         auxiliary: True if a call without further arguments returned `aux_loss`.
         cached: look for a cache.
@@ -64,41 +60,41 @@ def capabilities(
     Raises:
         RuntimeError, MemoryError: memory was too small for a call, so the result is unknown.
     """
-    named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
+    named = _further_arguments(model, form)
     shape = inputs.shape[:2]
-    found |= _padding(model, inputs, named, logits_of, form, shape)
-    one_document = torch.ones(shape, dtype=torch.long, device=inputs.device)
+    found = _padding(model, inputs, form, shape)
     packed = partial(_packed, form=form)
-    if "document_ids" in named and _works(lambda: packed(model, inputs, one_document), logits_of, shape):
+    one_document = torch.ones(shape, dtype=torch.long, device=inputs.device)
+    if "document_ids" in named and _works(lambda: packed(model, inputs, one_document), shape):
         found["packed"] = packed
     if cached:
-        search = find_cached_call(model, inputs, logits_of, form, capacity=capacity)
+        search = find_cached_call(model, inputs, form, capacity=capacity)
         found |= {"cache_problem": search.problem} if search.call is None else {"decode": search.call}
-    for labelled_loss in _labellings(model, named, inputs, logits_of, form):
-        if _is_scalar(lambda: labelled_loss(model, inputs, inputs)):  # noqa: B023
+    for labelled_loss in _labellings(model, inputs, form):
+        if _scalar(partial(labelled_loss, model, inputs, inputs)) is not None:
             found["labelled_loss"] = labelled_loss
             break
-    if (auxiliary_loss := _auxiliary(model, inputs, named, form, is_returned=auxiliary)) is not None:
-        found["auxiliary_loss"] = auxiliary_loss
+    asked = partial(_auxiliary_loss, form=form, output_router_logits=True)
+    returned = partial(_auxiliary_loss, form=form)
+    if "output_router_logits" in named and _scalar(partial(asked, model, inputs)) is not None:
+        found["auxiliary_loss"] = asked
+    elif auxiliary:
+        with torch.enable_grad():
+            loss = _scalar(partial(returned, model, inputs))
+        if loss is not None and loss.requires_grad:  # otherwise it is only for logging
+            found["auxiliary_loss"] = returned
     return found | dict(_claims(model))
 
 
-def padding_of_rows(
-    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
-) -> dict[str, Any]:
+def padding_of_rows(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[str, Any]:
     """Return `masked` and `padding_sides` of a model with an output per row, or nothing."""
-    named: Collection[str] = _IN_BATCHES if form.in_batch else inspect.signature(model.forward).parameters
-    with torch.no_grad():
-        shape = logits_of(form(model, inputs)).shape
-    found = _padding(model, inputs, named, logits_of, form, shape)
+    found = _padding(model, inputs, form, logits_of(form(model, inputs)).shape)
     if "masked" in found:
         # A head that reads the first token takes no padding on the left, for example.
-        call = found["masked"]
         sides = []
         for side in ("right", "left") if inputs.shape[1] > 1 else ():
             with suppress(RuntimeError, ValueError, IndexError):  # such as a model of one length only
-                sides += [side] * _pads(call, side, model, inputs, logits_of)
+                sides += [side] * _pads(found["masked"], side, model, inputs)
         found["padding_sides"] = tuple(sides) or ("right",)
     return found
 
@@ -112,76 +108,54 @@ def padding_id(model: nn.Module) -> int | None:
     return next((each for each in named if isinstance(each, int) and 0 <= each < rows), None)
 
 
-@torch.no_grad()
-def _pads(
-    masked: Callable[..., Any],
-    side: str,
-    model: nn.Module,
-    inputs: Tensor,
-    logits_of: Callable[[Any], Tensor],
-) -> bool:
-    """Return True if padding on a side does not change the output of a row."""
-    row, padding = inputs[:1].chunk(2, dim=1)
-    if (pad := padding_id(model)) is not None and not inputs.is_floating_point():
-        padding = torch.full_like(padding, pad)
-        row = row.where(row != pad, (row + 1) % (int(inputs.max()) + 1))
-    real = torch.ones(row.shape[:2], dtype=torch.bool, device=inputs.device)
-    none = torch.zeros(padding.shape[:2], dtype=torch.bool, device=inputs.device)
-    parts, keeps = ((row, padding), (real, none)) if side == "right" else ((padding, row), (none, real))
-    padded = logits_of(masked(model, torch.cat(parts, dim=1), torch.cat(keeps, dim=1)))
-    alone = logits_of(masked(model, row, real))
-    return torch.allclose(padded, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
+def masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
+    """Call a model with a padding mask and the positions of the real tokens."""
+    # Number of real tokens before each position, (B, T).
+    positions = (keep.long().cumsum(-1) - 1).clamp(min=0)
+    return model(inputs, attention_mask=keep.long(), position_ids=positions)
 
 
-def _padding(
-    model: nn.Module,
-    inputs: Tensor,
-    named: Collection[str],
-    logits_of: Callable[[Any], Tensor],
-    form: CallForm,
-    shape: torch.Size,
-) -> dict[str, Any]:
+def _further_arguments(model: nn.Module, form: CallForm) -> Collection[str]:
+    return _IN_BATCHES if form.in_batch else forward_parameters(model)
+
+
+def _works(call: Callable[[], Any], shape: torch.Size) -> bool:
+    """Return True if a call gives an output whose shape begins with `shape`."""
+    logits = attempt(lambda: logits_of(call()))
+    return logits is not None and logits.shape[: len(shape)] == shape
+
+
+def _scalar(call: Callable[[], Any]) -> Tensor | None:
+    """Return the scalar that a call gives, otherwise None."""
+    value = attempt(call)
+    return value if isinstance(value, Tensor) and value.ndim == 0 else None
+
+
+# Padding
+
+
+def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size) -> dict[str, Any]:
     """Return the call with a padding mask and the sides on which padding is allowed, or nothing."""
     partly = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     partly[-1, inputs.shape[1] // 2 :] = False
     usable = [
-        way
-        for way in _maskings(named, form)
-        if _works(lambda: way[0](model, inputs, partly), logits_of, shape)  # noqa: B023
+        (masked, sides)
+        for masked, sides in _maskings(model, form)
+        if _works(partial(masked, model, inputs, partly), shape)
     ]
     if form.in_batch:  # unread keys of a dict leave no trace
-        usable = [way for way in usable if _hides(way[0], model, inputs, logits_of)]
+        usable = [way for way in usable if _hides(way[0], model, inputs)]
     if not usable:
         return {}
     # Of two masks that work, use the one that hides the masked token, otherwise the first.
-    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs, logits_of))
+    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs))
     masked, sides = next(hiding, usable[0])
     return {"masked": masked, "padding_sides": sides}
 
 
-@torch.no_grad()
-def _works(call: Callable[[], Any], logits_of: Callable[[Any], Tensor], shape: torch.Size) -> bool:
-    """Return True if a call gives an output whose shape begins with `shape`."""
-    try:
-        return logits_of(call()).shape[: len(shape)] == shape
-    except Exception as error:  # any other exception means: not supported
-        if is_out_of_memory(error):
-            raise
-        return False
-
-
-def _auxiliary(
-    model: nn.Module, inputs: Tensor, named: Collection[str], form: CallForm, *, is_returned: bool
-) -> Callable[..., Tensor] | None:
-    """Return the call that gives the loss of routers, or None."""
-    if "output_router_logits" in named and _is_scalar(lambda: _auxiliary_loss(model, inputs, None)):
-        return _auxiliary_loss
-    handed_out = partial(_handed_out_loss, form=form)
-    return handed_out if is_returned and _is_trained(model, handed_out, inputs) else None
-
-
-def _maskings(named: Collection[str], form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
+def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
     """Yield functions that pass a padding mask, each with the sides on which padding is allowed."""
+    named = _further_arguments(model, form)
     for name, polarities in _MASKS.items():
         if name not in named:
             continue
@@ -200,20 +174,7 @@ def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any
     return masked
 
 
-def masked_with_positions(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
-    """Call a model with a padding mask and the positions of the real tokens."""
-    return model(inputs, attention_mask=keep.long(), position_ids=_positions(keep))
-
-
-def _positions(keep: Tensor) -> Tensor:
-    """Return the number of real tokens before each position, (B, T)."""
-    return (keep.long().cumsum(-1) - 1).clamp(min=0)
-
-
-@torch.no_grad()
-def _hides(
-    masked: Callable[..., Any], model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor]
-) -> bool:
+def _hides(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
     """Return True if a masked first position does not change the other outputs."""
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     keep[:, 0] = False
@@ -228,69 +189,67 @@ def _hides(
     return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
 
 
+def _pads(masked: Callable[..., Any], side: str, model: nn.Module, inputs: Tensor) -> bool:
+    """Return True if padding on a side does not change the output of a row."""
+    row, padding = inputs[:1].chunk(2, dim=1)
+    if (pad := padding_id(model)) is not None and not inputs.is_floating_point():
+        padding = torch.full_like(padding, pad)
+        row = row.where(row != pad, (row + 1) % (int(inputs.max()) + 1))
+    real = torch.ones(row.shape[:2], dtype=torch.bool, device=inputs.device)
+    none = torch.zeros(padding.shape[:2], dtype=torch.bool, device=inputs.device)
+    parts, keeps = ((row, padding), (real, none)) if side == "right" else ((padding, row), (none, real))
+    padded = logits_of(masked(model, torch.cat(parts, dim=1), torch.cat(keeps, dim=1)))
+    alone = logits_of(masked(model, row, real))
+    return torch.allclose(padded, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
+
+
 def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
     return form(model, inputs, document_ids=documents)
 
 
-def _labellings(
-    model: nn.Module,
-    named: Collection[str],
-    inputs: Tensor,
-    logits_of: Callable[[Any], Tensor],
-    form: CallForm,
-) -> Iterator[Callable[..., Any]]:
+# The model's own loss
+
+
+def _labellings(model: nn.Module, inputs: Tensor, form: CallForm) -> Iterator[Callable[..., Any]]:
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
     A model shifts an argument `labels` itself. An argument `targets` holds the token that each position must
     predict, and -1 or -100 for none. An argument with another name is used if its loss equals the
     cross-entropy with shifted or unshifted labels, or if it is named like labels.
     """
+    named = _further_arguments(model, form)
     if "labels" in named:
         yield partial(_labelled_loss, form=form, name="labels")
     if inputs.is_floating_point():
         return
     names = {"targets": False} if "targets" in named else {}
-    if not names and "labels" not in named and isinstance(named, Mapping):
-        names = _label_names(model, named, inputs, logits_of, form)
+    if not names and "labels" not in named:
+        names = _label_names(model, inputs, form)
     for name, is_shifted_inside in names.items():
         if is_shifted_inside:
             yield partial(_labelled_loss, form=form, name=name)
             continue
-        shift = _sees_only_the_past(model, inputs, logits_of, form)
+        shift = _sees_only_the_past(model, inputs, form)
         if shift is None:
             continue
         for ignored in (-100, -1):
             way = partial(_targeted_loss, form=form, name=name, shift=int(shift), ignored=ignored)
-            if _is_scalar(lambda: way(model, inputs, torch.full_like(inputs, -100))):  # noqa: B023
+            if _scalar(partial(way, model, inputs, torch.full_like(inputs, -100))) is not None:
                 yield way
 
 
-def _sees_only_the_past(
-    model: nn.Module, inputs: Tensor, logits_of: Callable[[Any], Tensor], form: CallForm
-) -> bool | None:
+def _sees_only_the_past(model: nn.Module, inputs: Tensor, form: CallForm) -> bool | None:
     """Return True if the last id has no effect on the first output. None: the model needs targets to run."""
     changed = inputs.clone()
     changed[:, -1] = inputs[:, 0]
-    firsts = []
-    try:
-        with torch.no_grad():
-            for ids in (inputs, changed):
-                with seeded(0, inputs.device):
-                    firsts.append(logits_of(form(model, ids))[:, 0])
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return None
-    return torch.equal(*firsts)
+    with seeded(0, inputs.device):
+        first = attempt(lambda: logits_of(form(model, inputs))[:, 0])
+    with seeded(0, inputs.device):
+        other = attempt(lambda: logits_of(form(model, changed))[:, 0])
+    return None if first is None or other is None else torch.equal(first, other)
 
 
-def _label_names(
-    model: nn.Module,
-    named: Mapping[str, inspect.Parameter],
-    inputs: Tensor,
-    logits_of: Callable[[Any], Tensor],
-    form: CallForm,
-) -> dict[str, bool]:
+def _label_names(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[str, bool]:
     """Return the arguments that take labels, and True if the model shifts them itself.
 
     They are named like labels, or their loss is the cross-entropy with shifted or unshifted labels. A model
@@ -299,17 +258,15 @@ def _label_names(
     """
     found: dict[str, bool] = {}
     labels = inputs.roll(1, dims=0).flip(1)
-    for name in (name for name, parameter in named.items() if parameter.default is None):
+    for name in (name for name, each in forward_parameters(model).items() if each.default is None):
 
-        @torch.no_grad()
         def loss(given: Tensor) -> Tensor:
             with seeded(0, inputs.device):
-                return _loss_in(form(model, inputs, **{name: given}))  # noqa: B023
+                return _labelled_loss(model, inputs, given, form=form, name=name)  # noqa: B023
 
-        if not _is_scalar(lambda: loss(labels)):
+        if (value := _scalar(partial(loss, labels))) is None:
             continue
-        value = loss(labels)
-        logits = logits_of(form(model, inputs)).detach()
+        logits = logits_of(form(model, inputs))
         if not value.isfinite() or not (_LABEL_NAME.search(name) or _is_cross_entropy(value, logits, labels)):
             continue
         first, last = labels.clone(), labels.clone()
@@ -331,7 +288,15 @@ def _is_cross_entropy(value: Tensor, logits: Tensor, labels: Tensor) -> bool:
 
 
 def _labelled_loss(model: nn.Module, inputs: Tensor, labels: Tensor, *, form: CallForm, name: str) -> Tensor:
-    return _loss_in(form(model, inputs, **{name: labels}))
+    """Return `loss` of the output, the only scalar in a tuple, or an output that is a scalar itself."""
+    output = form(model, inputs, **{name: labels})
+    loss: Tensor
+    if isinstance(output, Mapping) or hasattr(output, "loss"):
+        loss = part_of(output, "loss")
+    else:
+        parts = output if isinstance(output, tuple) else (output,)
+        (loss,) = (part for part in parts if isinstance(part, Tensor) and part.ndim == 0)
+    return loss
 
 
 def _targeted_loss(
@@ -345,60 +310,19 @@ def _targeted_loss(
     ignored: int,
 ) -> Tensor:
     targets = F.pad(labels[:, shift:], (0, shift), value=-100)
-    return _loss_in(form(model, inputs, **{name: targets.masked_fill(targets == -100, ignored)}))
+    targets = targets.masked_fill(targets == -100, ignored)
+    return _labelled_loss(model, inputs, targets, form=form, name=name)
 
 
-def _loss_in(output: Any) -> Tensor:
-    """Return `loss` of the output, the only scalar in a tuple, or an output that is a scalar itself."""
-    if isinstance(output, Tensor) and output.ndim == 0:
-        return output
-    if isinstance(output, Mapping):
-        found = output["loss"]
-    elif isinstance(output, tuple) and not hasattr(output, "loss"):
-        (found,) = (part for part in output if isinstance(part, Tensor) and part.ndim == 0)
-    else:
-        found = output.loss
-    loss: Tensor = found
-    return loss
-
-
-def _auxiliary_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Tensor:
+def _auxiliary_loss(
+    model: nn.Module, inputs: Tensor, keep: Tensor | None = None, *, form: CallForm, **switch: bool
+) -> Tensor:
+    """Return the loss of routers in the output."""
     mask = {} if keep is None else {"attention_mask": keep.long()}
-    loss: Tensor = model(inputs, output_router_logits=True, **mask).aux_loss
-    return loss
-
-
-def _handed_out_loss(model: nn.Module, inputs: Tensor, keep: Tensor | None, *, form: CallForm) -> Tensor:
-    """Return the router loss that a model always returns with its logits."""
-    mask = {} if keep is None else {"attention_mask": keep.long()}
-    output = form(model, inputs, **mask)
-    found = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    found = part_of(form(model, inputs, **mask, **switch), "aux_loss")
     if not isinstance(found, Tensor):
         raise TypeError("aux_loss: none came back")
     return found
-
-
-def _is_trained(model: nn.Module, loss: Callable[..., Any], inputs: Tensor) -> bool:
-    """Return True for a scalar with a gradient. A scalar without one is only for logging."""
-    try:
-        with torch.enable_grad():
-            value = loss(model, inputs, None)
-    except Exception as error:  # any other exception means: it has none
-        if is_out_of_memory(error):
-            raise
-        return False
-    return isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad
-
-
-def _is_scalar(call: Callable[[], Any]) -> bool:
-    try:
-        with torch.no_grad():
-            value = call()
-    except Exception as error:  # any other exception means: not supported
-        if is_out_of_memory(error):
-            raise
-        return False
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:

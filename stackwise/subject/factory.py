@@ -74,7 +74,11 @@ def _load_file(path: Path) -> Any:
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module = sys.modules.get(path.stem) or _import_plainly(path.stem)
+    module = sys.modules.get(path.stem)
+    if (
+        module is None and path.stem.isidentifier()
+    ):  # through all import hooks, such as pytest's for assertions
+        module = importlib.import_module(path.stem)
     if module is not None and getattr(module, "__file__", None) == str(path):
         return module
     # Another module has the name already.
@@ -90,8 +94,3 @@ def _load_file(path: Path) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-def _import_plainly(name: str) -> Any:
-    """Import a module through all import hooks, such as pytest's for assertions."""
-    return importlib.import_module(name) if name.isidentifier() else None

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,16 @@ _SIZE_NAMES = {
 }
 _VOCAB, _HEAD, _WINDOW, _LAYERS, _EXPERTS, _LENGTH = 256, 16, 8, 2, 4, 512
 _MAX_HEADS_PER_KV, _MAX_KINDS = 8, 4
-# Sizes that few architectures have, with their upper limits.
-_RARE: dict[str, int] = {
-    **dict.fromkeys(
-        ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8
-    ),
-    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "index_topk", "mamba_n_groups"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("q_lora_rank", "mamba_d_head", "mamba_head_dim", "linear_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_heads", "time_step_rank"), 4),
-    "linear_num_value_heads": 4,
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "attn_layer_offset"), 1),
-    **dict.fromkeys(("attn_layer_period", "decoder_sparse_step", "full_attention_interval"), 2),
-    "num_kv_shared_layers": 0,
-    "num_nextn_predict_layers": 0,
-    "num_buckets": 4,
+# Sizes that few architectures have, by their upper limit.
+_RARE = {
+    0: "num_kv_shared_layers num_nextn_predict_layers",
+    1: "first_k_dense_replace moe_layer_start_index attn_layer_offset",
+    2: "linear_num_key_heads index_n_heads attn_layer_period decoder_sparse_step full_attention_interval",
+    4: "mamba_n_heads mamba_num_heads linear_num_heads time_step_rank linear_num_value_heads num_buckets",
+    8: "kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim state_size ssm_state_size "
+    "mamba_d_state index_topk mamba_n_groups linear_key_head_dim linear_value_head_dim "
+    "hidden_size_per_layer_input",
+    16: "q_lora_rank mamba_d_head mamba_head_dim linear_head_dim",
 }
 # Overrides, tried in order until the reduced model can be built and called.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -108,13 +103,11 @@ class HFModel:
 
     def __call__(self) -> nn.Module:
         """Build a model."""
-        config = copy.deepcopy(self.config)
-        model: nn.Module
-        if hasattr(self.model_class, "from_config"):
+        build, config = self.model_class, copy.deepcopy(self.config)
+        if hasattr(build, "from_config"):
             # Without an explicit False, transformers asks the user on a terminal.
-            model = self.model_class.from_config(config, trust_remote_code=self.trust_remote_code)
-        else:
-            model = self.model_class(config)
+            build = partial(build.from_config, trust_remote_code=self.trust_remote_code)
+        model: nn.Module = build(config)
         return model
 
 
@@ -180,7 +173,9 @@ def _tiny_config(config: Any, more: Mapping[str, Any] | None = None) -> tuple[An
     small = _small_sizes(found, notes)
     rows = _layers(given, found["layers"], notes)
     changed = given | _resized(given, found, small, len(rows), notes) | _rare(given, notes)
-    _fit_groups(given, changed)
+    for key in ("n_group", "num_expert_group"):  # two expert groups if the original has several
+        if (given.get(key) or 1) > 1:
+            changed |= {key: 2, "topk_group": 1 if given["topk_group"] < given[key] else 2}
     _fit_mamba(given, changed, small["width"])
     _fit_heads(given, changed, found["head"], small["head"])
     changed |= _per_layer(given, rows, found["layers"])
@@ -239,20 +234,22 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, tuple[str, 
         named = getattr(transformers, name, None)
         if isinstance(config, getattr(named, "config_class", None) or ()):
             return named, ()
-    mappings: list[tuple[Any, Any]] = [
-        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
-        (auto.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
-        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-        (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, transformers.AutoModelForImageClassification),
-        (auto.MODEL_FOR_CTC_MAPPING, transformers.AutoModelForCTC),
-        (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING, transformers.AutoModelForAudioClassification),
-    ]
-    heads = [head for mapping, head in mappings if type(config) in mapping]
-    found = heads[0] if heads else transformers.AutoModel
+    kinds = {
+        "CausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "MaskedLM": auto.MODEL_FOR_MASKED_LM_MAPPING,
+        "Seq2SeqLM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "ImageClassification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        "CTC": auto.MODEL_FOR_CTC_MAPPING,
+        "AudioClassification": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
+    }
+    heads = [kind for kind, mapping in kinds.items() if type(config) in mapping]
     if is_remote:
-        found = transformers.AutoModelForCausalLM
-    elif transformers.AutoModelForMaskedLM in heads and getattr(config, "is_decoder", None) is False:
-        found = transformers.AutoModelForMaskedLM
+        head = "CausalLM"
+    elif "MaskedLM" in heads and getattr(config, "is_decoder", None) is False:
+        head = "MaskedLM"
+    else:
+        head = next(iter(heads), "")
+    found = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
     if not names or is_remote:
         return found, ()
     return found, (f"{found.__name__} instead of {', '.join(names)}, which transformers lacks",)
@@ -266,26 +263,24 @@ def _reduced(full: HFModel) -> HFModel:
             config, notes = _tiny_config(full.config, variant)
             notes += tuple(f"{key} = {value}" for key, value in variant.items() if key in config.to_dict())
             model = replace(full, config=config, notes=(*full.notes, *notes))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                n_parameters = _n_parameters(model)
-                if n_parameters > _MAX_TINY:
-                    raise ValueError(f"it still has {n_parameters:,} parameters")
-                _try(model)
+            _try(model)
+            return model
         except Exception as error:
             problem = problem or _one_line(error)
-            continue
-        return model
     kind = full.config.model_type
     raise ValueError(f"{kind} cannot be reduced ({problem}); write a small configuration and use hf:")
 
 
 def _try(model: HFModel) -> None:
+    """Raise if a reduced model is too large, or cannot be built and called."""
     ids = torch.randint(3, 16, (2, 12), generator=torch.Generator().manual_seed(0))
-    built = model().eval()
-    if (name := getattr(built, "main_input_name", "input_ids")) != "input_ids":
-        raise ValueError(f"it takes {name} instead of tokens")
-    with torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if (n_parameters := _n_parameters(model)) > _MAX_TINY:
+            raise ValueError(f"it still has {n_parameters:,} parameters")
+        built = model().eval()
+        if (name := getattr(built, "main_input_name", "input_ids")) != "input_ids":
+            raise ValueError(f"it takes {name} instead of tokens")
         built(ids)
 
 
@@ -313,6 +308,7 @@ def _small_sizes(found: Mapping[str, int | None], notes: list[str]) -> dict[str,
     heads, kv_heads = _heads(found["heads"], found["kv_heads"], notes)
     head = min(_HEAD, found["head"] or _HEAD)
     is_full = found["head"] is None or found["head"] * (found["heads"] or 1) == found["width"]
+    old_head = found["head"] or max(1, (found["width"] or _HEAD) // (found["heads"] or 1))
     return {
         "vocab": min(_VOCAB, found["vocab"] or _VOCAB),
         "width": heads * head if is_full else max(32, heads * head // 2),
@@ -323,7 +319,7 @@ def _small_sizes(found: Mapping[str, int | None], notes: list[str]) -> dict[str,
         "chosen": max(1, min(2, found["chosen"] or 1)),
         "length": min(_LENGTH, found["length"] or _LENGTH),
         "window": min(_WINDOW, found["window"] or _WINDOW),
-        "rotary": _even(head * (found["rotary"] or 0) / (found["head"] or _own_head(found))),
+        "rotary": max(2, 2 * round(head * (found["rotary"] or 0) / old_head / 2)),
     }
 
 
@@ -354,18 +350,10 @@ def _resized(
 
 def _rare(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the new value of each setting that only some architectures have."""
-    large = {
-        key: most for key, most in _RARE.items() if isinstance(given.get(key), int) and given[key] > most
-    }
+    limits = {key: most for most, keys in _RARE.items() for key in keys.split()}
+    large = {k: most for k, most in limits.items() if isinstance(given.get(k), int) and given[k] > most}
     notes += [f"{key} {given[key]} -> 0" for key, most in large.items() if most == 0]
     return large | ({"attn_layer_indices": [1]} if given.get("attn_layer_indices") else {})
-
-
-def _fit_groups(given: Mapping[str, Any], changed: dict[str, Any]) -> None:
-    """Use two expert groups if the original has several."""
-    for key in ("n_group", "num_expert_group"):
-        if (given.get(key) or 1) > 1:
-            changed |= {key: 2, "topk_group": 1 if given["topk_group"] < given[key] else 2}
 
 
 def _fit_heads(given: Mapping[str, Any], changed: dict[str, Any], head: int | None, small: int) -> None:
@@ -398,14 +386,6 @@ def _per_layer(given: Mapping[str, Any], rows: list[int], n_layers: int | None) 
 def _first(given: Mapping[str, Any], names: str) -> int | None:
     values = (given.get(name) for name in names.split())
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
-
-
-def _own_head(found: Mapping[str, int | None]) -> int:
-    return max(1, (found["width"] or _HEAD) // (found["heads"] or 1))
-
-
-def _even(size: float) -> int:
-    return max(2, 2 * round(size / 2))
 
 
 def _heads(heads: int | None, kv_heads: int | None, notes: list[str]) -> tuple[int, int]:
@@ -445,17 +425,12 @@ def _layers(given: Mapping[str, Any], n_layers: int | None, notes: list[str]) ->
     """Return the indices of the remaining layers: one per kind, two to four."""
     if n_layers is None or n_layers <= _LAYERS:
         return list(range(n_layers or _LAYERS))
-    indices = [value for key, value in given.items() if _is_index_list(key, value, n_layers)]
-    lists = [
-        value
-        for key, value in given.items()
-        if isinstance(value, list | tuple)
-        and len(value) == n_layers
-        and not _is_index_list(key, value, n_layers)
-    ]
+    lists = {key: value for key, value in given.items() if isinstance(value, list | tuple)}
+    indices = [value for key, value in lists.items() if _is_index_list(key, value, n_layers)]
+    per_layer = [value for value in lists.values() if len(value) == n_layers and value not in indices]
     kinds: dict[str, int] = {}
     for row in range(n_layers):
-        kind = [each[row] for each in lists] + [row in each for each in indices]
+        kind = [each[row] for each in per_layer] + [row in each for each in indices]
         kinds.setdefault(str(kind), row)
     rows = sorted(kinds.values())
     if len(rows) > _MAX_KINDS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import sys
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from stackwise.support.dataloader import iterate_epoch
 from stackwise.support.random_state import random_states, set_random_states
 
-__all__ = ["LightningRun", "copies", "is_lightning_module", "step_arguments"]
+__all__ = ["LightningRun", "is_lightning_module", "step_arguments"]
 
 Batch = Any
 
@@ -35,12 +34,6 @@ def is_lightning_module(made: Any) -> bool:
     return isinstance(made, nn.Module) and all(
         callable(getattr(made, name, None)) for name in ("training_step", "configure_optimizers")
     )
-
-
-def copies(module: nn.Module) -> Callable[[], nn.Module]:
-    """Return a factory of copies of the current state of `module`."""
-    original = copy.deepcopy(module)
-    return lambda: copy.deepcopy(original)
 
 
 def step_arguments(function: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:
@@ -85,9 +78,9 @@ class LightningRun:
         self.optimizer, self.scheduler, self._period = _configured(module.configure_optimizers())  # type: ignore[operator]
         self._number = 0
         self._loader: Any = None
-        evaluates, has_data = self._own("validation_step"), self._own("train_dataloader")
-        self.evaluate: Callable[[list[Batch]], float] | None = self._evaluate if evaluates else None
-        self.epoch: Callable[[int], Iterator[Batch]] | None = self._epoch if has_data else None
+        for name, hook in (("evaluate", "validation_step"), ("epoch", "train_dataloader")):
+            if self._own(hook) is None:
+                setattr(self, name, None)
 
     def step(self, batch: Batch) -> Tensor:
         """Make one update from one batch."""
@@ -188,7 +181,7 @@ class LightningRun:
             own = self._own("lr_scheduler_step")
             self.scheduler.step() if own is None else own(self.scheduler, None)
 
-    def _evaluate(self, batches: list[Batch]) -> float:
+    def evaluate(self, batches: list[Batch]) -> float:
         """Return the mean over rows of the loss that `validation_step` logs or returns."""
         modes = {module: module.training for module in self.model.modules()}
         own = self._own("on_validation_model_eval")
@@ -216,7 +209,7 @@ class LightningRun:
             if (own := self._own("on_validation_model_train")) is not None:
                 own()
 
-    def _epoch(self, number: int) -> Iterator[Batch]:
+    def epoch(self, number: int) -> Iterator[Batch]:
         """Return an iterator over an epoch of `train_dataloader`, which is called once."""
         if self._loader is None:
             self._loader = self.model.train_dataloader()  # type: ignore[operator]

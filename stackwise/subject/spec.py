@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
-from stackwise.subject.hf_model import hf_factory
-from stackwise.subject.inference import cast, infer, logits_of
+from stackwise.subject.hf_model import HFModel, hf_factory
+from stackwise.subject.inference import infer
+from stackwise.subject.output import cast, logits_of
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 from stackwise.support.random_state import seeded
 
@@ -153,51 +154,34 @@ class ModelSpec:
             InferenceError: no call of the model gave an output. The message lists the calls.
             TypeError: `subject` is or returns something else, or needs arguments.
         """
-        if (build := _builder(subject)) is not None:
-            return cls.of(build, **{"name": type(subject).__name__, **declared})
-        if isinstance(subject, nn.Module):
-            name = type(subject).__name__
-            _refuse_unready(subject, name)
-            return cls._infer(lambda: copy.deepcopy(subject), copy.deepcopy(subject), name, declared)
-        if callable(subject):
-            made = _made(subject)
-            name = getattr(subject, "__name__", "<lambda>")
-            name = type(made).__name__ if name == "<lambda>" else name
-            if (build := _builder(made)) is not None:
-                return cls.of(build, **{"name": name, **declared})
-            if isinstance(made, nn.Module):
-                _refuse_unready(made, name)
-                build, model = _apart(subject, made)
-                spec = cls._infer(build, model, name, declared)
-                notes = "; ".join(getattr(subject, "notes", ()))  # of a model by name
-                if notes and "notes" not in declared:
-                    spec = replace(spec, notes=f"{spec.notes}; {notes}")
-                if build is subject or "notes" in declared:
-                    return spec
-                return replace(spec, notes=f"{spec.notes}; its models share tensors, so each is a copy")
-            subject = made
-        if not isinstance(subject, ModelSpec):
+        is_factory = callable(subject) and not isinstance(subject, nn.Module)
+        made = _made(subject) if is_factory else subject
+        name = getattr(subject, "__name__", "<lambda>") if is_factory else "<lambda>"
+        name = type(made).__name__ if name == "<lambda>" else name
+        if (build := _builder(made)) is not None:
+            return cls.of(build, **{"name": name, **declared})
+        if isinstance(made, nn.Module):
+            _refuse_unready(made, name)
+            build, model = _apart(subject, made) if is_factory else _copies(made)
+            notes = [*subject.notes] if isinstance(subject, HFModel) else []
+            if is_factory and build is not subject:
+                notes.append("its models share tensors, so each is a copy")
+            with seeded(0):  # a compiled model is unwrapped, so that no trial is compiled
+                inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
+            inferred["notes"] = "; ".join([inferred["notes"], *notes])
+            attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
+            return cls(**attributes)
+        if not isinstance(made, ModelSpec):
             raise TypeError(
-                f"model: got {type(subject).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
+                f"model: got {type(made).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
                 "transformers or litgpt, or a function without arguments that returns one of these"
                 + _TRAINER_HINT
-                * hasattr(subject, "model")
+                * hasattr(made, "model")
             )
         if not declared:
-            return subject
-        assumed = tuple(name for name in subject.assumed if name not in declared)
-        return replace(subject, **{"assumed": assumed, **declared})
-
-    @classmethod
-    def _infer(cls, build: Factory, model: nn.Module, name: str, declared: dict[str, Any]) -> ModelSpec:
-        """Return the spec with the declared attributes, and the others inferred from `model`.
-
-        A compiled model is unwrapped first, so that no trial is compiled.
-        """
-        with seeded(0):
-            inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
-        attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
-        return cls(**attributes)
+            return made
+        assumed = tuple(name for name in made.assumed if name not in declared)
+        return replace(made, **{"assumed": assumed, **declared})
 
     def __post_init__(self) -> None:
         check_choice("inputs", self.inputs, ("tokens", "vectors"))
@@ -208,9 +192,9 @@ class ModelSpec:
         require(callable(self.build), "build", self.build, "a function that takes no arguments")
         for name in _CALLS:
             function = getattr(self, name)
-            if function is not None:
+            if function is not None and not isinstance(function, ContiguousCall):
                 require(callable(function), name, function, "a function (model, inputs, ...)")
-                object.__setattr__(self, name, ContiguousCall.of(function))
+                object.__setattr__(self, name, ContiguousCall(function))
 
     @cached_property
     def n_parameters(self) -> int:
@@ -296,10 +280,15 @@ def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Mo
         got = type(second).__name__
         raise TypeError(f"model: called again, the function returned {got}; wanted a model at each call")
     if not _places(made.parameters()).isdisjoint(_places(second.parameters())):
-        return lambda: copy.deepcopy(kept), copy.deepcopy(kept)
+        return _copies(kept)
     if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables shared by all models
         return lambda: copy.deepcopy(factory()), kept
     return factory, kept
+
+
+def _copies(model: nn.Module) -> tuple[Factory, nn.Module]:
+    """Return a factory of copies of a model, and a copy for trials."""
+    return lambda: copy.deepcopy(model), copy.deepcopy(model)
 
 
 def _places(tensors: Iterable[Tensor]) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,26 +43,23 @@ def adapted(made: Any) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
     return None
 
 
+@dataclass(eq=False)
 class FunctionRun:
     """Run of a function for one training step.
 
-    Args:
+    Attributes:
         model: model to train.
         optimizer: its optimizer.
         function: (model, optimizer, batch) -> the loss before the step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        function: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any],
-    ) -> None:
-        self.model, self.optimizer, self._function = model, optimizer, function
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    function: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any]
 
     def step(self, batch: Batch) -> Any:
         """Call the function."""
-        return self._function(self.model, self.optimizer, batch)
+        return self.function(self.model, self.optimizer, batch)
 
 
 def with_one_optimizer(run: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stackwise.subject.lightning_run import copies, is_lightning_module
+from stackwise.subject.lightning_run import is_lightning_module
 from stackwise.subject.trainer_adapter import FunctionRun, adapted, with_one_optimizer
 from stackwise.support.arguments import check_number, check_sizes, require
 from stackwise.support.random_state import seeded
@@ -137,7 +138,9 @@ class TrainerSpec:
             ValueError: the step raised an exception, which is the cause.
         """
         if is_lightning_module(subject):
-            return cls.of(copies(subject), **{"name": type(subject).__name__, **declared})
+            original = copy.deepcopy(subject)
+            name = type(subject).__name__
+            return cls.of(lambda: copy.deepcopy(original), **{"name": name, **declared})
         made = subject
         if callable(subject) and not isinstance(subject, TrainerSpec | TrainingRun):
             with seeded(0):
@@ -204,10 +207,8 @@ class TrainerSpec:
     ) -> TrainerSpec:
         """Return the spec with the declared attributes, and the others inferred from `run`."""
         own = str(getattr(named, "__name__", type(run).__name__))
-        attributes: dict[str, Any] = {
-            "build": build,
-            "name": type(run).__name__ if own == "<lambda>" else own,
-        }
+        name = type(run).__name__ if own == "<lambda>" else own
+        attributes: dict[str, Any] = {"build": build, "name": name}
         if "vocab_size" not in declared:
             attributes["vocab_size"] = 1 if "make_batch" in declared else _vocab_size(run.model)
         attributes |= found | declared
@@ -218,14 +219,10 @@ class TrainerSpec:
             attributes["notes"] = "; ".join(filter(None, parts))
         spec = cls(**attributes)
         spec._try(with_one_optimizer(run, spec.name))
-        if (
-            "ignored_label" in declared
-            or isinstance(batch := spec.batch(), Mapping)
-            or labels_in(batch) is None
-        ):
-            return spec
+        batch = spec.batch()
+        is_pair = not isinstance(batch, Mapping) and labels_in(batch) is not None
         # A loop over pairs (ids, targets) usually has a target at every position.
-        return replace(spec, ignored_label=None)
+        return replace(spec, ignored_label=None) if is_pair and "ignored_label" not in declared else spec
 
     def _try(self, run: TrainingRun) -> None:
         """Make one step, so that a run that cannot use the batch fails here and not in each check."""
@@ -294,17 +291,12 @@ def labels_in(batch: Batch) -> Tensor | None:
 
     They are `labels` of a dict, or `targets` (B, T) of a pair (ids, targets) with token ids (B, T).
     """
-    if isinstance(batch, Mapping):
-        labels = batch.get("labels")
-        return labels if isinstance(labels, Tensor) else None
-    if (
-        isinstance(batch, list | tuple)
-        and len(batch) == 2
-        and all(isinstance(each, Tensor) for each in batch)
-    ):
-        ids, targets = batch
-        tokens = ids.ndim == 2 and not (ids.is_floating_point() or targets.is_floating_point())
-        return targets if tokens and targets.shape == ids.shape else None
+    match batch:
+        case {"labels": Tensor() as labels}:
+            return labels
+        case [Tensor() as ids, Tensor() as targets]:
+            is_tokens = ids.ndim == 2 and not (ids.is_floating_point() or targets.is_floating_point())
+            return targets if is_tokens and targets.shape == ids.shape else None
     return None
 
 

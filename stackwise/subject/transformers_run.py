@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,22 +69,20 @@ class TransformersRun:
         self.scaler = getattr(trainer.accelerator, "scaler", None)
         self.grad_norm: Tensor | None = None
         self._scheduled = "metrics" not in inspect.signature(self.scheduler.step).parameters
+        for name in self._unsupported():
+            setattr(self, name, None)
 
-        keeps = not getattr(trainer.args, "save_only_model", False)
-        self.save: Callable[[str | os.PathLike[str]], None] | None = self._save if keeps else None
-        self.load: Callable[[str | os.PathLike[str]], None] | None = self._load if keeps else None
-        self.checkpoint: Callable[..., Path] | None = self._checkpoint if keeps else None
-        self.latest: Callable[[str | os.PathLike[str]], Path | None] | None = self._latest if keeps else None
-        judges = bool(trainer.label_names) or bool(trainer.can_return_loss)
-        self.evaluate: Callable[[list[Batch]], float] | None = self._evaluate if judges else None
-        has_data = self._loader is not None
-        self.epoch: Callable[[int], Iterator[Batch]] | None = self._epoch if has_data else None
-        placed = (
-            _length(self._loader) is not None
-            and trainer.args.gradient_accumulation_steps == 1
-            and not trainer.args.ignore_data_skip
-        )
-        self.position: Callable[[], tuple[int, int]] | None = self._position if placed else None
+    def _unsupported(self) -> Iterator[str]:
+        """Yield the names of the members that this Trainer cannot support."""
+        arguments, length = self.trainer.args, _length(self._loader)
+        if getattr(arguments, "save_only_model", False):
+            yield from ("save", "load", "checkpoint", "latest")
+        if not (self.trainer.label_names or self.trainer.can_return_loss):
+            yield "evaluate"
+        if self._loader is None:
+            yield "epoch"
+        if length is None or arguments.gradient_accumulation_steps > 1 or arguments.ignore_data_skip:
+            yield "position"
 
     def step(self, batch: Batch) -> Tensor:
         """Make one update from one micro-batch."""
@@ -116,7 +114,7 @@ class TransformersRun:
             loss: Tensor = trainer.compute_loss(self._wrapped, trainer._prepare_inputs(batch))
         return loss
 
-    def _evaluate(self, batches: list[Batch]) -> float:
+    def evaluate(self, batches: list[Batch]) -> float:
         """Return the loss of `evaluation_loop`, which is the mean over batches."""
         # An iterator has no length, so no progress bar is drawn.
         output = self.trainer.evaluation_loop(iter(batches), "Evaluation", prediction_loss_only=True)
@@ -125,7 +123,7 @@ class TransformersRun:
             raise ValueError(f"evaluate: the batches have no loss; wanted {wanted} in each")
         return float(output.metrics["eval_loss"])
 
-    def _epoch(self, number: int) -> Iterator[Batch]:
+    def epoch(self, number: int) -> Iterator[Batch]:
         """Yield the batches of an epoch of `get_train_dataloader`."""
         assert self._loader is not None
         epoch, states = self._resumed
@@ -146,37 +144,37 @@ class TransformersRun:
             if callable(set_epoch := getattr(each, "set_epoch", None)):
                 set_epoch(number)
 
-    def _position(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Return the position from which a resume continues, computed from the number of updates."""
         assert isinstance(self._loader, Sized)
         epoch, number = divmod(int(self.trainer.state.global_step), len(self._loader))
         return epoch, number
 
-    def _checkpoint(self, folder: str | os.PathLike[str], step: int) -> Path:
+    def checkpoint(self, folder: str | os.PathLike[str], step: int) -> Path:
         """Write the checkpoint of `step` updates, and remove old ones as `save_total_limit` requires."""
-        state, made = self.trainer.state, int(self.trainer.state.global_step)
-        state.global_step = step
+        trainer, state, arguments = self.trainer, self.trainer.state, self.trainer.args
+        before = state.global_step, arguments.output_dir, arguments.push_to_hub
+        state.global_step, arguments.output_dir, arguments.push_to_hub = step, os.fspath(folder), False
         try:
-            with _kept(self.trainer.args, output_dir=os.fspath(folder), push_to_hub=False):
-                self.trainer._save_checkpoint(self._wrapped, None)
+            trainer._save_checkpoint(self._wrapped, None)
         finally:
-            state.global_step = made
+            state.global_step, arguments.output_dir, arguments.push_to_hub = before
         return Path(folder) / f"checkpoint-{step}"
 
-    def _latest(self, folder: str | os.PathLike[str]) -> Path | None:
+    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """Return the checkpoint that `resume_from_checkpoint=True` uses."""
         from transformers.trainer_utils import get_last_checkpoint
 
         found = get_last_checkpoint(os.fspath(folder))  # type: ignore[no-untyped-call]
         return None if found is None else Path(found)
 
-    def _save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint."""
-        self._checkpoint(folder, int(self.trainer.state.global_step))
+        self.checkpoint(folder, int(self.trainer.state.global_step))
 
-    def _load(self, folder: str | os.PathLike[str]) -> None:
+    def load(self, folder: str | os.PathLike[str]) -> None:
         """Resume from the newest checkpoint in a folder, or from the folder itself."""
-        found = os.fspath(self._latest(folder) or folder)
+        found = os.fspath(self.latest(folder) or folder)
         trainer, states = self.trainer, random_states()
         trainer._load_from_checkpoint(found)
         trainer._load_optimizer_and_scheduler(found)
@@ -185,19 +183,6 @@ class TransformersRun:
         trainer._load_rng_state(found)
         if self.position is not None and (place := self.position())[1]:
             self._resumed = place[0], states
-
-
-@contextmanager
-def _kept(arguments: Any, **changed: Any) -> Iterator[None]:
-    """Change arguments for the block."""
-    before = {name: getattr(arguments, name) for name in changed}
-    try:
-        for name, value in changed.items():
-            setattr(arguments, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(arguments, name, value)
 
 
 def _recompute(trainer: Any) -> None:
@@ -217,11 +202,11 @@ def _recompute(trainer: Any) -> None:
 
 def _train_loader(trainer: Any) -> Any:
     """Return the training data loader, or None without training data."""
-    if trainer.train_dataset is not None:
-        return trainer.get_train_dataloader()
     try:
         return trainer.get_train_dataloader()
     except ValueError:
+        if trainer.train_dataset is not None:
+            raise
         return None
 
 

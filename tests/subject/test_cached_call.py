@@ -1,4 +1,4 @@
-"""Cached calls: a cache is found by what it does, whatever it is called and wherever it is kept."""
+"""Cached calls: a cache with any name and in any place is found by comparing logits."""
 
 import types
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from tests.zoo.gpt import GPT
 
 
 class Layers:
-    """A cache as an object: one attribute, which holds the keys and values of each layer."""
+    """Cache object with the keys and values of each layer."""
 
     def __init__(self, layers):
         self.layers = layers
@@ -76,7 +76,7 @@ class AnyNames(Core):
 
 
 class Wrapped(Core):
-    """Its own signature names nothing."""
+    """The signature has no names."""
 
     def forward(self, ids, **options):
         output = super().forward(ids, **options)
@@ -104,7 +104,7 @@ class MadeByMethod(Core):
 
 
 class InsideAtPosition(Core):
-    """Keeps its cache in itself, once it was told to. The caller says where the tokens are."""
+    """Stores its cache in itself after `setup_caches`. The caller passes the positions."""
 
     kept = None
 
@@ -126,7 +126,7 @@ class InsideAtPosition(Core):
 
 
 class InsideAtStart(Core):
-    """Keeps its cache in itself, and begins anew at position 0."""
+    """Stores its cache in itself, and clears it at position 0."""
 
     def forward(self, ids, start_pos=0):
         logits, self.kept = self.run(ids, self.kept if start_pos else None)
@@ -146,8 +146,8 @@ class InsideUntilReset(Core):
         return logits
 
 
-class ToldThePosition(Core):
-    """Takes its cache, and the position from its caller."""
+class TakesPosition(Core):
+    """Takes its cache and the position of the first new token."""
 
     offset = 0
 
@@ -184,14 +184,14 @@ WITH_CACHE = {
     InsideAtPosition: "setup_caches() and input_pos=",
     InsideAtStart: "start_pos=",
     InsideUntilReset: "reset_cache() and use_cache=",
-    ToldThePosition: "cache= and start_pos=",
+    TakesPosition: "cache= and start_pos=",
     Recurrent: "hidden=",
 }
 
 
 @pytest.mark.parametrize("build", WITH_CACHE, ids=lambda build: build.__name__)
 @torch.no_grad()
-def test_cache_is_found_by_what_it_does(build):
+def test_cache_is_found(build):
     spec = ModelSpec.of(build)
     assert str(spec.decode) == WITH_CACHE[build]
     assert spec.cache_problem == ""
@@ -234,7 +234,7 @@ class Refusing(Generating):
 
 
 class BothWays(NoCache):
-    """Returns a state that it takes back, and that continues nothing: no cache."""
+    """Returns a state and takes it, but the state is no cache."""
 
     def forward(self, ids, state=None):
         logits, _ = self.run(ids)
@@ -257,7 +257,7 @@ class BothWays(NoCache):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_cache_that_is_not_found_has_a_reason(build, signs, reason):
+def test_missing_cache_has_a_reason(build, signs, reason):
     spec = ModelSpec.of(build)
     assert spec.decode is None
     wanted = f"the model has {signs}, but no call was found that continues from a cache: {reason}"
@@ -269,46 +269,45 @@ def test_declared_absence_of_a_cache_is_no_problem():
     assert (spec.decode, spec.cache_problem) == (None, "")
 
 
-def test_cache_with_a_bug_is_found_for_its_name(subjects):
-    class Shifted(Core):
-        def positions(self, input_ids, past, keep, documents):
-            return super().positions(input_ids, max(0, past - 1), keep, documents)
-
-        def forward(self, ids, kv_store_cache=None):
-            return self.run(ids, kv_store_cache)
-
-    spec = ModelSpec.of(Shifted)
-    assert str(spec.decode) == "kv_store_cache="
-    assert subjects.ask(spec, "cache_decoding").status == "failed"
+class Shifted(Core):
+    def positions(self, input_ids, past, keep, documents):
+        return super().positions(input_ids, max(0, past - 1), keep, documents)
 
 
-def test_cache_with_a_bug_and_an_unfamiliar_name_is_a_problem(subjects):
-    class Shifted(Core):
-        def positions(self, input_ids, past, keep, documents):
-            return super().positions(input_ids, max(0, past - 1), keep, documents)
-
-        def forward(self, ids, bank=None):
-            return self.run(ids, bank)
-
-    spec = ModelSpec.of(Shifted)
-    assert spec.decode is None
-    assert spec.cache_problem == "calls with bank= give other logits than a full pass"
-    assert subjects.ask(spec, "cache_decoding").status == "warned"
+class ShiftedCache(Shifted):
+    def forward(self, ids, kv_store_cache=None):
+        return self.run(ids, kv_store_cache)
 
 
-def test_positions_do_not_excuse_a_cache_with_a_bug(subjects):
-    """A model whose position argument may be left out has to count the cached tokens by itself."""
+class ShiftedBank(Shifted):
+    def forward(self, ids, bank=None):
+        return self.run(ids, bank)
 
-    class Uncounted(Core):
-        def positions(self, *arguments):
-            return super().positions(*arguments) if self.given is None else self.given
 
-        def forward(self, ids, cache=None, position_ids=None):
-            T = ids.shape[1]
-            self.given = torch.arange(T).expand(len(ids), T) if position_ids is None else position_ids
-            return self.run(ids, cache)
+class Uncounted(Core):
+    """Takes positions, but does not count the cached tokens if they are missing."""
 
-    assert subjects.ask(ModelSpec.of(Uncounted), "cache_decoding").status == "failed"
+    def positions(self, *arguments):
+        return super().positions(*arguments) if self.given is None else self.given
+
+    def forward(self, ids, cache=None, position_ids=None):
+        T = ids.shape[1]
+        self.given = torch.arange(T).expand(len(ids), T) if position_ids is None else position_ids
+        return self.run(ids, cache)
+
+
+@pytest.mark.parametrize(
+    ("build", "call", "problem", "status"),
+    [
+        (ShiftedCache, "kv_store_cache=", "", "failed"),
+        (ShiftedBank, "None", "calls with bank= give other logits than a full pass", "warned"),
+        (Uncounted, "cache=", "", "failed"),
+    ],
+)
+def test_cache_with_a_bug_is_reported(subjects, build, call, problem, status):
+    spec = ModelSpec.of(build)
+    assert (str(spec.decode), spec.cache_problem) == (call, problem)
+    assert subjects.ask(spec, "cache_decoding").status == status
 
 
 @pytest.mark.parametrize(
@@ -325,7 +324,7 @@ def test_positions_do_not_excuse_a_cache_with_a_bug(subjects):
         ("backbone", False),
     ],
 )
-def test_names_of_caches(name, likely):
+def test_name_of_a_cache_is_recognised(name, likely):
     assert names_cache(name) is likely
 
 
@@ -336,7 +335,7 @@ def test_call_that_returns_no_cache_is_refused():
 
 
 def test_one_position_is_too_few_for_a_trial():
-    found = find_cached_call(InTuple(), torch.zeros(1, 1, dtype=torch.long), logits_of, CallForm())
+    found = find_cached_call(InTuple(), torch.zeros(1, 1, dtype=torch.long), CallForm())
     assert (found.call, found.problem) == (None, "")
 
 

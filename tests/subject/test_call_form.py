@@ -1,4 +1,4 @@
-"""Call forms: models that are called in other ways than with inputs alone are found to be."""
+"""Call forms: calls with a name, with targets, with a mask or with a dict are found."""
 
 import types
 import warnings
@@ -16,7 +16,7 @@ V = 31
 
 
 class Core(nn.Module):
-    """Each position sees the mean of what is kept up to it."""
+    """Each position reads the mean of the real tokens up to it."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Core(nn.Module):
 
 
 class LastOnly(Core):
-    """As in small training scripts: without targets, the logits of the last position alone."""
+    """Without targets, only the last logits are returned, as in small training scripts."""
 
     def forward(self, ids, targets=None):
         x = self.hidden(ids)
@@ -63,17 +63,20 @@ class FullBatch(Batch):
         return types.SimpleNamespace(**super().forward(batch))
 
 
-class DeafBatch(Core):
+class OnlyTokens(Core):
     def forward(self, batch):
         return self.head(self.hidden(batch["tokens"]))
 
 
 FORMS = {
-    LastOnly: (CallForm(with_targets=True), {"labelled_loss"}),
+    LastOnly: (CallForm(extras=("targets",)), {"labelled_loss"}),
     Named: (CallForm("input_ids"), set()),
     Batch: (CallForm("input_ids", in_batch=True), {"labelled_loss", "masked"}),
-    FullBatch: (CallForm("input_ids", in_batch=True, complete=True), {"labelled_loss", "masked"}),
-    DeafBatch: (CallForm("tokens", in_batch=True), set()),
+    FullBatch: (
+        CallForm("input_ids", in_batch=True, extras=("attention_mask", "labels")),
+        {"labelled_loss", "masked"},
+    ),
+    OnlyTokens: (CallForm("tokens", in_batch=True), set()),
 }
 
 
@@ -89,7 +92,7 @@ def test_form_is_found(model):
 
 
 @pytest.mark.parametrize("model", [LastOnly, Batch, FullBatch], ids=lambda model: model.__name__)
-def test_loss_is_of_labels_that_are_not_shifted(model):
+def test_labels_of_a_loss_are_not_shifted(model):
     spec = ModelSpec.of(model)
     built, ids = spec.create().eval(), spec.batch(2, 9)
     labels = ids.clone()
@@ -100,7 +103,7 @@ def test_loss_is_of_labels_that_are_not_shifted(model):
 
 
 @pytest.mark.parametrize("model", [Batch, FullBatch], ids=lambda model: model.__name__)
-def test_mask_in_a_batch(model):
+def test_mask_in_a_dict_is_found(model):
     spec = ModelSpec.of(model)
     built, ids = spec.create().eval(), spec.batch(2, 9)
     keep = torch.arange(9) < torch.tensor([[9], [5]])
@@ -110,13 +113,13 @@ def test_mask_in_a_batch(model):
 
 
 @pytest.mark.parametrize("model", FORMS, ids=lambda model: model.__name__)
-def test_checks_ask_in_that_form(model):
+def test_checks_use_the_form(model):
     results = check_model(model)
     assert not [str(result) for result in results if not result.ok]
     assert len([result for result in results if result.status == "passed"]) > 15
 
 
-def test_a_target_that_is_shifted_once_more():
+def test_target_that_is_shifted_twice_fails():
     class Twice(LastOnly):
         def forward(self, ids, targets=None):
             logits, _ = super().forward(ids, targets)
@@ -130,7 +133,7 @@ def test_a_target_that_is_shifted_once_more():
     assert "failed" in (results["label_shift"], results["loss_formula"])
 
 
-def test_the_usual_form_comes_first_and_more_is_handed_on():
+def test_further_arguments_are_passed():
     assert next(call_forms(LastOnly())) == CallForm()
     seen = []
     model = nn.Identity()
@@ -143,7 +146,7 @@ def test_the_usual_form_comes_first_and_more_is_handed_on():
     assert set(batch) == {"x", "labels"}
 
 
-def test_what_was_tried_is_said():
+def test_error_advises_a_declaration():
     class Never(Core):
         def forward(self, batch):
             return self.head(self.hidden(batch["something"]))
@@ -153,7 +156,7 @@ def test_what_was_tried_is_said():
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_logits_first(kind):
+def test_logits_are_moved_to_the_front_of_a_tuple(kind):
     class Two(Core):
         def forward(self, ids):
             x = self.hidden(ids)
@@ -167,7 +170,7 @@ def test_logits_first(kind):
 
 
 @pytest.mark.parametrize("element", [0, 1, 5])
-def test_what_is_no_tuple_or_names_its_parts_is_left_alone(element):
+def test_other_outputs_are_returned_unchanged(element):
     class Named(Core):
         def forward(self, ids):
             return types.SimpleNamespace(logits=self.head(self.hidden(ids)), loss=None)
@@ -177,7 +180,7 @@ def test_what_is_no_tuple_or_names_its_parts_is_left_alone(element):
     assert CallForm(element=5)(LastOnly(), ids)[1] is None
 
 
-def test_what_a_trial_warns_of_is_kept_quiet():
+def test_warnings_of_trials_are_hidden():
     class Strict(Core):
         def forward(self, batch):
             if isinstance(batch, Tensor):
@@ -189,7 +192,7 @@ def test_what_a_trial_warns_of_is_kept_quiet():
         assert ModelSpec.of(Strict).forward.function == CallForm("input_ids", in_batch=True)
 
 
-def test_what_is_wrapped():
+def test_compiled_model_has_the_forms_of_the_model():
     core = Core()
     assert unwrapped(core) is core
     compiled = torch.compile(core, backend="eager")

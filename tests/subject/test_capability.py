@@ -1,4 +1,4 @@
-"""Capabilities: what is seen of models of others, that the calls found are right, and what is not claimed."""
+"""Capabilities: cache, padding, packing and losses that are found in third-party models."""
 
 import types
 
@@ -46,14 +46,14 @@ def mamba():
 
 
 def litgpt():
-    # Its own requirements hold it back from being one of ours: `make peers` installs it.
+    # Its requirements conflict with those of stackwise: `make peers` installs it.
     from litgpt.config import Config
     from litgpt.model import GPT
 
     return GPT(Config(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=61, padded_vocab_size=61))
 
 
-# name -> (whether it takes a mask, sides, what else; the window, whether tied)
+# Model: (padding sides or None, other capabilities, window, tied head or None for no claim).
 SEEN = {
     llama: (("right", "left"), {"decode", "labelled_loss"}, None, True),
     mistral: (("right", "left"), {"decode", "labelled_loss"}, 7, False),
@@ -75,13 +75,13 @@ OTHERS = ("packed", "decode", "labelled_loss", "auxiliary_loss")
 
 
 def of(subjects, name):
-    if name is litgpt:  # a skip inside of a factory would be an error of the factory
+    if name is litgpt:  # a skip in a factory would be an error of the factory
         pytest.importorskip("litgpt")
     return ModelSpec.of(getattr(subjects, name) if isinstance(name, str) else name)
 
 
 @pytest.mark.parametrize("name", SEEN, ids=lambda name: name if isinstance(name, str) else name.__name__)
-def test_what_is_seen(subjects, name):
+def test_capabilities_are_found(subjects, name):
     sides, others, window, tied = SEEN[name]
     spec = of(subjects, name)
     assert (spec.masked is not None) == (sides is not None)
@@ -94,20 +94,20 @@ def test_what_is_seen(subjects, name):
 
 @pytest.mark.parametrize("name", [llama, mistral, mixtral, mamba, litgpt, "gpt2", "rack", "x_decoder"])
 @torch.no_grad()
-def test_decoding_is_right(subjects, name):
+def test_decoding_equals_a_full_pass(subjects, name):
     spec = of(subjects, name)
     model, ids = spec.create().eval(), spec.batch(2, 10)
     outputs, cache = [], None
     for part in torch.split(ids, [4, 1, 1, 1, 1, 1, 1], dim=1):
         output, cache = spec.decode(model, part, cache)
         outputs.append(logits_of(output))
-    # Last, since a model that keeps its own cache may go on using it.
+    # On a new model, because the other one may keep using its cache.
     torch.testing.assert_close(torch.cat(outputs, dim=1), spec.logits(spec.create().eval(), ids))
 
 
 @pytest.mark.parametrize("name", [llama, mistral, "gpt2", "rack", "bert", "x_encoder", "encoder"])
 @torch.no_grad()
-def test_masks_hide(subjects, name):
+def test_masked_tokens_are_hidden(subjects, name):
     spec = of(subjects, name)
     model, inputs, other = spec.create().eval(), spec.batch(2, 8), spec.batch(2, 8, seed=1)
     keep = torch.ones(2, 8, dtype=torch.bool)
@@ -125,7 +125,7 @@ def test_masks_hide(subjects, name):
 
 
 class Averages(nn.Module):
-    """Reads its real tokens alone; a mask means what `real` makes of it."""
+    """Adds the mean of the real tokens. Subclasses take masks with different meanings."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Unread(Averages):
 
 @pytest.mark.parametrize("build", [TrueIsReal, TrueIsPadding, KeyPadding])
 @torch.no_grad()
-def test_which_way_round_a_mask_is(build):
+def test_meaning_of_true_in_a_mask_is_found(build):
     spec = ModelSpec.of(build, causal=False)
     model, ids = spec.create().eval(), spec.batch(2, 8)
     keep = torch.arange(8).expand(2, 8) < 5
@@ -168,29 +168,28 @@ def test_which_way_round_a_mask_is(build):
     torch.testing.assert_close(spec.masked(model, ids, keep), expected)
 
 
-def test_mask_that_is_not_read_is_seen_all_the_same():
+def test_mask_that_is_not_read_is_found():
     assert ModelSpec.of(Unread, causal=False).masked is not None
 
 
-def test_cache_that_the_model_says_it_cannot_use(subjects):
+class Forgets(Averages):
+    def forward(self, ids, past_key_values=None, use_cache=None):
+        return types.SimpleNamespace(logits=self.average(ids, None), past_key_values=None)
+
+
+@pytest.mark.parametrize("has_claim", [True, False])
+def test_cache_that_cannot_be_used_is_not_found(subjects, has_claim):
     def build():
-        model = subjects.x_decoder()
-        model.can_cache_kv = False
+        model = subjects.x_decoder() if has_claim else Forgets()
+        if has_claim:
+            model.can_cache_kv = False
         return model
 
     assert ModelSpec.of(build).decode is None
 
 
-def test_cache_that_does_not_come_back():
-    class Forgets(Averages):
-        def forward(self, ids, past_key_values=None, use_cache=None):
-            return types.SimpleNamespace(logits=self.average(ids, None), past_key_values=None)
-
-    assert ModelSpec.of(Forgets).decode is None
-
-
 @torch.no_grad()
-def test_padded_decoding_says_where_the_tokens_are():
+def test_padded_decoding_passes_mask_and_positions():
     seen = []
 
     class Watched(Averages):
@@ -208,31 +207,23 @@ def test_padded_decoding_says_where_the_tokens_are():
     assert [positions.tolist() for _, positions in seen] == [[[0, 1, 2], [0, 0, 0]], [[3], [1]]]
 
 
-def test_windows_that_differ_are_no_claim():
-    class Layer(nn.Module):
-        def __init__(self, sliding_window):
-            super().__init__()
-            self.sliding_window = sliding_window
-
+@pytest.mark.parametrize(("windows", "claim"), [((4, 4), 4), ((4, None), None)])
+def test_window_is_claimed_if_all_layers_have_it(windows, claim):
     class Model(Averages):
-        windows = (4, 4)
-
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(map(Layer, self.windows))
+            self.layers = nn.ModuleList(nn.Identity() for _ in windows)
+            for layer, window in zip(self.layers, windows, strict=True):
+                layer.sliding_window = window
 
         def forward(self, ids):
             return self.average(ids, None)
 
-    class Mixed(Model):
-        windows = (4, None)
-
-    assert ModelSpec.of(Model).window == 4
-    assert ModelSpec.of(Mixed).window is None
+    assert ModelSpec.of(Model).window == claim
 
 
 class Routed(nn.Module):
-    """A loss of its router comes back beside the logits, asked or not."""
+    """Always returns the loss of its router with the logits."""
 
     def __init__(self, kind="object", *, detached=False):
         super().__init__()
@@ -252,7 +243,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["object", "dict"])
-def test_a_loss_of_routers_that_comes_back_unasked(kind):
+def test_returned_loss_of_routers_is_found(kind):
     spec = ModelSpec.of(lambda: Routed(kind))
     assert "auxiliary_loss" in spec.notes
     model, ids = spec.create(), spec.batch(2, 6)
@@ -265,12 +256,12 @@ def test_a_loss_of_routers_that_comes_back_unasked(kind):
         spec.auxiliary_loss(model, ids, torch.ones_like(ids, dtype=torch.bool))
 
 
-def test_a_loss_of_routers_without_a_gradient_is_there_to_be_looked_at():
+def test_loss_of_routers_without_a_gradient_is_not_trained():
     assert ModelSpec.of(lambda: Routed(detached=True)).auxiliary_loss is None
 
 
 class Full(Averages):
-    """Raises where it is given what `name` names."""
+    """Raises an error if it gets an argument, or more than eight positions ("length")."""
 
     def __init__(self, name, error):
         super().__init__()
@@ -287,19 +278,16 @@ class Full(Averages):
         use_cache=False,
         output_router_logits=False,
     ):
-        given = {
-            "attention_mask": attention_mask is not None,
-            "document_ids": document_ids is not None,
-            "labels": labels is not None,
-            "targets": targets is not None,
-            "use_cache": use_cache,
-            "output_router_logits": output_router_logits,
-        }
-        if given[self.name]:
+        given = {**locals(), "length": ids.shape[1] > 8 or None}[self.name]
+        if given is not None and given is not False:
             raise self.error
         return self.average(ids, attention_mask)
 
 
+ARGUMENTS = ("attention_mask", "document_ids", "labels", "targets", "use_cache", "output_router_logits")
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "length"])
 @pytest.mark.parametrize(
     "error",
     [
@@ -308,18 +296,15 @@ class Full(Averages):
     ],
     ids=["cuda", "cpu"],
 )
-@pytest.mark.parametrize(
-    "name", ["attention_mask", "document_ids", "labels", "targets", "use_cache", "output_router_logits"]
-)
-def test_memory_that_is_too_small_is_no_lack_of_a_capability(name, error):
+def test_exhausted_memory_is_no_missing_capability(name, error):
     with pytest.raises(type(error)) as raised:
         ModelSpec.of(lambda: Full(name, error))
     assert str(raised.value) == str(error)
-    assert ModelSpec.of(lambda: Full(name, ValueError("not I"))).width == 31
+    spec = ModelSpec.of(lambda: Full(name, ValueError("not supported")))
+    assert (spec.width, spec.seq_len) == (31, 8 if name == "length" else 16)
 
 
-def test_a_compiled_model_can_do_what_the_model_can():
-    """Its own signature takes anything, and says nothing."""
+def test_compiled_model_has_the_capabilities_of_the_model():
     spec = ModelSpec.of(llama)
     compiled = ModelSpec.of(lambda: torch.compile(llama(), backend="eager"))
     can = ("masked", "decode", "labelled_loss", "auxiliary_loss", "causal", "tied", "max_length", "width")
@@ -328,29 +313,3 @@ def test_a_compiled_model_can_do_what_the_model_can():
     assert compiled.decode is not None
     assert compiled.padding_sides == spec.padding_sides == ("right", "left")
     assert isinstance(compiled.create(), torch._dynamo.OptimizedModule)
-
-
-class LossOnly(nn.Module):
-    """Targets give the loss alone. Targets of -1 are ignored."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
-
-    def forward(self, ids, targets=None):
-        logits = self.head(self.embedding(ids))
-        if targets is None:
-            return logits
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-
-def test_loss_that_is_the_whole_output_is_found():
-    spec = ModelSpec.of(LossOnly)
-    ids = spec.batch(2, 8)
-    labels = ids.clone()
-    labels[0, 4:] = -100
-
-    loss = spec.labelled_loss(model := spec.create(), ids, labels)
-
-    logits = model(ids)[:, :-1].flatten(0, 1)
-    assert torch.equal(loss, nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100))

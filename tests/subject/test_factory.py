@@ -1,4 +1,4 @@
-"""MODULE:FACTORY: what is loaded, and what is said when it cannot be."""
+"""MODULE:FACTORY: the object that it names, and the errors."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["shelf_of_models", "shelf_of_models.py"])
-def test_load(folder, module):
+def test_load_by_module_and_by_file(folder, module):
     assert load_factory(f"{module}:small", search=folder)() == "small"
     assert load_factory(f"{module}:Family.member", search=folder)() == "member"
     assert load_factory(f"{module}:_hidden", search=folder)() == "hidden"
@@ -59,7 +59,7 @@ def test_load_of_two_files_with_one_name(folder):
 
 
 @pytest.mark.parametrize("target", ["", ":", "module", "module:", ":factory", "module.factory"])
-def test_load_wants_a_form(target):
+def test_load_of_another_form_is_refused(target):
     with pytest.raises(ValueError, match="wanted MODULE:FACTORY") as raised:
         load_factory(target)
     assert repr(target) in str(raised.value)
@@ -73,7 +73,7 @@ def test_load_of_a_missing_module(folder, target):
 
 
 @pytest.mark.parametrize("attribute", ["large", "Family.other", "small.a.b"])
-def test_load_of_a_missing_name_lists_what_there_is(folder, attribute):
+def test_load_of_a_missing_name_lists_the_callables(folder, attribute):
     with pytest.raises(ValueError, match=f"has no {attribute}; it defines Family, small$"):
         load_factory(f"shelf_of_models:{attribute}", search=folder)
 
@@ -83,5 +83,5 @@ def test_load_of_a_module_that_raises(folder, module):
     with pytest.raises(ValueError, match=r"cannot import .*OSError: disk on fire") as raised:
         load_factory(f"{module}:small", search=folder)
     assert isinstance(raised.value.__cause__, OSError)
-    # As after a failed import statement: half a module would be found by the next one.
+    # Otherwise the next import would find an incomplete module.
     assert "broken_models" not in sys.modules

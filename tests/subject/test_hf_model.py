@@ -1,4 +1,4 @@
-"""hf: and hf-tiny: names: the architecture of a configuration, without its weights."""
+"""hf: and hf-tiny: models with the architecture of a configuration and random weights."""
 
 import json
 
@@ -83,65 +83,53 @@ def test_tiny_model_is_small_and_can_be_described(named, config):
     assert (spec.name, spec.inputs, spec.causal) == (config["model_type"], "tokens", True)
 
 
-def test_heads_window_rotary_and_tying_are_kept(named):
-    llama, mistral = named(LLAMA_3).config, named(MISTRAL).config
-    for config in (llama, mistral):
-        assert config.num_attention_heads == 4 * config.num_key_value_heads
-        assert config.hidden_size == config.num_attention_heads * config.head_dim
-        assert config.num_hidden_layers == 2
-    assert llama.rope_parameters["rope_theta"] == 500000.0
-    assert llama.rope_parameters["rope_type"] == "llama3"
-    assert mistral.sliding_window == 8 and not mistral.tie_word_embeddings
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 16}
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
-def test_special_tokens_are_in_the_small_vocabulary(named):
-    config = named(LLAMA_3).config
-    ids = [config.bos_token_id, *config.eos_token_id]
-    assert len(set(ids)) == 3 and max(ids) < config.vocab_size
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (LLAMA_3, HEADS | {"num_hidden_layers": 2, "vocab_size": 256}),
+        (LLAMA_3, {"bos_token_id": 255, "eos_token_id": [254, 253]}),
+        (MISTRAL, HEADS | {"sliding_window": 8, "tie_word_embeddings": False}),
+        (GEMMA_2, {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}),
+        (GEMMA_2, SOFTCAPS),
+        (DEEPSEEK_V3, {"n_routed_experts": 4, "n_group": 2}),
+        (DEEPSEEK_V3, {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8}),
+        (QWEN_3_MOE, {"num_experts": 4, "num_experts_per_tok": 2}),
+        (FALCON, {"multi_query": True}),
+    ],
+    ids=str,
+)
+def test_tiny_model_keeps_the_architecture(named, config, settings):
+    tiny = named(config).config
+    assert {name: getattr(tiny, name) for name in settings} == settings
 
 
-def test_every_kind_of_layer_is_kept(named):
-    config = named(GEMMA_2).config
-    assert sorted(config.layer_types) == ["full_attention", "sliding_attention"]
-    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
-    assert config.tie_word_embeddings
+def test_tiny_model_keeps_dense_and_expert_layers(named):
+    layers = named(DEEPSEEK_V3)().model.layers
+    assert [type(layer.mlp).__name__ for layer in layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
 
 
-def test_experts_are_kept(named):
-    deepseek, qwen = named(DEEPSEEK_V3), named(QWEN_3_MOE)
-    assert deepseek.config.n_routed_experts == qwen.config.num_experts == 4
-    assert deepseek.config.n_group == 2 and qwen.config.num_experts_per_tok == 2
-    assert [type(layer.mlp).__name__ for layer in deepseek().model.layers] == [
-        "DeepseekV3MLP",
-        "DeepseekV3MoE",
-    ]
-
-
-def test_latent_attention_is_kept(named):
-    config = named(DEEPSEEK_V3).config
-    assert (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim) == (16, 8, 8)
-
-
-def test_multi_query_attention_is_kept(named):
-    assert named(FALCON).config.multi_query
-
-
-def test_rotary_factors_fit_the_small_head(named):
+def test_tiny_model_keeps_rotary_settings(named):
+    rotary = named(LLAMA_3).config.rope_parameters
+    assert (rotary["rope_theta"], rotary["rope_type"]) == (500000.0, "llama3")
     config = named(PHI_3).config
     head = config.hidden_size // config.num_attention_heads
     assert len(config.rope_parameters["long_factor"]) == head // 2
 
 
-def test_class_is_the_one_that_the_configuration_names(named):
+def test_class_is_named_by_the_configuration(named):
     assert type(named(BERT)()).__name__ == "BertForMaskedLM"
 
 
-def test_notes_say_what_could_not_be_kept(named):
+def test_changed_settings_are_noted(named):
     notes = ModelSpec.of(named(MISTRAL)).notes
     assert "sliding_window 4096 -> 8, so that short inputs reach its end" in notes
 
 
-def test_full_name_has_the_sizes_of_the_configuration(tmp_path):
+def test_full_model_has_the_sizes_of_the_configuration(tmp_path):
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
     )
@@ -211,9 +199,8 @@ def test_lists_of_layer_numbers_are_reduced_to_the_kept_layers(named):
 
 
 def test_name_that_is_not_found_is_refused_with_the_folder_form():
-    with pytest.raises(
-        ValueError, match=r"hf-tiny:no/such: no configuration found \(there is no network.*hf:path/to/folder"
-    ) as refused:
+    wanted = r"hf-tiny:no/such: no configuration found \(there is no network.*hf:path/to/folder"
+    with pytest.raises(ValueError, match=wanted) as refused:
         load_factory("hf-tiny:no/such")
     assert "\n" not in str(refused.value)
 

@@ -15,7 +15,7 @@ V = 31
 
 
 class Core(nn.Module):
-    """Ids to logits, each by itself."""
+    """Each id gives logits. An embedding of 16 positions is not used."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class MaskedByName(Core):
 
 
 @pytest.mark.parametrize("model", [Masked, MaskedByName])
-def test_a_mask_that_is_required_is_one_of_ones(model):
+def test_required_mask_is_one_of_ones(model):
     spec = ModelSpec.of(model)
     assert (spec.inputs, spec.width) == ("tokens", V)
     assert "attention_mask= of ones" in spec.notes
@@ -96,17 +96,6 @@ class NamedVectors(nn.Module):
         return self.mix(features)
 
 
-CALLS = {
-    ScoresOfDict: 'm({"input_ids": x})["scores"]',
-    ScoresOfObject: "m(x).scores",
-    OtherKey: 'm({"text": x})',
-    MoreKeys: 'm({"input_ids": x, "speaker": ...})',
-    OtherName: "m(text=x)",
-    MoreNames: "m(x, scale=...)",
-    OtherMask: "m(x, attention_mask=...)",
-}
-
-
 def example_of(model, **declared):
     with pytest.raises(InferenceError) as raised:
         ModelSpec.of(model, **declared)
@@ -114,63 +103,51 @@ def example_of(model, **declared):
     return last.removeprefix("For example: ") if last.startswith("For example: ") else None
 
 
-@pytest.mark.parametrize("model", CALLS, ids=lambda model: model.__name__)
-def test_an_example_is_filled_in(model):
-    text = example_of(model)
-    wanted = (
-        f'ModelSpec.of({model.__name__}, inputs="tokens", width={V}, forward=lambda m, x: {CALLS[model]})'
-    )
-    assert text == wanted
-    if "..." not in text:  # nothing is left to be said
-        spec = eval(text, {"ModelSpec": ModelSpec, model.__name__: model})
-        built, ids = spec.create().eval(), spec.batch(2, 9)
-        assert torch.equal(spec.logits(built, ids), built.logits(ids))
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x, t):
+        return self.convolution(x) * t
 
 
-def test_an_example_of_vectors():
-    wanted = 'ModelSpec.of(NamedVectors, inputs="vectors", width=6, forward=lambda m, x: m(features=x))'
-    assert example_of(NamedVectors) == wanted
+TOKENS = f'inputs="tokens", width={V}, forward=lambda m, x: '
+IMAGES = "make_batch=lambda batch_size, seq_len, generator: "
+IMAGES += "torch.randn(batch_size, 3, HEIGHT, WIDTH, generator=generator)"
+EXAMPLES = [
+    (ScoresOfDict, {}, TOKENS + 'm({"input_ids": x})["scores"]'),
+    (ScoresOfObject, {}, TOKENS + "m(x).scores"),
+    (OtherKey, {}, TOKENS + 'm({"text": x})'),
+    (MoreKeys, {}, TOKENS + 'm({"input_ids": x, "speaker": ...})'),
+    (OtherName, {}, TOKENS + "m(text=x)"),
+    (MoreNames, {}, TOKENS + "m(x, scale=...)"),
+    (OtherMask, {}, TOKENS + "m(x, attention_mask=...)"),
+    (NamedVectors, {}, 'inputs="vectors", width=6, forward=lambda m, x: m(features=x)'),
+    (Denoiser, {}, IMAGES + ", forward=lambda m, x: m(x, t=...)"),
+    (OtherKey, {"inputs": "tokens", "width": 20}, TOKENS.replace(str(V), "20") + 'm({"text": x})'),
+    (OtherKey, {"name": "mine"}, TOKENS + 'm({"text": x})'),
+]
 
 
-def test_what_is_declared_is_in_the_example():
-    assert 'inputs="tokens", width=20, ' in example_of(OtherKey, inputs="tokens", width=20)
-    assert "ModelSpec.of(mine, " in example_of(OtherKey, name="mine")
+@pytest.mark.parametrize(("model", "declared", "attributes"), EXAMPLES)
+def test_error_has_an_example_that_works(model, declared, attributes):
+    text = example_of(model, **declared)
+    name = declared.get("name", model.__name__)
+    assert text == f"ModelSpec.of({name}, {attributes})"
+    if "..." not in text:
+        spec = eval(text, {"ModelSpec": ModelSpec, name: model})
+        built, inputs = spec.create().eval(), spec.batch(2, 9)
+        direct = built.logits(inputs) if isinstance(built, Core) else built.mix(inputs)
+        assert torch.equal(spec.logits(built, inputs), direct)
 
 
-def test_no_example_where_nothing_points_to_one():
+def test_error_has_no_example_if_nothing_suggests_one():
     assert example_of(OtherKey, forward=lambda model, inputs: model(inputs)) is None
 
 
-class Full(Core):
-    """Has memory for eight positions."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def forward(self, ids):
-        if ids.shape[1] > 8:
-            raise self.error
-        return self.logits(ids)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    ],
-    ids=["cuda", "cpu"],
-)
-def test_memory_that_is_too_small_says_nothing_of_how_a_model_is_called(error):
-    with pytest.raises(type(error)) as raised:
-        ModelSpec.of(lambda: Full(error))
-    assert str(raised.value) == str(error)
-    assert ModelSpec.of(lambda: Full(ValueError("eight at most"))).seq_len == 8
-
-
 class Layers(nn.Module):
-    """Layers, and what their output becomes."""
+    """Layers, and a function of their output."""
 
     def __init__(self, *layers, then=lambda x: x):
         super().__init__()
@@ -227,7 +204,7 @@ PER_ROW = {
 
 
 @pytest.mark.parametrize("name", PER_ROW)
-def test_outputs_per_row(name):
+def test_output_per_row_is_inferred(name):
     factory, in_shape, out_shape = PER_ROW[name]
     spec = ModelSpec.of(factory)
     assert (spec.per_position, spec.causal) == (False, None)
@@ -240,7 +217,7 @@ def test_outputs_per_row(name):
     assert {result.status for result in check_model(spec, checks=checks)} == {"passed"}
 
 
-def test_batch_that_changes_a_row_is_found():
+def test_output_per_row_that_depends_on_the_batch_is_found():
     def mixes_rows():
         return Layers(nn.Conv2d(3, 4, 4, 4), nn.Flatten(), then=lambda x: x - x.mean(0))
 
@@ -248,7 +225,7 @@ def test_batch_that_changes_a_row_is_found():
     assert result.status == "failed"
 
 
-def test_size_of_a_recurrence_is_no_size_of_images():
+def test_input_size_of_a_recurrence_is_no_image_size():
     class ImageToText(nn.Module):
         def __init__(self):
             super().__init__()
@@ -261,7 +238,7 @@ def test_size_of_a_recurrence_is_no_size_of_images():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_sizes_are_tried(dtype):
+def test_first_image_size_that_works_is_used(dtype):
     calls = []
 
     def build():
@@ -284,14 +261,14 @@ NOT_SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", NOT_SEQUENCES)
-def test_layers_that_fit_one_length_are_no_sequences(name):
+def test_features_of_one_length_are_no_sequence(name):
     factory, shape = NOT_SEQUENCES[name]
     spec = ModelSpec.of(factory)
     assert not spec.per_position and spec.max_length is None
     assert spec.batch(2, 16).shape == (2, *shape)
 
 
-def test_classifier_of_one_length_with_a_mask():
+def test_classifier_of_one_length_may_have_a_mask():
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -313,78 +290,63 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
-def test_other_shapes_are_no_outputs_per_row(name):
+def test_other_output_shapes_are_refused(name):
     with pytest.raises(InferenceError, match="an output per position or per row"):
         ModelSpec.of(NO_ROWS[name])
 
 
-def test_declared_output_per_row_may_have_any_length():
+def test_declared_output_per_row_may_have_another_length():
     spec = ModelSpec.of(NO_ROWS["a lost position"], per_position=False)
     assert spec.notes.endswith("returns (B, 15, 8), an output per row")
 
 
-def test_example_for_a_number_per_position():
+def test_number_per_position_has_an_example_that_works():
     text = example_of(NO_ROWS["a number per position"], name="scores")
     spec = eval(text, {"ModelSpec": ModelSpec, "scores": NO_ROWS["a number per position"]})
     assert spec.per_position and spec.logits(spec.create(), spec.batch(2, 9)).shape == (2, 9, 1)
 
 
-def test_claims_of_positions_exclude_outputs_per_row():
+def test_output_per_row_cannot_be_causal():
     factory, _, _ = PER_ROW["text classes"]
     with pytest.raises(InferenceError, match=r"output of shape \(2, 8\)"):
         ModelSpec.of(factory, causal=True)
 
 
-def make_images(batch_size, seq_len, generator):
-    return torch.randn(batch_size, 3, 8, seq_len, generator=generator)
+@pytest.mark.parametrize(("channels", "fits"), [(3, True), (1, False)])
+def test_declared_batches_are_used(channels, fits):
+    def make_batch(batch_size, seq_len, generator):
+        return torch.randn(batch_size, channels, 8, seq_len, generator=generator)
 
-
-def test_images_are_taken_from_the_declared_batches():
-    spec = ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_images)
+    if not fits:
+        with pytest.raises(InferenceError, match=r"inputs \(2, 1, 8, 16\): RuntimeError"):
+            ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_batch)
+        return
+    spec = ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_batch)
     assert (spec.inputs, spec.seq_len, spec.causal) == ("vectors", 16, None)
     assert spec.notes.startswith("takes inputs (B, 3, 8, 16)")
-
-
-def test_declared_batches_that_the_model_refuses_are_named():
-    def make_batch(batch_size, seq_len, generator):
-        return torch.randn(batch_size, 1, 8, 8, generator=generator)
-
-    with pytest.raises(InferenceError, match=r"inputs \(2, 1, 8, 8\): RuntimeError"):
-        ModelSpec.of(lambda: nn.Conv2d(3, 4, 4, 4), make_batch=make_batch)
-
-
-class Denoiser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 3, 3)
-
-    def forward(self, x, t):
-        return self.convolution(x) * t
-
-
-def test_example_for_images_and_another_argument():
-    images = "torch.randn(batch_size, 3, HEIGHT, WIDTH, generator=generator)"
-    batch = f"make_batch=lambda batch_size, seq_len, generator: {images}"
-    assert example_of(Denoiser) == f"ModelSpec.of(Denoiser, {batch}, forward=lambda m, x: m(x, t=...))"
 
 
 # A model's own loss
 
 
 class Labelled(Core):
-    """Returns logits, and a loss if there are labels. `shift` is the number of positions it shifts."""
+    """Has a loss that shifts labels by `shift` positions."""
 
-    shift = 0
+    shift, ignored = 0, -100
 
     def loss(self, logits, labels):
-        last = logits.shape[1] - self.shift
-        return F.cross_entropy(logits[:, :last].flatten(0, 1), labels[:, self.shift :].flatten())
+        logits, labels = logits[:, : logits.shape[1] - self.shift], labels[:, self.shift :]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=self.ignored)
 
 
 class LossOnly(Labelled):
     def forward(self, ids, targets=None):
         logits = self.logits(ids)
         return logits if targets is None else self.loss(logits, targets)
+
+
+class OtherIgnoredLabel(LossOnly):
+    ignored = -1
 
 
 class LossInTuple(Labelled):
@@ -401,11 +363,12 @@ class LossInDict(Labelled):
         return {"logits": logits, "loss": None if y is None else self.loss(logits, y)}
 
 
-@pytest.mark.parametrize("model", [LossOnly, LossInTuple, LossInDict])
-def test_loss_of_labels_with_any_name(model):
+@pytest.mark.parametrize("model", [LossOnly, OtherIgnoredLabel, LossInTuple, LossInDict])
+def test_loss_is_found_by_its_value(model):
     spec = ModelSpec.of(model)
     built, ids = spec.create(), spec.batch(3, 9)
     labels = ids.flip(0)
+    labels[0, 4:] = -100
     expected = F.cross_entropy(built.logits(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(spec.labelled_loss(built, ids, labels), expected)
     assert "not used" not in spec.notes
@@ -413,7 +376,7 @@ def test_loss_of_labels_with_any_name(model):
 
 @pytest.mark.parametrize("model", [LossInTuple, LossInDict])
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
-def test_shift_of_labels_with_small_logits(model, scale):
+def test_shift_of_labels_is_unknown_for_small_logits(model, scale):
     def build():
         made = model()
         with torch.no_grad():
@@ -425,7 +388,7 @@ def test_shift_of_labels_with_small_logits(model, scale):
     assert result.status == ("passed" if scale == 1.0 else "not applicable")
 
 
-def test_loss_with_a_further_term_is_not_taken_for_shifted():
+def test_loss_with_a_further_term_is_not_shifted():
     class Smoothed(Labelled):
         def forward(self, ids, y=None):
             x = self.logits(ids)
@@ -437,14 +400,13 @@ def test_loss_with_a_further_term_is_not_taken_for_shifted():
     assert result.status == "passed"
 
 
-def test_wrong_loss_of_labels_with_an_odd_name_is_reported():
+def test_wrong_loss_of_labels_with_another_name_is_found():
     class Backwards(Labelled):
         def forward(self, ids, gold=None):
             logits = self.logits(ids)
-            loss = (
-                None if gold is None else F.cross_entropy(logits[:, 1:].flatten(0, 1), gold[:, :-1].flatten())
-            )
-            return logits, loss
+            if gold is None:
+                return logits, None
+            return logits, F.cross_entropy(logits[:, 1:].flatten(0, 1), gold[:, :-1].flatten())
 
     assert "failed" in {result.status for result in check_model(ModelSpec.of(Backwards), checks=["loss"])}
 
@@ -476,7 +438,7 @@ def test_model_that_returns_only_a_loss_is_explained():
     "name, is_per_position, causal",
     [("LlamaConfig", True, True), ("BertConfig", True, False), ("ViTConfig", False, None)],
 )
-def test_configurations_of_transformers(name, is_per_position, causal, wrap):
+def test_configuration_of_transformers_is_a_subject(name, is_per_position, causal, wrap):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = getattr(transformers, name)(**sizes, vocab_size=V, image_size=32, patch_size=8)

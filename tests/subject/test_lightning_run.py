@@ -1,4 +1,4 @@
-"""LightningRun: a module's hooks are called as Lightning calls them, and nothing of it is made up."""
+"""LightningRun: hooks, evaluation, checkpoints and data of a Lightning module, without a Trainer."""
 
 import copy
 
@@ -14,7 +14,7 @@ from tests.zoo.gpt import GPT
 
 
 class Module(nn.Module):
-    """A sound one, written as if there were a LightningModule to derive from."""
+    """A healthy Lightning module that does not need Lightning."""
 
     def __init__(self, dropout=0.1):
         super().__init__()
@@ -51,6 +51,11 @@ class Module(nn.Module):
         return DataLoader(rows(), batch_size=4, shuffle=True)
 
 
+class Returns(Module):
+    def validation_step(self, batch):
+        return {"accuracy": torch.tensor(1.0), "loss": self.training_step(batch, 0)}
+
+
 def rows(n=18):
     ids = torch.randint(61, (n, 16), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
@@ -82,9 +87,82 @@ def failed(results):
     return {name for name, result in results.items() if not result.ok}
 
 
-def test_an_update_is_the_one_written_out():
-    run, batches = run_of(), [batch_of(seed=seed) for seed in range(4)]
-    model = copy.deepcopy(run.model)
+# Subjects
+
+
+@pytest.mark.parametrize("subject", [Module, lambda: Module(), Module()], ids=["class", "function", "module"])
+def test_module_is_a_subject(subject):
+    spec = TrainerSpec.of(subject)
+    assert spec.name in ("Module", "LightningRun") and "Lightning" in spec.notes
+    spec.create().step(spec.batch())
+
+
+def test_module_that_is_a_subject_is_copied():
+    module = Module()
+    before = weights(module)
+    TrainerSpec.of(module).create().step(batch_of())
+    assert same(weights(module), before) and not hasattr(module, "log")
+
+
+def test_manual_optimization_is_refused():
+    class Manual(Module):
+        automatic_optimization = False
+
+    with pytest.raises(TypeError, match="manual optimization"):
+        TrainerSpec.of(Manual)
+
+
+def configured(make):
+    class Configured(Module):
+        def configure_optimizers(self):
+            return make(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    return run_of(Configured)
+
+
+def scheduler_of(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "has_scheduler"),
+    [
+        (lambda optimizer: optimizer, False),
+        (lambda optimizer: [optimizer], False),
+        (lambda optimizer: [{"optimizer": optimizer}], False),
+        (lambda optimizer: ([optimizer], [scheduler_of(optimizer)]), True),
+        (lambda optimizer: ([optimizer], [{"scheduler": scheduler_of(optimizer)}]), True),
+        (lambda optimizer: {"optimizer": optimizer, "lr_scheduler": scheduler_of(optimizer)}, True),
+    ],
+)
+def test_optimizer_configuration_has_many_forms(make, has_scheduler):
+    run = configured(make)
+    run.step(batch_of())
+    assert (run.scheduler is not None) == has_scheduler
+    assert not has_scheduler or run.scheduler.last_epoch == 0  # the default interval is an epoch
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"), [(lambda optimizer: [optimizer, optimizer], "2"), (lambda optimizer: None, "NoneType")]
+)
+def test_other_number_of_optimizers_is_refused(make, seen):
+    with pytest.raises(TypeError, match=f"returned {seen}; wanted one optimizer"):
+        configured(make)
+
+
+# Updates
+
+
+@pytest.mark.parametrize("returns", [lambda loss: loss, lambda loss: {"loss": loss}], ids=["loss", "dict"])
+def test_update_is_that_of_a_plain_loop(returns):
+    class Either(Module):
+        def training_step(self, batch, batch_idx):
+            return returns(super().training_step(batch, batch_idx))
+
+    run, batches = run_of(Either), [batch_of(seed=seed) for seed in range(4)]
+    model = Module()
+    model.load_state_dict(run.model.state_dict())
+    model.log = run.model.log
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
     torch.manual_seed(1)
     losses = [float(run.accumulate(batches[start : start + 2])) for start in (0, 2)]
@@ -132,7 +210,7 @@ def noting(*hooks):
     return Noting
 
 
-def test_hooks_come_in_the_order_of_lightning():
+def test_hooks_are_called_in_the_order_of_lightning():
     # As Lightning 2.6 calls them for accumulate_grad_batches=2.
     run = run_of(
         noting(
@@ -168,7 +246,7 @@ def test_hooks_come_in_the_order_of_lightning():
     ]
 
 
-def test_modes_are_those_of_the_module():
+def test_modes_of_submodules_are_kept():
     run = run_of()
     run.model.dropout.eval()
     run.step(batch_of())
@@ -176,7 +254,7 @@ def test_modes_are_those_of_the_module():
     assert run.model.training and not run.model.dropout.training
 
 
-def test_how_far_it_is_can_be_asked():
+def test_module_can_read_the_progress():
     class Warm(Module):
         def configure_optimizers(self):
             self.planned = self.trainer.estimated_stepping_batches
@@ -190,6 +268,8 @@ def test_how_far_it_is_can_be_asked():
     results = results_of(Warm, "schedule", learning_rate=lambda step: 1e-3 * (step + 1))
     assert results["learning_rate"].status == "passed" and not failed(results)
 
+
+def test_unavailable_attribute_of_the_trainer_is_named():
     class Asks(Module):
         def configure_optimizers(self):
             return self.trainer.strategy
@@ -199,7 +279,7 @@ def test_how_far_it_is_can_be_asked():
 
 
 @pytest.mark.parametrize("frequency", [1, 2])
-def test_a_scheduler_is_stepped_at_its_frequency(frequency):
+def test_scheduler_is_stepped_at_its_frequency(frequency):
     class Rare(Module):
         def configure_optimizers(self):
             made = super().configure_optimizers()
@@ -212,7 +292,7 @@ def test_a_scheduler_is_stepped_at_its_frequency(frequency):
     assert run.scheduler.last_epoch == 4 // frequency
 
 
-def test_a_scheduler_that_waits_for_a_metric_is_not_stepped():
+def test_scheduler_of_a_metric_is_not_stepped():
     class Plateau(Module):
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.groups(), lr=1e-2)
@@ -224,7 +304,22 @@ def test_a_scheduler_that_waits_for_a_metric_is_not_stepped():
     assert run.optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_evaluation_is_the_mean_by_rows():
+@pytest.mark.parametrize("limit", [1e-4, None])
+def test_clipping_by_value_needs_a_limit(limit):
+    class ByValue(Module):
+        def configure_gradient_clipping(self, optimizer, **_):
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="value")
+
+    run = run_of(ByValue)
+    run.step(batch_of())
+    largest = max(float(p.grad.abs().max()) for p in run.model.parameters())
+    assert largest == pytest.approx(limit) if limit else largest > 1e-4
+
+
+# Evaluation, checkpoints and data
+
+
+def test_evaluation_is_the_mean_over_rows():
     run = run_of()
     batches = [batch_of(4), batch_of(2, seed=1)]
     run.model.eval()
@@ -234,27 +329,29 @@ def test_evaluation_is_the_mean_by_rows():
     assert run.evaluate(batches) == pytest.approx((4 * first + 2 * second) / 6)
 
 
-def test_a_loss_may_be_returned_or_logged_once():
-    class Returns(Module):
-        def validation_step(self, batch):
-            return {"accuracy": torch.tensor(1.0), "loss": self.training_step(batch, 0)}
+class LogsOnce(Module):
+    def validation_step(self, batch, batch_idx):
+        self.last = float(self.training_step(batch, batch_idx))
 
-    class AtTheEnd(Returns):
-        def validation_step(self, batch, batch_idx):
-            self.last = float(self.training_step(batch, batch_idx))
+    def on_validation_epoch_end(self):
+        self.log_dict({"val_loss": self.last, "val_accuracy": 0.0})
 
-        def on_validation_epoch_end(self):
-            self.log_dict({"val_loss": self.last, "val_accuracy": 0.0})
 
-    class Sized(Returns):
-        def validation_step(self, batch, batch_idx):
-            self.log("val/loss", float(batch_idx), batch_size=1 + 2 * batch_idx)
+class LogsWithSize(Module):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", float(batch_idx), batch_size=1 + 2 * batch_idx)
 
-    wanted = run_of().evaluate([batch_of()])
-    assert run_of(Returns).evaluate([batch_of()]) == pytest.approx(wanted)
-    assert run_of(AtTheEnd).evaluate([batch_of()]) == pytest.approx(wanted)
-    assert run_of(Sized).evaluate([batch_of(), batch_of()]) == pytest.approx(3 / 4)
 
+@pytest.mark.parametrize("kind", [Returns, LogsOnce])
+def test_evaluation_reads_the_returned_or_logged_loss(kind):
+    assert run_of(kind).evaluate([batch_of()]) == pytest.approx(run_of().evaluate([batch_of()]))
+
+
+def test_evaluation_weights_by_the_logged_batch_size():
+    assert run_of(LogsWithSize).evaluate([batch_of(), batch_of()]) == pytest.approx(3 / 4)
+
+
+def test_evaluation_without_a_loss_is_refused():
     class Neither(Module):
         def validation_step(self, batch, batch_idx):
             self.log("val_accuracy", 0.5)
@@ -263,7 +360,7 @@ def test_a_loss_may_be_returned_or_logged_once():
         run_of(Neither).evaluate([batch_of()])
 
 
-def test_a_checkpoint_has_the_layout_of_lightning(tmp_path):
+def test_checkpoint_has_the_layout_of_lightning_and_resumes(tmp_path):
     class Keeps(Module):
         extra = 0
 
@@ -278,21 +375,21 @@ def test_a_checkpoint_has_the_layout_of_lightning(tmp_path):
     run.model.extra = 7
     run.save(tmp_path)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    # What Lightning 2.6 needs of one; it reads no others but "loops".
+    # The keys that Lightning 2.6 requires.
     assert saved.keys() >= {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "callbacks"}
     assert (saved["global_step"], saved["extra"]) == (1, 7)
     assert saved["state_dict"].keys() == run.model.state_dict().keys()
     assert [len(saved[name]) for name in ("optimizer_states", "lr_schedulers")] == [1, 1]
     run.step(batch_of(seed=2))
     other = run_of(Keeps, seed=1)
-    other.load(tmp_path)  # the random states of dropout, too
+    other.load(tmp_path)  # including the random states of dropout
     assert other.model.extra == 7
     other.step(batch_of(seed=2))
     assert same(weights(run.model), weights(other.model))
     assert run.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
 
 
-def test_epochs_are_those_of_its_loader():
+def test_epochs_are_those_of_the_dataloader():
     run, loader = run_of(), Module().train_dataloader()
     torch.manual_seed(0)
     wanted = [[batch["input_ids"] for batch in loader] for _ in range(2)]
@@ -302,110 +399,85 @@ def test_epochs_are_those_of_its_loader():
         assert same(found, wanted[number])
 
 
-def test_what_it_lacks_is_absent():
+def inherited(self, batch, batch_idx):
+    """Validation step of the library, which does nothing."""
+
+
+inherited.__module__ = "lightning.pytorch.core.module"
+
+
+@pytest.mark.parametrize("default", [None, inherited])
+def test_members_without_a_hook_are_absent(default):
     class Bare(Module):
-        validation_step = train_dataloader = None
+        validation_step = train_dataloader = default
 
     run = run_of(Bare)
     assert run.evaluate is None and run.epoch is None
     assert not hasattr(run, "checkpoint") and not hasattr(run, "position")
 
-    class Inherited(Module):
-        def validation_step(self, batch, batch_idx):
-            """Of the library: there to be overridden."""
 
-        validation_step.__module__ = "lightning.pytorch.core.module"
-
-    assert run_of(Inherited).evaluate is None
+# Checks
 
 
-def test_clipping_is_by_norm_or_by_value():
-    class ByValue(Module):
-        def configure_gradient_clipping(
-            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-        ):
-            self.clip_gradients(optimizer, gradient_clip_val=1e-4, gradient_clip_algorithm="value")
-
-    class NoLimit(Module):
-        def configure_gradient_clipping(
-            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-        ):
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    run, free = run_of(ByValue), run_of(NoLimit)
-    run.step(batch_of())
-    free.step(batch_of())
-    assert max(float(p.grad.abs().max()) for p in run.model.parameters()) == pytest.approx(1e-4)
-    assert max(float(p.grad.abs().max()) for p in free.model.parameters()) > 1e-4
+def test_healthy_module_passes():
+    results = results_of(Module, learning_rate=lambda step: 1e-2 / (step + 1))
+    # `averages_batches` turns these into warnings.
+    assert failed(results) <= {"accumulation_ragged", "evaluation_batches", "evaluation_exact"}
+    assert results["accumulation_ragged"].status != "passed"
+    wanted = """parameters_change fresh_gradients optimizer_coverage clipped_norm weight_decay_groups
+        learning_rate accumulated_gradient accumulation_window evaluation_repeats evaluation_restores
+        checkpoint_round_trip resume damaged_checkpoint data_repeats epoch_order epoch_coverage"""
+    assert {name for name, result in results.items() if result.status == "passed"} >= set(wanted.split())
 
 
-def test_what_is_sound_passes():
-    results = results_of(Module)
-    # A mean of batches, as the run itself says.
-    averaged = {"accumulation_ragged", "evaluation_batches", "evaluation_exact"}
-    assert failed(results) <= averaged
-    assert {name for name, result in results.items() if result.status == "passed"} >= {
-        "accumulated_gradient",
-        "accumulation_window",
-        "checkpoint_round_trip",
-        "clipped_norm",
-        "damaged_checkpoint",
-        "data_repeats",
-        "epoch_coverage",
-        "epoch_order",
-        "evaluation_repeats",
-        "evaluation_restores",
-        "optimizer_coverage",
-        "parameters_change",
-        "resume",
-        "weight_decay_groups",
-    }
+class Misses(Module):
+    def groups(self):
+        return [{"params": list(self.parameters())[:-1]}]
 
 
-def test_a_module_with_a_bug_is_caught():
-    class Misses(Module):
-        def groups(self):
-            return [{"params": list(self.parameters())[:-1]}]
-
-    class PerEpoch(Module):
-        def configure_optimizers(self):
-            made = super().configure_optimizers()
-            return {**made, "lr_scheduler": made["lr_scheduler"]["scheduler"]}
-
-    class Forgets(Module):
-        strict_loading = False
-
-        def on_save_checkpoint(self, checkpoint):
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {key: value for key, value in state.items() if "norm" not in key}
-
-    class StaysInTraining(Module):
-        def on_validation_model_eval(self):
-            pass
-
-    class ClipsEach(Module):
-        def configure_gradient_clipping(self, *_, **__):
-            for p in self.parameters():
-                nn.utils.clip_grad_norm_([p], 1.0)
-
-    assert {"optimizer_coverage", "parameters_change"} <= failed(results_of(Misses, "optimizer", "step"))
-    claim = results_of(PerEpoch, "schedule", learning_rate=lambda step: 1e-2 / (step + 1))
-    assert failed(claim) == {"learning_rate"}
-    assert {"checkpoint_round_trip", "resume"} <= failed(results_of(Forgets, "checkpoint"))
-    assert "evaluation_repeats" in failed(results_of(StaysInTraining, "evaluation"))
-    assert "clipped_norm" in failed(results_of(ClipsEach, "clipping"))
+class PerEpoch(Module):
+    def configure_optimizers(self):
+        made = super().configure_optimizers()
+        return {**made, "lr_scheduler": made["lr_scheduler"]["scheduler"]}
 
 
-def test_a_copy_is_driven():
-    module = Module()
-    before = weights(module)
-    TrainerSpec.of(module).create().step(batch_of())
-    assert same(weights(module), before) and not hasattr(module, "log")
+class Forgets(Module):
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {key: value for key, value in state.items() if "norm" not in key}
 
 
-@pytest.mark.filterwarnings("ignore")  # of what this trainer is not given
+class StaysInTraining(Module):
+    def on_validation_model_eval(self):
+        pass
+
+
+class ClipsEach(Module):
+    def configure_gradient_clipping(self, *_, **__):
+        for p in self.parameters():
+            nn.utils.clip_grad_norm_([p], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "families", "wanted"),
+    [
+        (Misses, ["optimizer", "step"], {"optimizer_coverage", "parameters_change", "fresh_gradients"}),
+        (PerEpoch, ["schedule"], {"learning_rate"}),
+        (Forgets, ["checkpoint"], {"checkpoint_round_trip", "resume"}),
+        (StaysInTraining, ["evaluation"], {"evaluation_repeats", "evaluation_exact"}),
+        (ClipsEach, ["clipping"], {"clipped_norm"}),
+    ],
+)
+def test_module_with_a_bug_is_caught(kind, families, wanted):
+    claims = {"learning_rate": lambda step: 1e-2 / (step + 1)} if "schedule" in families else {}
+    assert failed(results_of(kind, *families, **claims)) == wanted
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("n", [1, 2])
-def test_as_lightning_itself_does(n, tmp_path):
+def test_run_has_the_weights_of_lightning(n, tmp_path):
     lightning = pytest.importorskip("lightning")
 
     class Real(Module, lightning.LightningModule):

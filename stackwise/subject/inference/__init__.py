@@ -2,7 +2,7 @@
 
 from stackwise.subject.inference.infer import infer
 from stackwise.subject.inference.inputs import is_sequence
-from stackwise.subject.inference.output import cast, logits_of
 from stackwise.subject.inference.trial import InferenceError
+from stackwise.subject.output import cast, logits_of
 
 __all__ = ["InferenceError", "cast", "infer", "is_sequence", "logits_of"]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
+from stackwise.subject.call_form import attempt, can_generate
 from stackwise.subject.inference.inputs import example_batch
-from stackwise.subject.inference.output import logits_of
+from stackwise.subject.output import logits_of
 from stackwise.support.random_state import seeded
-from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
 
@@ -33,19 +31,17 @@ _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
     """Return True, False or None (no claim), and the reason. A model of tokens is assumed to be causal."""
-    layers = getattr(model, "attn_layers", None)
-    for owner in (model, layers):
+    for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
             claim = getattr(owner, name, None)
             if isinstance(claim, bool):
                 return claim, f"says {name}={claim}"
-    can_generate = getattr(model, "can_generate", None)
-    if inspect.ismethod(can_generate) and isinstance(answer := can_generate(), bool):
+    if (generates := can_generate(model)) is not None:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return None, "no claim about causality: its encoder sees everything"
-        if not answer and type(model).__name__.endswith(_CAUSAL_CLASSES):
+        if not generates and type(model).__name__.endswith(_CAUSAL_CLASSES):
             return True, "causal, by the name of its class"  # a custom model without GenerationMixin
-        if not answer:
+        if not generates:
             return False, "not causal: it cannot generate"
         if (setting := _setting_against_causality(model, known)) is not None:
             return False, f"not causal, as configured: {setting}"
@@ -77,20 +73,15 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
         twin: nn.Module = type(model)(changed)
         return twin.to(next(model.parameters()).device).eval()
 
-    try:
-        if not _reads_ahead(rebuilt(), known):
-            return None
-        for name, value in settings.items():
-            if not _reads_ahead(rebuilt(**{name: value}), known):
-                return f"{name}={getattr(config, name)!r}"
-    except Exception as error:  # the class needs more than its configuration
-        if is_out_of_memory(error):
-            raise
+    # None: the class needs more than its configuration.
+    if not attempt(lambda: _reads_ahead(rebuilt(), known)):
         return None
+    for name, value in settings.items():
+        if attempt(lambda: _reads_ahead(rebuilt(**{name: value}), known)) is False:  # noqa: B023
+            return f"{name}={getattr(config, name)!r}"
     return None
 
 
-@torch.no_grad()
 def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if changes of the last input change earlier outputs by more than rounding."""
     if known["seq_len"] < 2:

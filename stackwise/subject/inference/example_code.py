@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm, forward_parameters
+from stackwise.subject.call_form import MASK, CallForm, forward_parameters
 from stackwise.subject.inference.inputs import (
     image_channels,
     reads_images_or_audio,
     vocabulary_candidates,
     width_candidates,
 )
-from stackwise.subject.inference.masked_form import MASK, MaskedForm
 
 __all__ = ["examples_by_missing", "examples_by_output", "examples_by_signature"]
 
@@ -91,12 +90,10 @@ def _example_text(known: Mapping[str, Any], inputs: str, call: str = "") -> str:
 
 def _written(form: CallForm) -> str:
     """Return a call of this form as code."""
-    more = ["targets=x"] if form.with_targets else []
-    if isinstance(form, MaskedForm):
-        more.append(f"{MASK}=torch.ones(x.shape[:2], dtype=torch.long)")
+    ones = {MASK: "torch.ones(x.shape[:2], dtype=torch.long)"}
+    more = [(name, ones.get(name, "x")) for name in form.extras]
     if form.in_batch:
-        batch = [f'"{form.keyword}": x']
-        if form.complete:
-            batch += [f'"{MASK}": torch.ones(x.shape[:2], dtype=torch.long)', '"labels": x']
+        batch = [f'"{name}": {value}' for name, value in [(form.keyword, "x"), *more]]
         return f"m({{{', '.join(batch)}}})"
-    return f"m({', '.join(['x' if form.keyword is None else f'{form.keyword}=x', *more])})"
+    first = "x" if form.keyword is None else f"{form.keyword}=x"
+    return f"m({', '.join([first, *(f'{name}={value}' for name, value in more)])})"

@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
 from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, takes_more
-from stackwise.subject.inference.output import logits_of
 from stackwise.subject.inference.trial import Trial, try_calls
+from stackwise.subject.output import logits_of
 
 __all__ = ["infer"]
 
 _MAX_UNUSED = 3
 
 
+@torch.no_grad()
 def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a ModelSpec that are not declared, with `assumed` and `notes`.
 
@@ -54,7 +56,6 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         shown = capabilities(
             model,
             example,
-            logits_of,
             trial.form,
             auxiliary=trial.auxiliary,
             cached="decode" not in declared and known["causal"] is not False,
@@ -69,7 +70,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
     elif trial.form is not None and is_sequence(example) and "masked" not in declared:
-        inferred |= padding_of_rows(model, example, logits_of, trial.form)
+        inferred |= padding_of_rows(model, example, trial.form)
         notes += ["found: masked"] if "masked" in inferred else []
     return inferred | {"notes": "; ".join(notes)}
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.inference.output import cast, logits_of
-from stackwise.support.system_errors import is_out_of_memory
+from stackwise.subject.call_form import attempt
+from stackwise.subject.output import cast, logits_of
 
 __all__ = [
     "RandomBatch",
@@ -164,7 +164,6 @@ def length_limit(model: nn.Module) -> tuple[int | None, bool]:
     return None, False
 
 
-@torch.no_grad()
 def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if the model takes one position more than its limit.
 
@@ -176,12 +175,8 @@ def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
     if limit is None or limit > _LONGEST_TRIAL or not on_cpu or "make_batch" in known:
         return False
     inputs = example_batch(model, {**known, "seq_len": limit + 1})[:1]
-    try:
-        return logits_of(known["forward"](model, inputs)).shape[:2] == inputs.shape[:2]
-    except Exception as error:  # any other exception: a longer input is refused
-        if is_out_of_memory(error):
-            raise
-        return False
+    logits = attempt(lambda: logits_of(known["forward"](model, inputs)))
+    return logits is not None and logits.shape[:2] == inputs.shape[:2]
 
 
 def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm, call_forms
+from stackwise.subject.call_form import CallForm, attempt, call_forms
 from stackwise.subject.inference.example_code import (
     examples_by_missing,
     examples_by_output,
@@ -28,8 +28,7 @@ from stackwise.subject.inference.inputs import (
     vocabulary_candidates,
     width_candidates,
 )
-from stackwise.subject.inference.masked_form import masked_forms
-from stackwise.subject.inference.output import cast, logit_places, logits_of, part_of
+from stackwise.subject.output import cast, logit_places, logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["InferenceError", "Trial", "try_calls"]
@@ -63,7 +62,6 @@ class Trial:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-@torch.no_grad()
 def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
     """Return the first call that gives an output.
 
@@ -117,7 +115,6 @@ class _Calls:
             yield None
         else:
             yield from call_forms(self._model)
-            yield from masked_forms(self._model)
 
     # Inputs
 
@@ -171,14 +168,9 @@ class _Calls:
     def _trains(self, form: CallForm | None, inputs: Tensor) -> bool:
         """Return True if the call works in train mode. Masks of short audio do not fit, for example."""
         try:
-            self._forward(form)(self._model.train(), inputs)
-        except Exception as error:  # any failure is an answer: this size cannot be trained
-            if is_out_of_memory(error):
-                raise
-            return False
+            return attempt(lambda: self._forward(form)(self._model.train(), inputs)) is not None
         finally:
             self._model.eval()
-        return True
 
     def _tokens(self, form: CallForm | None, seq_len: int) -> Trial | None:
         """Return the call whose output has the width of the vocabulary, otherwise the first one."""
@@ -284,13 +276,8 @@ class _Calls:
             return False
         if not is_sequence(inputs) or "make_batch" in known or is_declared:
             return True
-        try:
-            shorter = logits_of(forward(self._model, inputs[:, :-1]))
-        except Exception as error:  # models of one length only
-            if is_out_of_memory(error):
-                raise
-            return True
-        return shorter.shape == logits.shape
+        shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, :-1])))
+        return shorter is None or shorter.shape == logits.shape  # None: a model of one length only
 
     def failure(self) -> str:
         """Return the message of an InferenceError."""

@@ -646,7 +646,7 @@ class TestHostileFiles:
     @pytest.mark.parametrize(
         "arguments, part",
         [
-            (["train", "--training.max_steps", "9" * 5000], "number of 5000 characters"),
+            (["train", "--training.max_steps", "9" * 5000], "number of more than 300 characters"),
             (["train", "--training.max_steps", "1e999"], "training.max_steps (command line): got inf"),
             (["train", "--model.architecture.n_stacks", "9" * 15], "less than or equal to 10000"),
             (["train", "--" + "a." * 5000 + "b", "1"], "a key of 5001 parts"),

@@ -1037,7 +1037,7 @@ class TestTrainHelp:
             "Learning rate at the peak of the schedule",
         ]
         assert known["training.grad_clip"][0] == "number > 0 | null; default 1.0"
-        assert known["training.optimizer.betas"][0] == "list of 2 (number); default [0.9, 0.95]"
+        assert known["training.optimizer.betas"][0] == "list of 2 (number >= 0 and < 1); default [0.9, 0.95]"
         assert known["training.precision"][0] == "fp32 | bf16 | bf16_weights | fp16 | float8; default bf16"
         assert known["model.rope_scaling.rope_type"][0] == "linear | llama3; no default"
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
+from stackwise.support.plot import ACCENT, INK, Plot, label_text, style_axes
 
 pytest.importorskip("matplotlib")
 

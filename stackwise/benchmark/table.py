@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stackwise.report.page import Page, Row, Section, Table
+from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes
 from stackwise.support.arguments import check_choice, require
 from stackwise.support.files import parse_json, write_whole
 from stackwise.support.markdown import markdown_table
-from stackwise.support.plot import ACCENT, INK, Plot, label_text, style_axes
 from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:

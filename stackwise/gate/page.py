@@ -10,7 +10,7 @@ from stackwise.gate.report import change_text, each_cost, interval_text, summary
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.verdict import Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table, findings_section
-from stackwise.support.plot import (
+from stackwise.report.plot import (
     ACCENT,
     BAD,
     GOOD,

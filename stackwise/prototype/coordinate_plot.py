@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.checks.probe.coordinate import Slope
-from stackwise.support.plot import BAD, MUTED, svg_plot
+from stackwise.report.plot import BAD, MUTED, svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

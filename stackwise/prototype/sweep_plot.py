@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stackwise.support.plot import INK, MUTED, svg_plot
+from stackwise.report.plot import INK, MUTED, svg_plot
 
 if TYPE_CHECKING:
     from stackwise.prototype.sweep_result import LearningRateSweep

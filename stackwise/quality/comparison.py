@@ -25,10 +25,10 @@ from stackwise.quality.proportion import Proportion
 from stackwise.quality.scoring import Scorer
 from stackwise.quality.task import Task, TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
+from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, label_text, style_axes
 from stackwise.support.arguments import check_choice, check_number, require
 from stackwise.support.files import write_whole
 from stackwise.support.markdown import markdown_table
-from stackwise.support.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, label_text, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stackwise.report.figures import latency_plot, training_plot
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table, findings_section
+from stackwise.report.plot import Plot
 from stackwise.report.row_text import (
     check_text,
     fault_text,
@@ -17,7 +18,6 @@ from stackwise.report.row_text import (
     says_something,
     throughput_table,
 )
-from stackwise.support.plot import Plot
 
 if TYPE_CHECKING:
     from stackwise.report.report import Report

@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from stackwise.report.plot import Plot
 from stackwise.support.files import write_whole
-from stackwise.support.plot import Plot
 from stackwise.support.units import byte_text
 
 __all__ = ["Finding", "Page", "Row", "Section", "Status", "Table", "findings_section"]

@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 
 from stackwise.report.page import Finding, Page, Row, Section, Table
-from stackwise.support.plot import Plot
+from stackwise.report.plot import Plot
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 

@@ -29,6 +29,7 @@ print(os.environ.get("OMP_WAIT_POLICY"))
         (COMMAND, None, "PASSIVE"),
         (COMMAND, "ACTIVE", "ACTIVE"),
     ],
+    ids=["function", "function, set", "command", "command, set"],
 )
 def test_policy_is_passive_unless_the_user_has_set_one(code, policy, printed):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}

@@ -11,8 +11,8 @@ from stackwise.gate.history.change_point import change_points
 from stackwise.gate.history.judgement import WINDOW
 from stackwise.gate.history.point import Point
 from stackwise.gate.history.store_url import HistoryError
+from stackwise.report.plot import ACCENT, BAD, INK, MUTED, svg_plot
 from stackwise.support.arguments import require
-from stackwise.support.plot import ACCENT, BAD, INK, MUTED, svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

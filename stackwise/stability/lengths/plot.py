@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stackwise.report.plot import BAD, INK, MUTED, svg_plot, write_svg
 from stackwise.stability.lengths.point import LengthPoint
 from stackwise.support.arguments import require
-from stackwise.support.plot import BAD, INK, MUTED, svg_plot, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

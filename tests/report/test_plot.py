@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stackwise.support.plot import ACCENT, INK, Plot, label_text, style_axes, svg_plot, write_svg
+from stackwise.report.plot import ACCENT, INK, Plot, label_text, style_axes, svg_plot, write_svg
 
 mpl = pytest.importorskip("matplotlib")
 

@@ -646,7 +646,7 @@ class TestHostileFiles:
     @pytest.mark.parametrize(
         "arguments, part",
         [
-            (["train", "--training.max_steps", "9" * 5000], "number of 5000 characters"),
+            (["train", "--training.max_steps", "9" * 5000], "number of more than 300 characters"),
             (["train", "--training.max_steps", "1e999"], "training.max_steps (command line): got inf"),
             (["train", "--model.architecture.n_stacks", "9" * 15], "less than or equal to 10000"),
             (["train", "--" + "a." * 5000 + "b", "1"], "a key of 5001 parts"),
@@ -1037,7 +1037,7 @@ class TestTrainHelp:
             "Learning rate at the peak of the schedule",
         ]
         assert known["training.grad_clip"][0] == "number > 0 | null; default 1.0"
-        assert known["training.optimizer.betas"][0] == "list of 2 (number); default [0.9, 0.95]"
+        assert known["training.optimizer.betas"][0] == "list of 2 (number >= 0 and < 1); default [0.9, 0.95]"
         assert known["training.precision"][0] == "fp32 | bf16 | bf16_weights | fp16 | float8; default bf16"
         assert known["model.rope_scaling.rope_type"][0] == "linear | llama3; no default"
 

@@ -13,8 +13,8 @@ import torch
 from bench.prototype.part import Work
 from stackwise.prototype import LearningRateSweep, PlannedRun, SweepRun, plan_sweep
 from stackwise.prototype.sweep_plot import draw_sweep
+from stackwise.report.plot import svg_plot, write_svg
 from stackwise.support.arguments import require
-from stackwise.support.plot import svg_plot, write_svg
 
 __all__ = ["SweepPlan", "complete", "plotted", "sweep_from"]
 

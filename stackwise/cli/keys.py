@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic import TypeAdapter
 
 from stackwise.config import BlockConfig, ModelConfig, StackWiseConfig
-from stackwise.config.section import Section
+from stackwise.config.section import Section, section_in
 from stackwise.support.markdown import markdown_table
 
 __all__ = [
@@ -46,7 +46,7 @@ def configuration_keys() -> dict[str, Key]:
     for path, section in _sections():
         properties = section.model_json_schema()["properties"]
         for name, field in section.model_fields.items():
-            if _section_in(field.annotation) is None:
+            if section_in(field.annotation) is None:
                 # Of a key with a validator of its own pydantic knows no schema, but of its type.
                 known = properties[name].keys() & {"type", "anyOf", "enum"}
                 kind: Any = field.annotation
@@ -146,7 +146,7 @@ def _sections() -> Iterator[tuple[str, type[Section]]]:
         if path:
             yield path, section
         for name, field in section.model_fields.items():
-            inner = _section_in(field.annotation)
+            inner = section_in(field.annotation)
             if inner is not None:
                 # Sections in a mapping have an index.
                 index = ".N" if get_origin(field.annotation) is dict else ""
@@ -161,11 +161,6 @@ def _only_for(section: type[Section], name: str) -> str:
         return ""
     other, values = section.applies[name]
     return f" ({other}: {', '.join(map(_yaml, values))})"
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    kinds = (annotation, *get_args(annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _allowed(schema: dict[str, Any]) -> str:
@@ -189,6 +184,7 @@ def _allowed(schema: dict[str, Any]) -> str:
         case "null":
             return "null"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    signs["multipleOf"] = "multiple of"
     bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if schema.get(key, 2**63) < 2**63]
     return " ".join([schema["type"], " and ".join(bounds)]).strip()
 

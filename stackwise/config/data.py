@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from stackwise.config.section import Applies, Section
+from stackwise.config.section import Applies, Keys, Problems, Section
 
 __all__ = ["DataConfig", "TaskKind"]
 
@@ -35,9 +35,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Use a new order in each epoch."""
 
-    @field_validator("task")
     @classmethod
-    def _one_source(cls, task: str | None, info: ValidationInfo) -> str | None:
-        if task is not None and info.data.get("dataset_path") is not None:
-            raise ValueError("needs dataset_path=null: the data is one or the other")
-        return task
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        if key == "task" and given.task is not None and given.dataset_path is not None:
+            yield key, "needs dataset_path=null: the data is one or the other"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field
 
-from stackwise.config.section import Count, Section, Size
+from stackwise.config.section import Count, Keys, Problems, Section, Size
 
 __all__ = ["GuardPolicy"]
 
@@ -62,26 +62,18 @@ class GuardPolicy(Section):
     max_bundles: Count = 8
     """Largest number of bundles per start of the run."""
 
-    @field_validator("proven_factor")
     @classmethod
-    def _proven_is_above_suspect(cls, proven: float, info: ValidationInfo) -> float:
-        suspect = info.data.get("suspect_factor")
-        if suspect is not None and proven < suspect:
-            raise ValueError(f"must not be below suspect_factor={suspect}")
-        return proven
-
-    @field_validator("history")
-    @classmethod
-    def _history_is_long_enough(cls, history: int, info: ValidationInfo) -> int:
-        for key in ("recent", "minimum"):
-            if history < info.data.get(key, 0):
-                raise ValueError(f"must not be below {key}={info.data[key]}")
-        return history
-
-    @field_validator("snapshot_interval")
-    @classmethod
-    def _alarms_fit_between_snapshots(cls, interval: int | None, info: ValidationInfo) -> int | None:
-        patience = info.data.get("patience", 0)
-        if interval is not None and interval <= patience:
-            raise ValueError(f"must be above patience={patience}: a snapshot waits until alarms are over")
-        return interval
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        match key:
+            case "proven_factor" if (given.suspect_factor or 0) > given.proven_factor:
+                yield key, f"must not be below suspect_factor={given.suspect_factor}"
+            case "history":
+                for shorter in ("recent", "minimum"):
+                    if given.history < given.get(shorter, 0):
+                        yield key, f"must not be below {shorter}={given[shorter]}"
+            case "snapshot_interval" if given.snapshot_interval is not None:
+                if given.snapshot_interval <= given.patience:
+                    yield (
+                        key,
+                        f"must be above patience={given.patience}: a snapshot waits until alarms are over",
+                    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter
 
-from stackwise.config.section import Applies, KeysRefusedError, Section, Size
+from stackwise.config.section import Applies, Keys, Problems, Section, Size
 
 __all__ = [
     "ArchitectureConfig",
@@ -42,13 +42,10 @@ class ArchitectureConfig(Section):
     blocks_per_stack: Size = Field(4, le=_MOST_BLOCKS)
     """Number of Blocks in each Stack."""
 
-    @field_validator("blocks_per_stack")
     @classmethod
-    def _few_enough(cls, blocks_per_stack: int, info: ValidationInfo) -> int:
-        most = _MOST_BLOCKS // info.data.get("n_stacks", 1)
-        if blocks_per_stack > most:
-            raise ValueError(f"at most {most}, for {_MOST_BLOCKS:,} Blocks in all")
-        return blocks_per_stack
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        if key == "blocks_per_stack" and given.n_stacks * given.blocks_per_stack > _MOST_BLOCKS:
+            yield key, f"at most {_MOST_BLOCKS // given.n_stacks}, for {_MOST_BLOCKS:,} Blocks in all"
 
 
 class LatentConfig(Section):
@@ -64,17 +61,10 @@ class LatentConfig(Section):
     """Width of the latent of queries; null: queries are projected directly."""
     qk_nope_head_dim: Size = 128
     """Width of a query and key head without position."""
-    qk_rope_head_dim: Size = 64
-    """Width of a query and key head with position."""
+    qk_rope_head_dim: Size = Field(64, multiple_of=2)
+    """Width of a query and key head with position, which is rotated in pairs."""
     v_head_dim: Size = 128
     """Width of a value head."""
-
-    @field_validator("qk_rope_head_dim")
-    @classmethod
-    def _pairs(cls, qk_rope_head_dim: int) -> int:
-        if qk_rope_head_dim % 2:
-            raise ValueError("must be even: it is rotated in pairs")
-        return qk_rope_head_dim
 
 
 class KernelConfig(Section):
@@ -97,12 +87,10 @@ class KernelConfig(Section):
     bandwidth: float = Field(1.0, gt=0.0)
     """Width of the gaussian and laplacian kernels."""
 
-    @field_validator("n_features")
     @classmethod
-    def _cos_and_sin(cls, n_features: int, info: ValidationInfo) -> int:
-        if info.data.get("feature_map") in ("gaussian", "laplacian") and n_features % 2:
-            raise ValueError("must be even: each frequency gives a cosine and a sine")
-        return n_features
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        if key == "n_features" and given.feature_map in ("gaussian", "laplacian") and given.n_features % 2:
+            yield key, "must be even: each frequency gives a cosine and a sine"
 
 
 class RopeScalingConfig(Section):
@@ -131,13 +119,10 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Size = 8192
     """Context before stretching."""
 
-    @field_validator("high_freq_factor")
     @classmethod
-    def _above_low(cls, high: float, info: ValidationInfo) -> float:
-        low = info.data.get("low_freq_factor")
-        if low is not None and high <= low:
-            raise ValueError(f"must exceed low_freq_factor={low}")
-        return high
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        if key == "high_freq_factor" and given.high_freq_factor <= given.low_freq_factor:
+            yield key, f"must exceed low_freq_factor={given.low_freq_factor}"
 
 
 class _BlockSection(Section):
@@ -190,88 +175,53 @@ class _BlockSection(Section):
     mup_base_width: Size | None = None
     """Value of d_model at which the learning rate was tuned; required with mup."""
 
-    @field_validator("mup_base_width")
     @classmethod
-    def _base_of_mup(cls, base_width: int | None, info: ValidationInfo) -> int | None:
-        kind = info.data.get("initialization")
-        if kind == "mup" and base_width is None:
-            raise ValueError("initialization='mup' needs the d_model of the base")
-        if kind not in ("mup", None) and base_width is not None:
-            raise ValueError(f"is for initialization='mup' (initialization={kind!r})")
-        return base_width
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        attention = given.get("attention_type")
+        match key:
+            case "attention_type" if attention == "mla" and given.head_dim is not None:
+                yield key, "'mla' needs head_dim=null; the sizes of its heads are in latent"
+            case "n_heads" if attention != "mla" and given.head_dim is None and given.d_model % given.n_heads:
+                yield key, f"must divide d_model={given.d_model}"
+            case "n_kv_heads" if given.n_heads % (given.n_kv_heads or 1):
+                yield key, f"must divide n_heads={given.n_heads}"
+            case "n_kv_heads":
+                rule = _heads_rule(given.attention_type, given.n_heads, given.n_kv_heads)
+                yield from [("attention_type", rule)] if rule else []
+            case "latent" | "kernel" if given[key] is not None:
+                owner = "mla" if key == "latent" else "kernel"
+                if given.attention_type != owner:
+                    yield key, f"is for attention_type={owner!r} (attention_type={attention!r})"
+            case "qk_norm" | "qkv_bias" if attention == "mla" and given[key]:
+                yield key, "attention_type='mla' has none"
+            case "softcap" if attention == "kernel" and given.softcap is not None:
+                yield key, "attention_type='kernel' has none"
+            case "use_rope" if attention != "mla" and given.use_rope:
+                head_size = given.head_dim or given.d_model // given.n_heads
+                if head_size % 2:
+                    yield key, f"needs an even head size; it is {head_size}"
+            case "rope_scaling" if given.rope_scaling is not None and not given.use_rope:
+                yield key, "needs use_rope=true"
+            case "mup_base_width" if given.initialization == "mup" and given.mup_base_width is None:
+                yield key, "initialization='mup' needs the d_model of the base"
+            case "mup_base_width" if given.initialization != "mup" and given.mup_base_width is not None:
+                yield key, f"is for initialization='mup' (initialization={given.initialization!r})"
+            case "sliding_window" if attention == "kernel" and _windows_in(given.sliding_window):
+                yield key, "attention_type='kernel' sees the whole past; allowed: null"
 
-    @field_validator("n_heads")
-    @classmethod
-    def _heads_divide_width(cls, n_heads: int, info: ValidationInfo) -> int:
-        d_model, divided = info.data.get("d_model"), info.data.get("attention_type") != "mla"
-        if divided and d_model is not None and info.data.get("head_dim") is None and d_model % n_heads:
-            raise ValueError(f"must divide d_model={d_model}")
-        return n_heads
 
-    @field_validator("n_kv_heads")
-    @classmethod
-    def _kv_heads_divide_heads(cls, n_kv_heads: int | None, info: ValidationInfo) -> int | None:
-        n_heads = info.data.get("n_heads")
-        if n_kv_heads is not None and n_heads is not None and n_heads % n_kv_heads:
-            raise ValueError(f"must divide n_heads={n_heads}")
-        return n_kv_heads
-
-    @field_validator("n_kv_heads")
-    @classmethod
-    def _type_matches_heads(cls, n_kv_heads: int | None, info: ValidationInfo) -> int | None:
-        if "n_heads" not in info.data or "attention_type" not in info.data:
-            return n_kv_heads
-        n_heads, attention_type = info.data["n_heads"], info.data["attention_type"]
-        seen, rule = f"(n_kv_heads={n_kv_heads})", None
-        if attention_type == "mha" and n_kv_heads not in (None, n_heads):
-            rule = f"'mha' needs n_kv_heads=null or {n_heads} {seen}; use 'gqa'"
-        elif attention_type == "gqa" and n_kv_heads is None:
-            rule = "'gqa' needs n_kv_heads; use 'mha' or set it"
-        elif attention_type == "mqa" and n_kv_heads not in (None, 1):
-            rule = f"'mqa' needs n_kv_heads=null or 1 {seen}; use 'gqa'"
-        elif attention_type == "mla" and n_kv_heads is not None:
-            rule = f"'mla' needs n_kv_heads=null {seen}: all heads share one latent"
-        elif attention_type == "mla" and info.data.get("head_dim") is not None:
-            rule = "'mla' needs head_dim=null; the sizes of its heads are in latent"
-        if rule is not None:
-            raise KeysRefusedError([("attention_type", attention_type, rule)])
-        return n_kv_heads
-
-    @field_validator("latent", "kernel")
-    @classmethod
-    def _section_belongs(cls, section: Section | None, info: ValidationInfo) -> Section | None:
-        owner = "mla" if info.field_name == "latent" else "kernel"
-        attention_type = info.data.get("attention_type", owner)
-        if section is not None and attention_type != owner:
-            raise ValueError(f"is for attention_type={owner!r} (attention_type={attention_type!r})")
-        return section
-
-    @field_validator("qk_norm", "softcap", "qkv_bias")
-    @classmethod
-    def _kind_has_it(cls, value: object, info: ValidationInfo) -> object:
-        attention_type = info.data.get("attention_type")
-        without = {"qk_norm": ("mla",), "softcap": ("kernel",), "qkv_bias": ("mla",)}[str(info.field_name)]
-        if value and attention_type in without:
-            raise ValueError(f"attention_type={attention_type!r} has none")
-        return value
-
-    @field_validator("use_rope")
-    @classmethod
-    def _rope_rotates_pairs(cls, use_rope: bool, info: ValidationInfo) -> bool:
-        d_model, n_heads = info.data.get("d_model"), info.data.get("n_heads")
-        head_dim = info.data.get("head_dim") or (d_model // n_heads if d_model and n_heads else 0)
-        if use_rope and head_dim % 2 and info.data.get("attention_type") != "mla":
-            raise ValueError(f"needs an even head size; it is {head_dim}")
-        return use_rope
-
-    @field_validator("rope_scaling")
-    @classmethod
-    def _scales_something(
-        cls, rope_scaling: RopeScalingConfig | None, info: ValidationInfo
-    ) -> RopeScalingConfig | None:
-        if rope_scaling is not None and info.data.get("use_rope") is False:
-            raise ValueError("needs use_rope=true")
-        return rope_scaling
+def _heads_rule(attention_type: str, n_heads: int, n_kv_heads: int | None) -> str | None:
+    """Return the rule that the number of key and value heads breaks, or None."""
+    match attention_type:
+        case "mha" if n_kv_heads not in (None, n_heads):
+            return f"'mha' needs n_kv_heads=null or {n_heads} (n_kv_heads={n_kv_heads}); use 'gqa'"
+        case "gqa" if n_kv_heads is None:
+            return "'gqa' needs n_kv_heads; use 'mha' or set it"
+        case "mqa" if n_kv_heads not in (None, 1):
+            return f"'mqa' needs n_kv_heads=null or 1 (n_kv_heads={n_kv_heads}); use 'gqa'"
+        case "mla" if n_kv_heads is not None:
+            return f"'mla' needs n_kv_heads=null (n_kv_heads={n_kv_heads}): all heads share one latent"
+    return None
 
 
 class BlockConfig(_BlockSection):
@@ -284,14 +234,16 @@ class BlockConfig(_BlockSection):
     sliding_window: Size | None = None
     """W: a token attends to itself and the W - 1 tokens before it; null: all."""
 
-    @field_validator("sliding_window")
-    @classmethod
-    def _kernel_sees_all(cls, window: int | None, info: ValidationInfo) -> int | None:
-        return _refuse_window(window, info)
-
 
 _WINDOW: TypeAdapter[int | None] = TypeAdapter(Size | None, config=ConfigDict(strict=True))
-_WINDOWS: TypeAdapter[list[int | None]] = TypeAdapter(list[Size | None], config=ConfigDict(strict=True))
+_WINDOWS: TypeAdapter[list[int | None]] = TypeAdapter(
+    Annotated[list[Size | None], Field(min_length=1)], config=ConfigDict(strict=True)
+)
+
+
+def _window_or_windows(value: object) -> int | list[int | None] | None:
+    # For a union, pydantic would report the expectation of every member.
+    return (_WINDOWS if isinstance(value, list) else _WINDOW).validate_python(value)
 
 
 class ModelConfig(_BlockSection):
@@ -308,7 +260,7 @@ class ModelConfig(_BlockSection):
     n_heads: Size = 8
     n_kv_heads: Size | None = 2
     attention_type: AttentionType = "gqa"
-    sliding_window: Size | list[Size | None] | None = None
+    sliding_window: Annotated[Size | list[Size | None] | None, PlainValidator(_window_or_windows)] = None
     """W: a token attends to itself and the W - 1 tokens before it; a list is repeated over the Blocks."""
     max_seq_len: Size | None = None
     """Longest sequence of generation and of a prototype; null: no limit."""
@@ -318,19 +270,6 @@ class ModelConfig(_BlockSection):
     """Largest norm of an embedding; null: no limit."""
     architecture: ArchitectureConfig = Field(default_factory=ArchitectureConfig)
     """Number of Stacks and Blocks."""
-
-    @field_validator("sliding_window", mode="plain")
-    @classmethod
-    def _some_window(cls, value: object, info: ValidationInfo) -> int | list[int | None] | None:
-        # For a union, pydantic would report the expectation of every member.
-        if not isinstance(value, list):
-            return _refuse_window(_WINDOW.validate_python(value), info)
-        if not value:
-            raise ValueError("a list needs at least one window")
-        windows = _WINDOWS.validate_python(value)
-        for window in windows:
-            _refuse_window(window, info)
-        return windows
 
     def blocks(self) -> list[list[BlockConfig]]:
         """Return the configuration of every Block, by Stack."""
@@ -346,7 +285,5 @@ class ModelConfig(_BlockSection):
         ]
 
 
-def _refuse_window(window: int | None, info: ValidationInfo) -> int | None:
-    if window is not None and info.data.get("attention_type") == "kernel":
-        raise ValueError("attention_type='kernel' sees the whole past; allowed: null")
-    return window
+def _windows_in(sliding_window: int | list[int | None] | None) -> bool:
+    return any(sliding_window) if isinstance(sliding_window, list) else sliding_window is not None

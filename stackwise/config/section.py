@@ -5,16 +5,11 @@ Sections stay valid: an assignment checks the section, and fails without an effe
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
 import re
-import reprlib
-import textwrap
-from collections.abc import Mapping
-from functools import cache
-from itertools import pairwise
-from types import UnionType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -27,11 +22,14 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = ["NOT_NULL", "Applies", "ConfigError", "Count", "KeysRefusedError", "Section", "Size"]
+from stackwise.support.arguments import shown
+
+__all__ = ["NOT_NULL", "Applies", "ConfigError", "Count", "Keys", "Problems", "Section", "Size", "section_in"]
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Applies = dict[str, tuple[str, tuple[object, ...]]]
+Problems = Iterator[tuple[str, str]]
 
 
 class _NotNull(tuple[object, ...]):
@@ -42,6 +40,19 @@ class _NotNull(tuple[object, ...]):
 
 
 NOT_NULL = _NotNull(("not null",))
+
+
+class Keys(dict[str, Any]):
+    """Valid keys of a section, as attributes."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key not in self:
+            raise _InvalidKeyError(key)
+        return self[key]
+
+
+class _InvalidKeyError(Exception):
+    """Key that a rule needs. Its value is invalid, so that the rule cannot be checked."""
 
 
 class ConfigError(ValueError):
@@ -62,14 +73,6 @@ class ConfigError(ValueError):
         return f"{self.source}: {len(self.problems)} problems\n" + "\n".join(f"  {p}" for p in self.problems)
 
 
-class KeysRefusedError(ValueError):
-    """Invalid keys of a section, each with its value and the values allowed."""
-
-    def __init__(self, keys: list[tuple[str, object, str]]) -> None:
-        self.keys = keys
-        super().__init__("; ".join(f"{key}={value} {allowed}" for key, value, allowed in keys))
-
-
 class Section(BaseModel):
     """Part of a configuration: typed keys with validation. The docstring of a field describes its key.
 
@@ -78,16 +81,20 @@ class Section(BaseModel):
             `NOT_NULL`. Otherwise they must have their default, so that no key is silently ignored.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
     applies: ClassVar[Applies] = {}
 
     if not TYPE_CHECKING:  # type checkers know the keywords of pydantic's own constructor
 
         def __init__(self, /, **values: Any) -> None:
-            try:
+            with _config_errors(type(self), type(self).__name__):
                 super().__init__(**values)
-            except ValidationError as error:
-                raise ConfigError(_problems(type(self), error), type(self).__name__) from None
 
         # With this flag, pydantic validates nested sections without this constructor.
         __init__.__pydantic_base_init__ = True
@@ -103,31 +110,47 @@ class Section(BaseModel):
     def _any_mapping(cls, value: Any) -> Any:
         return dict(value) if isinstance(value, Mapping) else value
 
-    @field_validator("*")
     @classmethod
-    def _without_nul(cls, value: Any) -> Any:
-        texts = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(text, str) and "\0" in text for text in texts):
-            raise ValueError("allowed: text without NUL characters")
-        return value
+    def _rules(cls, key: str, given: Keys) -> Problems:  # noqa: ARG003  for subclasses
+        """Yield keys that do not fit together, each with the values allowed. Sections override this method.
+
+        Args:
+            key: field that was validated last. Only rules that need no later field are checked.
+            given: this field and the valid ones before it.
+        """
+        yield from ()
 
     @field_validator("*")
     @classmethod
-    def _applies(cls, value: Any, info: ValidationInfo) -> Any:
-        other, allowed = cls.applies.get(info.field_name or "", ("", ()))
-        if other not in info.data or info.data[other] in allowed:
-            return value
-        default = cls.model_fields[info.field_name or ""].get_default(call_default_factory=True)
-        if value != default:
-            values = " or ".join("null" if each is None else repr(each) for each in allowed)
-            reason = f"is for {other}={values} ({other}={info.data[other]!r})"
-            if allowed is NOT_NULL:
-                reason = f"is for {other}, which is null"
-            if not isinstance(value, Section):
-                raise ValueError(reason)
-            keys = [(key, each) for key, each in value if each != getattr(default, key)]
-            raise KeysRefusedError([(f"{info.field_name}.{key}", each, reason) for key, each in keys])
+    def _fits(cls, value: Any, info: ValidationInfo) -> Any:
+        key = str(info.field_name)
+        given = Keys(info.data)
+        given[key] = value
+        problems = cls._without_effect(key, given) if key in cls.applies else []
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            problems = [(key, "allowed: text without NUL characters")]
+        if not problems:
+            with suppress(_InvalidKeyError):
+                problems += cls._rules(key, given)
+        if problems:
+            raise _KeysRefusedError(problems, given)
         return value
+
+    @classmethod
+    def _without_effect(cls, key: str, given: Keys) -> list[tuple[str, str]]:
+        """Return a problem for each key in `key` with a value that `applies` excludes."""
+        other, allowed = cls.applies[key]
+        if other not in given or given[other] in allowed:
+            return []
+        value, default = given[key], cls.model_fields[key].get_default(call_default_factory=True)
+        values = " or ".join("null" if each is None else repr(each) for each in allowed)
+        reason = f"is for {other}={values} ({other}={given[other]!r})"
+        if allowed is NOT_NULL:
+            reason = f"is for {other}, which is null"
+        if isinstance(value, Section):
+            return [(f"{key}.{name}", reason) for name, each in value if each != getattr(default, name)]
+        return [] if value == default else [(key, reason)]
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "configuration") -> Self:
@@ -138,10 +161,8 @@ class Section(BaseModel):
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError([f"got {_show(mapping)}; allowed: a mapping of keys"], source)
-        try:
-            return cls.model_validate(dict(mapping))
-        except ValidationError as error:
-            raise ConfigError(_problems(cls, error), source) from None
+        with _config_errors(cls, source):
+            return cls.model_validate(mapping)
 
     @classmethod
     def from_json(cls, loaded: Mapping[str, Any], *, source: str = "configuration") -> Self:
@@ -158,49 +179,43 @@ class Section(BaseModel):
         for name, field in cls.model_fields.items():
             other, allowed = cls.applies.get(name, ("", ()))
             if other and content.get(other, cls.model_fields[other].default) not in allowed:
-                content[name] = field.get_default(call_default_factory=True)
-                if isinstance(content[name], Section):
-                    content[name] = content[name].to_dict()
-            kind, value = field.annotation, content.get(name)
-            for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-                if isinstance(each, type) and issubclass(each, Section) and isinstance(value, dict):
-                    each.put_away(value)
+                default = field.get_default(call_default_factory=True)
+                content[name] = default.to_dict() if isinstance(default, Section) else default
+            inner = section_in(field.annotation)
+            if inner is not None and isinstance(content.get(name), dict):
+                inner.put_away(content[name])
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """Return the description of each field: its docstring, also from base classes."""
-        found: dict[str, str] = {}
+        found = dict[str, str]()
         for each in reversed(cls.__mro__):
-            if issubclass(each, Section):
-                found |= _field_docstrings(each)
-        return {name: found[name] for name in cls.model_fields}
+            fields = each.model_fields if issubclass(each, Section) else {}
+            found |= {name: field.description for name, field in fields.items() if field.description}
+        return {name: found[name].removesuffix(".") for name in cls.model_fields}
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, from which `from_dict` builds an equal section."""
         return self.model_dump(mode="python")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        try:
+        with _config_errors(type(self)):
             checked = type(self).model_validate({**dict(self), name: value})
-        except ValidationError as error:
-            raise ConfigError(_problems(type(self), error)) from None
         super().__setattr__(name, getattr(checked, name))
 
 
-@cache
-def _field_docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the strings after the fields in the source of a class, without the full stop."""
-    [node] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(node, ast.ClassDef)
-    return {
-        field.target.id: text.value.value.removesuffix(".")
-        for field, text in pairwise(node.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+def section_in(annotation: Any) -> type[Section] | None:
+    """Return the section in a type such as `Section`, `Section | None` or `dict[int, Section]`."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+class _KeysRefusedError(ValueError):
+    """Keys that do not fit together, each with the values allowed, and the valid keys of the section."""
+
+    def __init__(self, problems: list[tuple[str, str]], given: Keys) -> None:
+        self.problems, self.given = problems, given
+        super().__init__()
 
 
 def _numbered(loaded: Any) -> Any:
@@ -211,51 +226,51 @@ def _numbered(loaded: Any) -> Any:
     return {numbers.get(key, key): _numbered(value) for key, value in loaded.items()}
 
 
-def _problems(section: type[BaseModel], error: ValidationError) -> list[str]:
+@contextmanager
+def _config_errors(section: type[Section], source: str = "configuration") -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(_problems(section, error), source) from None
+
+
+def _problems(section: type[Section], error: ValidationError) -> list[str]:
     lines = []
     for detail in error.errors(include_url=False, include_context=True):
-        path = ".".join(str(part) for part in detail["loc"]) or "(top level)"
+        place, seen = detail["loc"], detail["input"]
+        path = ".".join(map(str, place)) or "(top level)"
         match detail["type"]:
             case "extra_forbidden":
-                allowed = _fields_at(section, detail["loc"][:-1])
-                near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
+                allowed = _fields_at(section, place[:-1])
+                near = difflib.get_close_matches(str(place[-1]), allowed, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 lines.append(f"{path}: unknown key; {hint}allowed: {', '.join(allowed)}")
-            case "value_error" if isinstance(detail["ctx"]["error"], KeysRefusedError):
-                for key, value, rule in detail["ctx"]["error"].keys:
-                    path = ".".join(map(str, (*detail["loc"][:-1], key)))
-                    lines.append(f"{path}: got {_show(value)}; {rule}")
             case "value_error":
-                lines.append(f"{path}: got {_show(detail['input'])}; {detail['ctx']['error']}")
+                refused = detail["ctx"]["error"]
+                for key, rule in refused.problems:
+                    path = ".".join(map(str, (*place[:-1], key)))
+                    first, *inner = key.split(".")
+                    value = seen if key == place[-1] else reduce(getattr, inner, refused.given[first])
+                    lines.append(f"{path}: got {_show(value)}; {rule}")
             case "missing":
                 lines.append(f"{path}: got nothing; it has no default")
             case _:
                 wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
-                if detail["loc"][-1:] == ("[key]",):
+                if place[-1:] == ("[key]",):
                     path, wanted = path.removesuffix(".[key]"), f"as a key {wanted}"
-                lines.append(f"{path}: got {_show(detail['input'])}; allowed: {wanted}")
+                lines.append(f"{path}: got {_show(seen)}; allowed: {wanted}")
     return lines
 
 
-def _fields_at(section: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+def _fields_at(section: type[Section], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         field = section.model_fields.get(str(part))
-        if field is None:  # the index in a mapping of sections
-            continue
-        kinds = (field.annotation, *get_args(field.annotation))
-        (section,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        if field is not None:  # None: an index in a mapping of sections
+            section = section_in(field.annotation) or section
     return list(section.model_fields)
 
 
 def _show(value: object) -> str:
     if isinstance(value, BaseModel):
         return type(value).__name__
-    try:
-        text = _brief.repr(value)
-    except Exception:  # the repr of the value failed
-        text = object.__repr__(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxlong = _brief.maxother = 60
+    return f"{shown(value, 60)} ({type(value).__name__})"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from stackwise.config.guard import GuardPolicy
-from stackwise.config.section import NOT_NULL, Applies, Count, KeysRefusedError, Section, Size
+from stackwise.config.section import NOT_NULL, Applies, Count, Keys, Problems, Section, Size
 
 __all__ = [
     "CheckpointConfig",
@@ -28,6 +31,7 @@ __all__ = [
 ObjectiveKind = Literal["next_token", "masked_token", "mask_diffusion"]
 Precision = Literal["fp32", "bf16", "bf16_weights", "fp16", "float8"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+_Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ScopeConfig(Section):
@@ -67,42 +71,21 @@ class ScopeConfig(Section):
     offload_dir: str | None = None
     """Folder of offload: disk."""
 
-    @field_validator("suffix")
     @classmethod
-    def _suffix_fits(cls, suffix: int, info: ValidationInfo) -> int:
-        if suffix and info.data.get("overlap"):
-            raise ValueError("needs overlap=0: overlap and suffix exclude each other")
-        return suffix
-
-    @field_validator("order")
-    @classmethod
-    def _order_fits(cls, order: str, info: ValidationInfo) -> str:
-        for key in ("overlap", "suffix"):
-            if order == "right_to_left" and info.data.get(key):
-                raise ValueError(f"needs {key}=0 ({key}={info.data[key]})")
-        return order
-
-    @field_validator("growth")
-    @classmethod
-    def _growth_fits(cls, growth: bool, info: ValidationInfo) -> bool:
-        if growth and info.data.get("order") == "right_to_left":
-            raise ValueError("needs order='left_to_right': a Rack grows at its end")
-        return growth
-
-    @field_validator("cache_dir")
-    @classmethod
-    def _cache_has_a_budget(cls, directory: str | None, info: ValidationInfo) -> str | None:
-        if directory is not None and info.data.get("cache_bytes") == 0:
-            raise ValueError("needs cache_bytes above 0")
-        return directory
-
-    @field_validator("offload_dir")
-    @classmethod
-    def _offload_has_a_place(cls, directory: str | None, info: ValidationInfo) -> str | None:
-        offload = info.data.get("offload")
-        if (offload == "disk") != (directory is not None) and offload is not None:
-            raise ValueError(f"offload_dir and offload='disk' need each other (offload={offload!r})")
-        return directory
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        match key:
+            case "suffix" if given.suffix and given.overlap:
+                yield key, "needs overlap=0: overlap and suffix exclude each other"
+            case "order" if given.order == "right_to_left":
+                for other in ("overlap", "suffix"):
+                    if given.get(other):
+                        yield key, f"needs {other}=0 ({other}={given[other]})"
+            case "growth" if given.growth and given.order == "right_to_left":
+                yield key, "needs order='left_to_right': a Rack grows at its end"
+            case "cache_dir" if given.cache_dir is not None and given.cache_bytes == 0:
+                yield key, "needs cache_bytes above 0"
+            case "offload_dir" if (given.offload == "disk") != (given.offload_dir is not None):
+                yield key, f"offload_dir and offload='disk' need each other (offload={given.offload!r})"
 
 
 class ObjectiveConfig(Section):
@@ -142,23 +125,15 @@ class ObjectiveConfig(Section):
     logits_chunk: Size | None = None
     """Number of tokens whose logits are computed at one time; null: all."""
 
-    @field_validator("mask_token_id")
     @classmethod
-    def _mask_is_known(cls, token: int | None, info: ValidationInfo) -> int | None:
-        kind = info.data.get("kind")
-        if kind in ("masked_token", "mask_diffusion") and token is None:
-            raise ValueError(f"kind={kind!r} needs the id of a token that the data does not use")
-        if kind == "next_token" and token is not None:
-            raise ValueError("kind='next_token' masks nothing; allowed: null")
-        return token
-
-    @field_validator("same_fraction")
-    @classmethod
-    def _fractions_fit(cls, same: float, info: ValidationInfo) -> float:
-        random = info.data.get("random_fraction", 0.0)
-        if same + random > 1.0:
-            raise ValueError(f"must not exceed 1 together with random_fraction={random}")
-        return same
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        match key:
+            case "mask_token_id" if given.kind != "next_token" and given.mask_token_id is None:
+                yield key, f"kind={given.kind!r} needs the id of a token that the data does not use"
+            case "mask_token_id" if given.kind == "next_token" and given.mask_token_id is not None:
+                yield key, "kind='next_token' masks nothing; allowed: null"
+            case "same_fraction" if given.same_fraction + given.random_fraction > 1.0:
+                yield key, f"must not exceed 1 together with random_fraction={given.random_fraction}"
 
 
 class StackOptimizerConfig(Section):
@@ -186,21 +161,14 @@ class OptimizerConfig(Section):
     """Learning rate at the peak of the schedule."""
     weight_decay: float = Field(0.1, ge=0.0)
     """Weight decay of matrices; norms, biases and embeddings have none."""
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
+    betas: list[_Decay] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
     """Decay rates of AdamW's two averages."""
     eps: float = Field(1e-8, gt=0.0)
     """Constant that AdamW adds to the root of the second average."""
-    momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    momentum: _Decay = 0.95
     """Momentum of Muon."""
     per_stack: dict[Count, StackOptimizerConfig] = Field(default_factory=dict)
     """Settings of single Stacks, by their index."""
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_below_one(cls, betas: list[float]) -> list[float]:
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError("each must be in [0, 1)")
-        return betas
 
 
 class ScheduleConfig(Section):
@@ -219,7 +187,7 @@ class ScheduleConfig(Section):
 
     kind: ScheduleKind = "cosine"
     """Learning rate after the warm-up."""
-    warmup_steps: int | None = Field(None, ge=0, lt=2**63)
+    warmup_steps: Count | None = None
     """Steps of the linear warm-up from 0; null: a tenth of the run."""
     min_lr: float = Field(0.0, ge=0.0)
     """Final learning rate."""
@@ -253,12 +221,10 @@ class RecomputeConfig(Section):
     names: list[str] = Field(default_factory=list)
     """Patterns of module names, with the wildcards of a shell."""
 
-    @field_validator("names")
     @classmethod
-    def _some_name(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        if info.data.get("kind") == "by_name" and not names:
-            raise ValueError("kind='by_name' needs at least one pattern")
-        return names
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        if key == "names" and given.kind == "by_name" and not given.names:
+            yield key, "kind='by_name' needs at least one pattern"
 
 
 class DistributedConfig(Section):
@@ -276,6 +242,13 @@ class DistributedConfig(Section):
     """Free gathered weights after the forward pass, and gather them for the backward pass."""
 
 
+def _asynchronous(value: object) -> object:
+    # For a union, pydantic would report the expectation of every member.
+    if isinstance(value, bool) or value == "overlapped":
+        return value
+    raise PydanticCustomError("choice", "true, false or 'overlapped'")
+
+
 class CheckpointConfig(Section):
     """Retention and writing of checkpoints.
 
@@ -291,22 +264,12 @@ class CheckpointConfig(Section):
     """Also keep checkpoints at multiples of this number of steps; null: none."""
     keep_best: Count = 0
     """Also keep this number of checkpoints with the lowest validation loss."""
-    asynchronous: bool | Literal["overlapped"] = False
+    asynchronous: Annotated[bool | Literal["overlapped"], PlainValidator(_asynchronous)] = False
     """Write while training continues; overlapped: also copy during the next step."""
     upload: str | None = None
     """Folder, such as mounted storage, to which each checkpoint is copied; null: none."""
     upload_keep_last: Size | None = None
     """Number of newest copies to keep; null: all."""
-
-    @field_validator("asynchronous", mode="plain")
-    @classmethod
-    def _some_way(cls, value: object) -> bool | Literal["overlapped"]:
-        # For a union, pydantic would report the expectation of every member.
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value == "overlapped":
-            return "overlapped"
-        raise ValueError("allowed: true, false or 'overlapped'")
 
 
 class TelemetryConfig(Section):
@@ -350,7 +313,7 @@ class TrainingConfig(Section):
     """Tokens per row."""
     max_steps: Size = 200
     """Number of updates; with stackwise and blockwise for each unit."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: Count = 0
     """Seed of weights, order, masks and dropout."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
     """Device; auto: CUDA if available, otherwise the CPU."""
@@ -395,71 +358,31 @@ class TrainingConfig(Section):
     bundle_dir: str | None = None
     """Folder of the guard's bundles, which reproduce a broken step; null: none."""
 
-    @field_validator("checkpoint")
     @classmethod
-    def _there_is_a_best(cls, checkpoint: CheckpointConfig, info: ValidationInfo) -> CheckpointConfig:
-        best = checkpoint.keep_best
-        # Without a folder all of the section is refused.
-        if best and info.data.get("eval_interval", 0) is None and info.data.get("checkpoint_dir") is not None:
-            raise KeysRefusedError([("checkpoint.keep_best", best, "is for eval_interval, which is null")])
-        return checkpoint
+    def _rules(cls, key: str, given: Keys) -> Problems:
+        match key:
+            case "schedule":
+                if (given.schedule.warmup_steps or 0) > given.get("max_steps", math.inf):
+                    yield "schedule.warmup_steps", f"must not exceed training.max_steps={given.max_steps}"
+                if given.schedule.min_lr > given.optimizer.lr:
+                    yield "schedule.min_lr", f"must not exceed training.optimizer.lr={given.optimizer.lr}"
+            case "scope" if given.training_architecture == "rackwise":
+                for name in _changed(given.scope, ScopeConfig.model_fields.keys() - {"growth"}):
+                    yield f"scope.{name}", "is for training_architecture stackwise or blockwise"
+            case "scope" if given.scope.polish_steps >= given.max_steps:
+                yield "scope.polish_steps", f"must be below max_steps={given.max_steps}"
+            case "recompute" if given.recompute.kind == "budget" and not given.compile:
+                yield "recompute.kind", "needs compile=true"
+            case "checkpoint" if given.checkpoint.keep_best and given.eval_interval is None:
+                yield "checkpoint.keep_best", "is for eval_interval, which is null"
+            case "guard" if given.guard is not None and given.guard.clip is not None:
+                yield "guard.clip", "allowed: null; set training.grad_clip"
+            case "watch_logits" if given.guard is not None and not given.watch_logits:
+                for name in _changed(given.guard, {"logit_factor", "logit_limit"}):
+                    yield f"guard.{name}", "is for watch_logits=true"
 
-    @field_validator("guard")
-    @classmethod
-    def _clips_by_grad_clip(cls, guard: GuardPolicy | None) -> GuardPolicy | None:
-        if guard is not None and guard.clip is not None:
-            raise KeysRefusedError([("guard.clip", guard.clip, "allowed: null; set training.grad_clip")])
-        return guard
 
-    @field_validator("watch_logits")
-    @classmethod
-    def _logits_have_limits(cls, watch_logits: bool, info: ValidationInfo) -> bool:
-        guard, plain = info.data.get("guard"), GuardPolicy()
-        wrong: list[tuple[str, object, str]] = [
-            (f"guard.{key}", getattr(guard, key), "is for watch_logits=true")
-            for key in ("logit_factor", "logit_limit")
-            if guard is not None and not watch_logits and getattr(guard, key) != getattr(plain, key)
-        ]
-        if wrong:
-            raise KeysRefusedError(wrong)
-        return watch_logits
-
-    @field_validator("schedule")
-    @classmethod
-    def _schedule_fits(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
-        max_steps, optimizer = info.data.get("max_steps"), info.data.get("optimizer")
-        wrong: list[tuple[str, object, str]] = []
-        if max_steps is not None and (schedule.warmup_steps or 0) > max_steps:
-            limit = f"must not exceed training.max_steps={max_steps}"
-            wrong.append(("schedule.warmup_steps", schedule.warmup_steps, limit))
-        if optimizer is not None and schedule.min_lr > optimizer.lr:
-            limit = f"must not exceed training.optimizer.lr={optimizer.lr}"
-            wrong.append(("schedule.min_lr", schedule.min_lr, limit))
-        if wrong:
-            raise KeysRefusedError(wrong)
-        return schedule
-
-    @field_validator("scope")
-    @classmethod
-    def _scope_fits(cls, scope: ScopeConfig, info: ValidationInfo) -> ScopeConfig:
-        architecture, max_steps = info.data.get("training_architecture"), info.data.get("max_steps")
-        wrong: list[tuple[str, object, str]] = []
-        if architecture == "rackwise":
-            plain = ScopeConfig()
-            for key, value in scope:
-                if key != "growth" and value != getattr(plain, key):
-                    wrong.append(
-                        (f"scope.{key}", value, "is for training_architecture stackwise or blockwise")
-                    )
-        if max_steps is not None and scope.polish_steps >= max_steps and not wrong:
-            wrong.append(("scope.polish_steps", scope.polish_steps, f"must be below max_steps={max_steps}"))
-        if wrong:
-            raise KeysRefusedError(wrong)
-        return scope
-
-    @field_validator("recompute")
-    @classmethod
-    def _budget_is_the_compilers(cls, recompute: RecomputeConfig, info: ValidationInfo) -> RecomputeConfig:
-        if recompute.kind == "budget" and info.data.get("compile") is False:
-            raise KeysRefusedError([("recompute.kind", "budget", "needs compile=true")])
-        return recompute
+def _changed(section: Section, keys: Collection[str]) -> list[str]:
+    """Return the keys that do not have their default, in the order of the section."""
+    fields = type(section).model_fields
+    return [key for key, value in section if key in keys and value != fields[key].default]

@@ -52,87 +52,64 @@ def dump_yaml(value: Any) -> str:
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses repeated keys and documents that are too large when they are expanded."""
 
-    _depth = 0
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open = 0  # nodes around the current one
+        self._extents: dict[int, tuple[int, int]] = {}  # number of values and depth of a complete node, by id
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > _MOST_DEPTH:
-            raise ValueError(f"nested deeper than {_MOST_DEPTH} levels, line {self._line()}")
+        """Return the next node. An alias is the node that it refers to."""
+        is_alias, line = self.check_event(yaml.AliasEvent), self.get_mark().line + 1
+        self._open += 1
+        if self._open > _MOST_DEPTH:
+            raise ValueError(f"nested deeper than {_MOST_DEPTH} levels, line {line}")
         node = super().compose_node(parent, index)
-        self._depth -= 1
+        self._open -= 1
+        if is_alias and id(node) not in self._extents:
+            raise ValueError(f"a value contains itself, line {line}")
+        if node is not None and not is_alias:
+            self._extents[id(node)] = self._checked(node)
         return node
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _measure(node, {})
-        return node
+    def _checked(self, node: yaml.Node) -> tuple[int, int]:
+        """Return the number of values and the depth of a node with complete children."""
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.ScalarNode):
+            if "\0" in node.value:
+                raise _refusal("text with a NUL character", node)
+            if len(node.value) > _MOST_DIGITS and node.tag in _NUMBERS:
+                raise _refusal(f"number of more than {_MOST_DIGITS} characters", node)
+        elif isinstance(node, yaml.MappingNode):
+            children = [*chain.from_iterable(node.value)]
+            seen = set[str]()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise _refusal(f"key {key.value!r} is given twice", key)
+                seen.add(key.value)
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        sizes, depths = zip((1, 0), *(self._extents[id(child)] for child in children), strict=True)
+        if sum(sizes) > _MOST_VALUES:
+            raise _refusal(f"expands to more than {_MOST_VALUES:,} values", node)
+        if max(depths) >= _MOST_DEPTH:
+            raise _refusal(f"nested deeper than {_MOST_DEPTH} levels", node)
+        return sum(sizes), max(depths) + 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node. A scalar that its tag does not allow is refused with its line."""
-        if not isinstance(node, yaml.ScalarNode):
-            return super().construct_object(node, deep)
         try:
             return super().construct_object(node, deep)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            if isinstance(error, ValueError) and "line" in str(error):
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+            if not isinstance(node, yaml.ScalarNode):
                 raise
-            kind = node.tag.rpartition(":")[2]
-            line = node.start_mark.line + 1
+            line, kind = node.start_mark.line + 1, node.tag.rpartition(":")[2]
             raise ValueError(
                 f"line {line}: got {node.value[:100]!r}; allowed: a value of type {kind}"
             ) from None
 
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        value = super().construct_scalar(node)
-        if isinstance(value, str):
-            line = node.start_mark.line + 1
-            if "\0" in value:
-                raise ValueError(f"text with a NUL character, line {line}")
-            if len(value) > _MOST_DIGITS and node.tag in _NUMBERS:
-                raise ValueError(f"number of {len(value)} characters, line {line}; allowed: {_MOST_DIGITS}")
-        return value
 
-    def _line(self) -> int:
-        return int(self.get_mark().line) + 1
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is not None and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return the number of values and the depth of a node, with its aliases expanded.
-
-    Raises:
-        ValueError: one of these is too large, or the node contains itself.
-    """
-    key, line = id(node), node.start_mark.line + 1
-    if key in known:
-        found = known[key]
-        if found is None:
-            raise ValueError(f"a value contains itself, line {line}")
-        return found
-    known[key] = None
-    size = depth = 1
-    if isinstance(node, yaml.CollectionNode):
-        children = node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
-        for child in children:
-            inner_size, inner_depth = _measure(child, known)
-            size, depth = size + inner_size, max(depth, 1 + inner_depth)
-    if size > _MOST_VALUES:
-        raise ValueError(f"expands to more than {_MOST_VALUES:,} values, line {line}")
-    if depth > _MOST_DEPTH:
-        raise ValueError(f"nested deeper than {_MOST_DEPTH} levels, line {line}")
-    known[key] = size, depth
-    return size, depth
+def _refusal(problem: str, node: yaml.Node) -> ValueError:
+    return ValueError(f"{problem}, line {node.start_mark.line + 1}")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -30,9 +30,9 @@ from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
 from stackwise.prototype.coordinate_plot import coordinate_svg
 from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
+from stackwise.report.plot import write_svg
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
-from stackwise.support.plot import write_svg
 from stackwise.support.random_state import choose_seeds, seeded
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import create_optimizer

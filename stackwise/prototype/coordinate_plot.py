@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.checks.probe.coordinate import Slope
-from stackwise.support.plot import svg_plot
+from stackwise.report.plot import BAD, MUTED, svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["coordinate_svg"]
-
-_MUTED, _WORST = "#8a93a3", "#c23b2b"
 
 
 def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope, title: str) -> str:
@@ -37,7 +35,7 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
     steps = sorted({slope.step for slope in judged})
 
     def draw(figure: Figure) -> None:
-        colours = _colours(modules) | {worst.module: _WORST}
+        colours = _colours(modules) | {worst.module: BAD}
         lines: dict[str, Any] = {}
         for panel, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
             shown = [slope for slope in judged if slope.step == step]
@@ -52,7 +50,7 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
             panel.set_yscale("log")
             panel.set_xticks(list(widths), [str(width) for width in widths], minor=False)
             panel.set_xlabel("times as wide")
-            panel.grid(color=_MUTED, lw=0.3, alpha=0.5)
+            panel.grid(color=MUTED, lw=0.3, alpha=0.5)
             panel.spines[["top", "right"]].set_visible(False)
         figure.axes[0].set_ylabel("mean absolute value")
         figure.suptitle(title, x=0.01, ha="left", parse_math=False)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stackwise.support.plot import svg_plot
+from stackwise.report.plot import INK, MUTED, svg_plot
 
 if TYPE_CHECKING:
     from stackwise.prototype.sweep_result import LearningRateSweep
 
 __all__ = ["draw_sweep", "sweep_svg"]
 
-_INK, _MUTED = "#1f2430", "#8a93a3"
 # Light to dark: the wider, the darker.
 _COLOURS = ("#9cc4e4", "#5b9bd0", "#1f6fb4", "#124a7c", "#0b2c4d", "#05182b")
 
@@ -40,13 +39,13 @@ def draw_sweep(axes: Any, sweep: LearningRateSweep, title: str | None = None) ->
         lowest, highest = ([of(each) for each in losses.values()] for of in (min, max))
         axes.fill_between(rates, lowest, highest, color=colour, alpha=0.2, lw=0)
         best = sweep.best(width)
-        axes.plot([best.refined], [best.loss], "v", ms=7, color=colour, markeredgecolor=_INK)
+        axes.plot([best.refined], [best.loss], "v", ms=7, color=colour, markeredgecolor=INK)
     initial = fmean(sweep.initial_loss(width) for width in sweep.widths)
-    axes.axhline(initial, color=_MUTED, lw=0.8, ls=":")
+    axes.axhline(initial, color=MUTED, lw=0.8, ls=":")
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss at the end, nats")
     title = f"{sweep.name}, {sweep.parametrization}, {sweep.steps} steps" if title is None else title
-    axes.set_title(title, loc="left", color=_INK, parse_math=False)
+    axes.set_title(title, loc="left", color=INK, parse_math=False)
     axes.legend(loc="best", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from stackwise.prototype.estimate import Estimate
 from stackwise.prototype.sweep_plot import sweep_svg
 from stackwise.prototype.sweep_run import SweepRun
+from stackwise.report.plot import write_svg
 from stackwise.support.arguments import check_number, check_sizes, require
-from stackwise.support.plot import write_svg
 
 __all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "learning_rate_sensitivity"]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 __all__ = ["check_choice", "check_number", "check_range", "check_sizes", "require", "shown"]
 
-_MAX_LENGTH = 200  # characters of a value in an error
-
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise an error about `value` unless `condition` is True.
@@ -21,15 +19,15 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ValueError(f"{key}: got {shown(value)}; allowed: {allowed}")
 
 
-def shown(value: object) -> str:
-    """Return the text of a value for an error, shortened in the middle if it is long."""
+def shown(value: object, most: int = 200) -> str:
+    """Return the text of a value for an error, shortened in the middle to about `most` characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print integers of more than 4300 digits
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-    if len(text) <= _MAX_LENGTH:
-        return text
-    return f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 4 :]}"
+    except Exception as error:  # Python does not print integers of more than 4300 digits, nor very deep lists
+        if isinstance(value, int) and isinstance(error, ValueError):
+            return f"an integer of {value.bit_length()} bits"
+        return type(value).__name__
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"
 
 
 def check_sizes(minimum: int = 1, **sizes: Any) -> None:

@@ -22,7 +22,6 @@ __all__ = [
     "generator_states",
     "iterate_epoch",
     "own_generators",
-    "parts",
     "resume_epoch",
     "set_generators",
     "set_loader_epoch",
@@ -30,24 +29,11 @@ __all__ = [
 ]
 
 
-def parts(loader: object) -> list[object]:
-    """Return the objects that can determine the order: the loader, its dataset and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inside = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
-    parts = (loader, *inside, batch_sampler, getattr(batch_sampler, "sampler", None))
-    return [part for part in parts if part is not None]
-
-
-def all_parts(loader: object) -> list[object]:
-    """Return the parts of a loader and of the loader that it wraps, such as the one in `Prefetched`."""
-    return parts(loader) + parts(getattr(loader, "loader", None))
-
-
 def set_loader_epoch(loader: Iterable[Any], number: int) -> None:
     """Call `set_epoch` of all parts of a loader that define it."""
-    for part in parts(loader):
-        if callable(told := getattr(part, "set_epoch", None)):
-            told(number)
+    for part in _parts(loader):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(number)
 
 
 def iterate_epoch(loader: Iterable[Any], number: int, set_epoch: Callable[[int], None]) -> Iterator[Any]:
@@ -66,6 +52,11 @@ def iterate_epoch(loader: Iterable[Any], number: int, set_epoch: Callable[[int],
         next(iter(loader), None)
     set_epoch(number)
     return iter(loader)
+
+
+def all_parts(loader: object) -> list[object]:
+    """Return the loader, its dataset and its samplers, also those of a loader that it wraps."""
+    return _parts(loader) + _parts(getattr(loader, "loader", None))
 
 
 def own_generators(loader: object) -> list[torch.Generator]:
@@ -145,3 +136,11 @@ def warn_if_not_resumable(loader: object) -> None:
         text = "dataloader: persistent_workers draw their seeds once for all epochs, so batches may differ "
         text += "from an unbroken run; use a loader with a state_dict"
         warnings.warn(text, stacklevel=3)
+
+
+def _parts(loader: object) -> list[object]:
+    """Return the objects that can determine the order."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inside = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
+    parts = (loader, *inside, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [part for part in parts if part is not None]

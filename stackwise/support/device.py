@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fingerprint", "keep_freed_memory", "resolve_device", "threads_for"]
+__all__ = ["fingerprint", "keep_freed_memory", "release_freed_memory", "resolve_device", "threads_for"]
 
 _TINY = 1_000_000  # parameters
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -78,12 +78,9 @@ def keep_freed_memory(keep: bool = True) -> bool:
     Returns:
         True if the allocator is glibc and accepted the setting.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
     mapped, trimmed = (1 << 30, (1 << 31) - 1) if keep else (1 << 20, 1 << 17)
     # glibc stops adjusting both thresholds when either is set, so set both.
-    return bool(libc.mallopt(_MMAP_THRESHOLD, mapped) and libc.mallopt(_TRIM_THRESHOLD, trimmed))
+    return all(_glibc("mallopt", *each) for each in ((_MMAP_THRESHOLD, mapped), (_TRIM_THRESHOLD, trimmed)))
 
 
 def release_freed_memory() -> bool:
@@ -92,9 +89,12 @@ def release_freed_memory() -> bool:
     Returns:
         True if any memory was returned.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    return bool(ctypes.CDLL(None).malloc_trim(0))
+    return _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *arguments: int) -> bool:
+    """Return True if this process uses glibc and its function returns a nonzero number."""
+    return platform.libc_ver()[0] == "glibc" and bool(getattr(ctypes.CDLL(None), function)(*arguments))
 
 
 def fingerprint(device: torch.device | str | None = None) -> dict[str, Any]:

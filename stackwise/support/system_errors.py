@@ -12,9 +12,7 @@ from safetensors import SafetensorError
 
 __all__ = ["is_out_of_memory", "safetensors_as_os_error"]
 
-# The texts of safetensors since 0.5.4, and before.
-_SYSTEM = re.compile(r"I/O error|IoError")
-_NUMBER = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
+_IO_ERROR = re.compile(r"I/O error(.*\(os error (?P<number>\d+)\))?", re.DOTALL)
 # Texts of allocators that do not raise torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
 
@@ -44,8 +42,7 @@ def safetensors_as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        text = str(error)
-        number = _NUMBER.search(text)
-        if number is None and _SYSTEM.search(text) is None:
+        found = _IO_ERROR.search(str(error))
+        if found is None:
             raise
-        raise OSError(int(number[1] or number[2]) if number else 0, text, str(path)) from error
+        raise OSError(int(found["number"] or 0), str(error), str(path)) from error

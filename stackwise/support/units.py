@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -11,20 +11,10 @@ from stackwise.support.arguments import require
 
 __all__ = ["byte_text", "parse_bytes", "parse_seconds", "time_text"]
 
-_BYTE_UNITS = {"B": 1} | {
-    f"{prefix}{suffix}": base ** (power + 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate(("K" if suffix == "iB" else "k", "M", "G", "T"))
-}
-_SECOND_UNITS = {
-    "ns": Fraction(1, 10**9),
-    "us": Fraction(1, 10**6),
-    "ms": Fraction(1, 1000),
-    "s": Fraction(1),
-}
+_BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _AMOUNT = re.compile(r"(?P<number>\d{1,30}(?:\.\d{1,30})?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def parse_bytes(key: str, value: Any, *, least: int = 1) -> int:
@@ -39,19 +29,15 @@ def parse_bytes(key: str, value: Any, *, least: int = 1) -> int:
         ValueError: another form, an unknown unit, or too few bytes. Units are case-sensitive, because
             "2 gb" and "2 Gb" may mean bits.
     """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    size = value if is_integer else _amount(value, _BINARY | _DECIMAL)
     allowed = (
         "a string such as '2 GiB': a number and one of B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, "
         f"TiB (of 1024), at least {least} B; or an integer >= {least}, of bytes"
     )
-    if isinstance(value, int) and not isinstance(value, bool):
-        require(value >= least, key, value, allowed)
-        return value
-    match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    require(match is not None and match["unit"] in _BYTE_UNITS, key, value, allowed)
-    assert match is not None
-    size = int(Fraction(match["number"]) * _BYTE_UNITS[match["unit"]])
-    require(size >= least, key, value, allowed)
-    return size
+    require(size is not None and int(size) >= least, key, value, allowed)
+    assert size is not None
+    return int(size)
 
 
 def parse_seconds(key: str, value: Any) -> float:
@@ -64,16 +50,14 @@ def parse_seconds(key: str, value: Any) -> float:
     Raises:
         ValueError: another form, or an unknown unit.
     """
-    match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    known = match is not None and match["unit"] in _SECOND_UNITS
-    require(known, key, value, "a string such as '50us': a number and one of ns, us, ms, s")
-    assert match is not None
-    return float(Fraction(match["number"]) * _SECOND_UNITS[match["unit"]])
+    seconds = _amount(value, _SECONDS)
+    require(seconds is not None, key, value, "a string such as '50us': a number and one of ns, us, ms, s")
+    return float(seconds or 0)
 
 
 def byte_text(size: float) -> str:
     """Return a number of bytes with four digits and a binary unit: "1.5 GiB"."""
-    return _text(size, _BYTES)
+    return _text(size, _BINARY)
 
 
 def time_text(seconds: float, digits: int = 4) -> str:
@@ -81,7 +65,15 @@ def time_text(seconds: float, digits: int = 4) -> str:
     return _text(seconds, _SECONDS, digits)
 
 
-def _text(value: float, units: Sequence[tuple[float, str]], digits: int = 4) -> str:
+def _amount(text: Any, units: Mapping[str, float]) -> Fraction | None:
+    """Return the exact amount, or None if the text has another form or unit."""
+    match = _AMOUNT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match["unit"] not in units:
+        return None
+    return Fraction(match["number"]) * Fraction(str(units[match["unit"]]))
+
+
+def _text(value: float, units: Mapping[str, float], digits: int = 4) -> str:
     rounded = abs(float(f"{value:.{digits}g}"))  # 999.99 us would be 1000 us
-    scale, unit = next((each for each in units if rounded >= each[0]), units[-1])
-    return f"{value / scale:.{digits}g} {unit}"
+    unit = next((unit for unit, scale in units.items() if rounded >= scale), [*units][-1])
+    return f"{value / units[unit]:.{digits}g} {unit}"

@@ -25,7 +25,7 @@ REFUSED = [
     (MLA | {"head_dim": 64}, "attention_type", "mla", "needs head_dim=null"),
     (MLA | {"qk_norm": "head"}, "qk_norm", "head", "attention_type='mla' has none"),
     (MLA | {"qkv_bias": True}, "qkv_bias", True, "attention_type='mla' has none"),
-    (MLA | {"latent": {"qk_rope_head_dim": 3}}, "latent.qk_rope_head_dim", 3, "must be even"),
+    (MLA | {"latent": {"qk_rope_head_dim": 3}}, "latent.qk_rope_head_dim", 3, "a multiple of 2"),
     (MQA | {"latent": {}}, "latent", {}, "is for attention_type='mla' (attention_type='mqa')"),
     (KERNEL | {"latent": {}}, "latent", {}, "is for attention_type='mla' (attention_type='kernel')"),
     ({"latent": {}}, "latent", {}, "is for attention_type='mla' (attention_type='gqa')"),

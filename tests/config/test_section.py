@@ -20,7 +20,6 @@ from stackwise.config import (
     DataConfig,
     OptimizerConfig,
     StackWiseConfig,
-    TrainingConfig,
 )
 from stackwise.config.yaml import dump_yaml, load_yaml
 from tests.config.keys import (
@@ -47,8 +46,8 @@ MANY_HEADS = {"attention_type": "kernel", "n_heads": LARGEST, "head_dim": 2}
 RECOMPUTATIONS = ["none", "full", "every_nth", "selective", "budget"]
 NAMES = [("mlp", ("list",)), (["mlp", "a\0b"], ("without NUL",))]
 PER_STACK = {7: {"lr": 1, "weight_decay": 0}, 0: {"lr": None, "weight_decay": None}}
-WINDOWS = [([], ("at least one window",)), ("4", ("integer",)), (0, ("1",)), ((4,), ("integer",))]
-BETAS = [([0.9], ("2",)), ([0.9] * 3, ("2",)), ([0.9, 1.0], ("[0, 1)",)), ([-0.1, 0.9], ("[0, 1)",))]
+WINDOWS = [([], ("at least 1 item",)), ("4", ("integer",)), (0, ("1",)), ((4,), ("integer",))]
+BETAS = [([0.9], ("2",)), ([0.9] * 3, ("2",))]
 NOT_ASYNCHRONOUS = [(value, ("true, false or 'overlapped'",)) for value in (1, "true", None)]
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
 MASKED = {"kind": "masked_token", "mask_token_id": 3}
@@ -239,6 +238,13 @@ TREES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=5),
     max_leaves=12,
 )
+
+
+class Silent:
+    """Object without a text."""
+
+    def __repr__(self):
+        raise RuntimeError
 
 
 def required(kind):
@@ -440,30 +446,21 @@ class TestErrors:
             assert again.problems == error.problems and str(again) == str(error)
 
     @pytest.mark.parametrize(
-        "value, shown",
+        "value, start",
         [
-            ("x" * 56, "'" + "x" * 56 + "'"),
-            ("x" * 10**6, "'" + "x" * 27 + "..." + "x" * 28 + "'"),
-            ([[0] * 1000] * 1000, "[[0, 0, 0, 0, 0, 0, ...], [0, 0, 0, 0, 0, 0, ...], [0, 0,..."),
-            (functools.reduce(lambda inner, _: [inner], range(100_000), []), "[[[[[[[...]]]]]]]"),
+            ("x" * 56, "'" + "x" * 56 + "' (str)"),
+            ("x" * 10**6, "'xxxxxxxx"),
+            ([[0] * 1000] * 1000, "[[0, 0, 0, "),
+            (functools.reduce(lambda inner, _: [inner], range(100_000), []), "list (list)"),
+            (-(10**5000), "an integer of 16610 bits (int)"),
+            (Silent(), "Silent (Silent)"),
         ],
-        ids=["text", "long text", "long list", "deep list"],
+        ids=["text", "long text", "long list", "deep list", "long integer", "failing repr"],
     )
-    def test_long_value_is_shortened(self, value, shown):
+    def test_value_is_shown_in_readable_length(self, value, start):
         [line] = problems(DataConfig, {"shuffle": value})
-        assert line.startswith(f"shuffle: got {shown} ({type(value).__name__}); ")
-
-    def test_integer_that_python_does_not_print_is_named(self):
-        [line] = problems(TrainingConfig, {"seed": -(10**5000)})
-        assert line.startswith("seed: got <int ") and len(line) < 200
-
-    def test_value_whose_repr_fails_is_named(self):
-        class Silent:
-            def __repr__(self):
-                raise RuntimeError
-
-        [line] = problems(DataConfig, {"shuffle": Silent()})
-        assert line.startswith("shuffle: got <") and "Silent" in line
+        assert line.startswith(f"shuffle: got {start}")
+        assert len(line) < 120
 
 
 class TestAssignment:

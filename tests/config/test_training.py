@@ -21,6 +21,8 @@ REFUSED = {
     ],
     "optimizer": [
         ({"betas": [0.9, "x"]}, "betas.1", "x", "number"),
+        ({"betas": [0.9, 1.0]}, "betas.1", 1.0, "less than 1"),
+        ({"betas": [-0.1, 0.9]}, "betas.0", -0.1, "0"),
         ({"per_stack": {"0": {}}}, "per_stack.0", "0", "as a key"),
         ({"per_stack": {-1: {}}}, "per_stack.-1", -1, "0"),
         ({"per_stack": {2**63: {}}}, f"per_stack.{2**63}", 2**63, str(2**63)),

@@ -626,7 +626,7 @@ class TestRackFromConfig:
             ({"model": {"architecture": {"n_stack": 7}}}, ["model.architecture.n_stack", "'n_stacks'"]),
             ({"n_stacks": 2}, ["n_stacks", "unknown", "model"]),
             ({"model": {"d_ff": "48"}}, ["model.d_ff", "'48'", "integer"]),
-            ({"model": {"sliding_window": []}}, ["model.sliding_window", "[]", "at least one"]),
+            ({"model": {"sliding_window": []}}, ["model.sliding_window", "[]", "at least 1"]),
             ({"model": {"max_seq_len": 0}}, ["model.max_seq_len", "0", "greater than or equal to 1"]),
             (None, ["None", "mapping"]),
             ([], ["[]", "mapping"]),

@@ -11,60 +11,68 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_written_as_utf_8_in_a_folder_that_is_made(tmp_path):
-    path = tmp_path / "a" / "b" / "r.md"
-    write_whole(path, "größer\n")
-    assert path.read_bytes() == b"gr\xc3\xb6\xc3\x9fer\n"
-    assert names_in(path.parent) == ["r.md"]
+class TestWriteWhole:
+    @pytest.mark.parametrize("old", [None, "old " * 100])
+    @pytest.mark.parametrize(
+        "text, content", [("größer\n", b"gr\xc3\xb6\xc3\x9fer\n"), ("half \ud800", b"half \\ud800")]
+    )
+    def test_new_content_in_utf_8_is_all_that_is_left(self, tmp_path, old, text, content):
+        path = tmp_path / "a" / "b" / "r.md"
+        if old is not None:
+            write_whole(path, old)
+        write_whole(path, text)
+        assert path.read_bytes() == content
+        assert names_in(path.parent) == ["r.md"]
+
+    def test_full_disk_leaves_the_old_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "r.json"
+        path.write_text("old")
+        write_text = Path.write_text
+
+        def full_disk(self, text, *arguments, **keywords):
+            write_text(self, text[:1], *arguments, **keywords)
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                write_whole(path, "new")
+        assert path.read_text() == "old"
+        assert names_in(tmp_path) == ["r.json"]
+
+    def test_reader_never_sees_a_part_of_a_file(self, tmp_path, monkeypatch):
+        path = tmp_path / "r.json"
+        path.write_text("old")
+        seen = []
+        replace = Path.replace
+
+        def observed(self, target):
+            seen.append((path.read_text(), self.read_text()))
+            assert self.parent == path.parent, "a rename is atomic within one folder only"
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", observed)
+        write_whole(path, "new")
+        assert seen == [("old", "new")]
+        assert path.read_text() == "new"
+
+    def test_folder_of_the_same_name_is_refused(self, tmp_path):
+        (tmp_path / "r.md").mkdir()
+        with pytest.raises(OSError, match=r"r\.md"):
+            write_whole(tmp_path / "r.md", "new")
+        assert names_in(tmp_path) == ["r.md"]
 
 
-def test_what_was_there_is_replaced(tmp_path):
-    path = tmp_path / "r.json"
-    write_whole(path, "old " * 100)
-    write_whole(path, "new")
-    assert path.read_text() == "new"
-    assert names_in(tmp_path) == ["r.json"]
-
-
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "r.json"
-    path.write_text("old")
-    write_text = Path.write_text
-
-    def full_disk(self, text, *arguments, **keywords):
-        write_text(self, text[:1], *arguments, **keywords)
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            write_whole(path, "new")
-    assert path.read_text() == "old"
-    assert names_in(tmp_path) == ["r.json"]
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
-    path = tmp_path / "r.json"
-    path.write_text("old")
-    seen = []
-    replace = Path.replace
-
-    def look(self, target):
-        seen.append((path.read_text(), self.read_text()))
-        assert self.parent == path.parent, "a rename is atomic within one folder only"
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", look)
-    write_whole(path, "new")
-    assert seen == [("old", "new")]
-    assert path.read_text() == "new"
-
-
-def test_a_folder_in_the_place_of_the_file(tmp_path):
-    (tmp_path / "r.md").mkdir()
-    with pytest.raises(OSError, match=r"r\.md"):
-        write_whole(tmp_path / "r.md", "new")
-    assert names_in(tmp_path) == ["r.md"]
+@pytest.mark.parametrize(
+    "content, value",
+    [
+        (b'{"a": [1, 2.5, null, "\xc3\xb6"]}', {"a": [1, 2.5, None, "\u00f6"]}),
+        ('{"a": "\u00f6"}', {"a": "\u00f6"}),
+        ("9" * 300, 10**300 - 1),
+    ],
+)
+def test_json_is_parsed(content, value):
+    assert parse_json(content) == value
 
 
 @pytest.mark.parametrize(
@@ -79,11 +87,6 @@ def test_a_folder_in_the_place_of_the_file(tmp_path):
         (b"", "Expecting value"),
     ],
 )
-def test_json_that_cannot_be_used_is_a_value_error(content, message):
+def test_json_that_cannot_be_used_is_refused(content, message):
     with pytest.raises(ValueError, match=message):
         parse_json(content)
-
-
-def test_json_is_parsed():
-    assert parse_json(b'{"a": [1, 2.5, null, "\xc3\xb6"]}') == parse_json('{"a": [1, 2.5, null, "\u00f6"]}')
-    assert parse_json("9" * 300) == 10**300 - 1

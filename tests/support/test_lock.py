@@ -24,11 +24,20 @@ def path(tmp_path):
     return tmp_path / "new folder" / "lock"
 
 
-def test_lock_excludes_others_of_the_same_process_until_released(path):
-    with file_lock(path) as held, held, pytest.raises(Timeout), file_lock(path, blocking=False):
+def assert_held(path):
+    with pytest.raises(Timeout), file_lock(path, blocking=False):
         pass
+
+
+def assert_free(path):
     with file_lock(path, blocking=False):
         pass
+
+
+def test_lock_excludes_others_of_the_same_process_until_released(path):
+    with file_lock(path) as held, held:
+        assert_held(path)
+    assert_free(path)
 
 
 def test_lock_of_a_killed_process_is_free(path):
@@ -36,11 +45,9 @@ def test_lock_of_a_killed_process_is_free(path):
         [sys.executable, "-c", HOLDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(Timeout), file_lock(path, blocking=False):
-            pass
+        assert_held(path)
         holder.kill()
-    with file_lock(path, blocking=False):
-        pass
+    assert_free(path)
 
 
 def test_lock_is_not_inherited_by_a_forked_child(path):
@@ -51,8 +58,7 @@ def test_lock_is_not_inherited_by_a_forked_child(path):
             os.close(other_end)
             os.read(end, 1)  # until the parent closes its end
             os._exit(0)
-    with file_lock(path, blocking=False):
-        pass
+    assert_free(path)
     os.close(other_end)
     assert os.waitpid(child, 0)[1] == 0
     os.close(end)

@@ -1,4 +1,4 @@
-"""Inner optimizers are found in containers and wrappers, each once."""
+"""Optimizer state: optimizers in containers and wrappers, and tensors that a state dict would lose."""
 
 import functools
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ from stackwise.support.optimizer_state import (
     states_of,
 )
 from stackwise.support.tensor_tree import leaves
-from tests.optimizer_kinds import PLACES, Contained, Holder, Momentum, SlowWeights, WithLayout
+from tests.optimizer_kinds import PLACES, Contained, Held, Holder, Momentum, SlowWeights, WithLayout
+
+LOST = "got 'a tensor that a rewind loses'"
 
 
 class Wrapper:
@@ -40,99 +42,8 @@ class Wrapper:
         return self.inner.param_groups
 
 
-class Container(torch.optim.Optimizer):
-    """Keeps its optimizers in an attribute, whose form the test chooses."""
-
-    def __init__(self, place, *optimizers):
-        super().__init__([p for each in optimizers for p in parameters_of(each)], {})
-        self.place = place(*optimizers)
-
-    def step(self):
-        """Nothing to do."""
-
-
-@pytest.fixture
-def pair():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-    second = torch.optim.AdamW(model[1].parameters(), lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    first.step()
-    second.step()
-    return first, second
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda *each: list(each),
-        lambda *each: each,
-        lambda a, b: {"a": a, "b": [b]},
-        lambda a, b: [Wrapper(a), Wrapper(b)],
-        lambda *each: Container(lambda *inner: list(inner), *each),
-        *PLACES.values(),
-    ],
-    ids=["list", "tuple", "dictionary", "wrappers", "container", *PLACES],
-)
-def test_inner_optimizers_are_found_in_attributes(pair, place):
-    container = Container(place, *pair)
-    found = optimizers_in(container)
-    assert found[-1] is container
-    assert all(any(each is one for one in found) for each in pair)
-    values = [value for state in (each.state for each in pair) for value in state.values()]
-    assert len(list(states_of(container))) == len(values) == 4
-
-
-def test_parameters_of_inner_optimizers_follow_those_of_the_container(pair):
-    first, second = pair
-    first.second = second
-    wanted = [p for each in pair for group in each.param_groups for p in group["params"]]
-    assert list(map(id, parameters_of(first))) == list(map(id, wanted))
-
-
-@pytest.mark.parametrize("holder", [SimpleNamespace, Holder])
-def test_siblings_in_a_trainer_are_not_inner_optimizers(pair, holder):
-    first, second = pair
-    first.trainer = holder(optimizers=[first, second])
-    assert optimizers_in(first) == [first]
-
-
-def test_parts_that_refer_back_to_their_container_are_found(pair):
-    container = Container(lambda *each: [Holder(inner=one) for one in each], *pair)
-    for part in container.place:
-        part.container = container
-    assert {id(each) for each in optimizers_in(container)} == {id(each) for each in (container, *pair)}
-
-
-def test_modules_hooks_and_library_objects_are_not_searched(pair):
-    first, second = pair
-    first.module, first.partial = nn.Module(), functools.partial(second.step)
-    first.module.optimizer = second
-    first.register_step_post_hook(Holder(optimizer=second, __call__=None).__init__)
-    assert optimizers_in(first) == [first]
-
-
-@pytest.mark.parametrize(
-    "make, path",
-    [
-        (Momentum, "momentum."),
-        (lambda p: Momentum(p, SimpleNamespace), "momentum."),
-        (lambda p: SlowWeights(torch.optim.SGD(p, lr=0.1)), "slow.0"),
-        (lambda p: Contained(Momentum(p)), "optimizers.0.momentum."),
-        (lambda p: WithLayout(Momentum(p)), "optimizers.0.momentum."),
-    ],
-)
-def test_tensors_in_attributes_are_refused_by_their_path(make, path):
-    optimizer = stepped(make)
-    saved = leaves(own_state_of(optimizer)).values()
-    with pytest.raises(ValueError, match=rf"^mine\.{path}.*: got 'a tensor that a rewind loses'; ") as error:
-        check_kept("mine", optimizer, saved, "a rewind")
-    assert "\n" not in str(error.value)
-
-
-class Unlike(torch.optim.SGD):
-    """Counts in a tensor that is of no parameter's shape."""
+class OtherShape(torch.optim.SGD):
+    """Counts in a tensor that has the shape of no parameter."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
@@ -152,30 +63,7 @@ class WithConstants(torch.optim.SGD):
         self.constants = {"dynamic": torch.zeros(77), "anchors": anchors}
 
 
-def test_tensors_that_do_not_change_are_no_state():
-    optimizer = stepped(WithConstants)
-    for _ in range(2):
-        check_kept("mine", optimizer, [], "a rewind")
-
-
-def test_a_tensor_that_is_replaced_is_state():
-    optimizer = stepped(WithConstants)
-    check_kept("mine", optimizer, [], "a rewind")
-    kept = optimizer.constants["anchors"][0]  # so that its memory is not used again
-    optimizer.constants["anchors"][0] = kept + 1
-    with pytest.raises(ValueError, match=r"^mine\.constants\.anchors\.0: got 'a tensor that a rewind loses'"):
-        check_kept("mine", optimizer, [], "a rewind")
-
-
-@pytest.mark.parametrize("make", [Unlike, lambda p: Momentum(p, Holder)], ids=["shape", "object"])
-def test_tensors_that_may_be_state_cause_one_warning(make):
-    optimizer = stepped(make)
-    with pytest.warns(RuntimeWarning, match=r"^mine\..*: got a tensor that a rewind loses; if it is state"):
-        check_kept("mine", optimizer, [], "a rewind")
-    check_kept("mine", optimizer, [], "a rewind")
-
-
-class Flat(Momentum):
+class SavesCopies(Momentum):
     """Saves copies of its momentum."""
 
     def state_dict(self):
@@ -212,33 +100,43 @@ class Unconsolidated(torch.optim.SGD):
         raise RuntimeError("not consolidated")
 
 
-def accelerated(parameters):
-    return Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters))
-
-
-NAMES = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam")
-NAMES += ("RAdam", "RMSprop", "Rprop", "SGD")
-KINDS = {name: getattr(torch.optim, name) for name in NAMES}
-KINDS |= {
+OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam")
+OPTIMIZERS += ("RAdam", "RMSprop", "Rprop", "SGD")
+COMPLETE = {name: getattr(torch.optim, name) for name in OPTIMIZERS} | {
     "transformers' Adafactor": Adafactor,
-    "accelerate": accelerated,
+    "accelerate": lambda p: Accelerator(cpu=True).prepare(torch.optim.AdamW(p)),
     "lightning": lambda p: LightningOptimizer(torch.optim.AdamW(p)),
-    "copies": Flat,
+    "copies": SavesCopies,
     "caches": Caches,
     "unconsolidated": Unconsolidated,
     "torchao 8 bit": AdamW8bit,
     "torchao 4 bit": AdamW4bit,
 }
+# Optimizers that lose tensors, each with the path of the tensor.
+INCOMPLETE = {
+    "mapping": (Momentum, "momentum."),
+    "namespace": (lambda p: Momentum(p, SimpleNamespace), "momentum."),
+    "duck-typed": (lambda p: SlowWeights(torch.optim.SGD(p, lr=0.1)), "slow.0"),
+    "in a container": (lambda p: Contained(Momentum(p)), "optimizers.0.momentum."),
+    "in a container with a state dict": (lambda p: WithLayout(Momentum(p)), "optimizers.0.momentum."),
+}
 
 
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_known_optimizers_are_neither_refused_nor_warned_of(make):
-    optimizer = stepped(make)
-    saved = leaves(list(map(own_state_of, optimizers_in(optimizer)))).values()
-    check_kept("mine", optimizer, saved, "a rewind")
+@pytest.fixture
+def pair():
+    """Return two optimizers of two layers, after a step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    first.step()
+    second.step()
+    return first, second
 
 
 def stepped(make):
+    """Return an optimizer of two matrices, after a step."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
     optimizer = make(parameters)
@@ -247,3 +145,93 @@ def stepped(make):
     step = getattr(optimizer, "optimizer", optimizer).step
     step(*([lambda: torch.ones(())] if isinstance(optimizer, torch.optim.LBFGS) else []))
     return optimizer
+
+
+class TestInnerOptimizers:
+    @pytest.mark.parametrize(
+        "place",
+        [
+            lambda *each: list(each),
+            lambda *each: each,
+            lambda a, b: {"a": a, "b": [b]},
+            lambda a, b: [Wrapper(a), Wrapper(b)],
+            lambda *each: Held(lambda *inner: list(inner), *each),
+            *PLACES.values(),
+        ],
+        ids=["list", "tuple", "dictionary", "wrappers", "container", *PLACES],
+    )
+    def test_are_found_in_attributes(self, pair, place):
+        container = Held(place, *pair)
+        found = optimizers_in(container)
+        assert found[-1] is container
+        assert all(any(each is one for one in found) for each in pair)
+        values = [value for state in (each.state for each in pair) for value in state.values()]
+        assert len(list(states_of(container))) == len(values) == 4
+
+    def test_are_found_if_they_refer_to_their_container(self, pair):
+        container = Held(lambda *each: [Holder(inner=one) for one in each], *pair)
+        for part in container.place:
+            part.container = container
+        assert {id(each) for each in optimizers_in(container)} == {id(each) for each in (container, *pair)}
+
+    @pytest.mark.parametrize("holder", [SimpleNamespace, Holder])
+    def test_do_not_include_siblings_in_a_trainer(self, pair, holder):
+        first, second = pair
+        first.trainer = holder(optimizers=[first, second])
+        assert optimizers_in(first) == [first]
+
+    def test_are_not_searched_in_modules_hooks_and_library_objects(self, pair):
+        first, second = pair
+        first.module, first.partial = nn.Module(), functools.partial(second.step)
+        first.module.optimizer = second
+        first.register_step_post_hook(Holder(optimizer=second, __call__=None).__init__)
+        assert optimizers_in(first) == [first]
+
+    def test_have_their_parameters_after_those_of_the_container(self, pair):
+        first, second = pair
+        first.second = second
+        expected = [p for each in pair for group in each.param_groups for p in group["params"]]
+        assert list(map(id, parameters_of(first))) == list(map(id, expected))
+
+
+class TestTensorsInAttributes:
+    @pytest.mark.parametrize("make", COMPLETE.values(), ids=COMPLETE)
+    def test_of_a_complete_optimizer_are_accepted(self, make):
+        optimizer = stepped(make)
+        saved = leaves(list(map(own_state_of, optimizers_in(optimizer)))).values()
+        check_kept("mine", optimizer, saved, "a rewind")
+
+    @pytest.mark.parametrize("make, path", INCOMPLETE.values(), ids=INCOMPLETE)
+    def test_that_are_state_are_refused_by_their_path(self, make, path):
+        optimizer = stepped(make)
+        saved = leaves(own_state_of(optimizer)).values()
+        with pytest.raises(ValueError, match=rf"^mine\.{path}.*: {LOST}; ") as error:
+            check_kept("mine", optimizer, saved, "a rewind")
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("make", [OtherShape, lambda p: Momentum(p, Holder)], ids=["shape", "object"])
+    def test_that_may_be_state_cause_one_warning(self, make):
+        optimizer = stepped(make)
+        with pytest.warns(
+            RuntimeWarning, match=r"^mine\..*: got a tensor that a rewind loses; if it is state"
+        ):
+            check_kept("mine", optimizer, [], "a rewind")
+        check_kept("mine", optimizer, [], "a rewind")
+
+    def test_that_do_not_change_are_no_state(self):
+        optimizer = stepped(WithConstants)
+        for _ in range(2):
+            check_kept("mine", optimizer, [], "a rewind")
+
+    def test_that_are_replaced_are_state(self):
+        optimizer = stepped(WithConstants)
+        check_kept("mine", optimizer, [], "a rewind")
+        kept = optimizer.constants["anchors"][0]  # so that its memory is not used again
+        optimizer.constants["anchors"][0] = kept + 1
+        with pytest.raises(ValueError, match=rf"^mine\.constants\.anchors\.0: {LOST}"):
+            check_kept("mine", optimizer, [], "a rewind")
+
+    def test_are_noted_only_if_no_update_was_made(self):
+        optimizer = stepped(Momentum)
+        check_kept("mine", optimizer, [], "a rewind", is_fresh=True)
+        check_kept("mine", optimizer, [], "a rewind")

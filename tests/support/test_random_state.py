@@ -65,7 +65,7 @@ def test_seeded_on_the_cpu_leaves_the_cuda_generators(monkeypatch):
         ({"seeds": range(2, 5)}, (2, 3, 4)),
     ],
 )
-def test_choose_seeds(arguments, seeds):
+def test_seeds_are_counted_or_given(arguments, seeds):
     assert choose_seeds(**arguments) == seeds
 
 
@@ -81,7 +81,7 @@ def test_choose_seeds(arguments, seeds):
         ("01", "others: got '0'"),
     ],
 )
-def test_choose_seeds_refuses_other_values(seeds, message):
+def test_other_seeds_are_refused(seeds, message):
     with pytest.raises(ValueError, match=message):
         choose_seeds(seeds, key="others")
 
@@ -94,36 +94,40 @@ def test_restored_states_draw_the_same_numbers():
         assert draw() == first
 
 
-def test_keep_restores_the_states():
+def test_blocks_restore_the_states_before_them():
     with seeded(0):
-        with keep_random_states():
-            first = draw()
-        assert draw() == first
-
-
-def test_use_sets_the_states_for_a_block():
-    with seeded(0):
-        states, first, second = random_states(), draw(), draw()
+        states, first = random_states(), draw()
         set_random_states(states)
+        with keep_random_states():
+            assert draw() == first
         assert draw() == first
+        second = draw()
+        set_random_states(states)
+        draw()
         with use_random_states(states):
             assert draw() == first
         assert draw() == second
 
 
-def test_states_are_equal_only_if_all_generators_are():
-    draws = (lambda: torch.rand(1), random.random, lambda: np.random.rand())  # noqa: NPY002
+@pytest.mark.parametrize(
+    "draw_one",
+    [lambda: torch.rand(1), random.random, lambda: np.random.rand()],  # noqa: NPY002
+    ids=["torch", "python", "numpy"],
+)
+def test_states_are_equal_only_if_all_generators_are(draw_one):
     with seeded(0):
         states = random_states()
-        for draw_one in draws:
-            assert random_states_equal(states, random_states())
-            draw_one()
-            assert not random_states_equal(states, random_states())
-            set_random_states(states)
-    device, other = ({**states, "cuda": {0: torch.tensor([number])}} for number in (1, 2))
+        assert random_states_equal(states, random_states())
+        draw_one()
+        assert not random_states_equal(states, random_states())
+
+
+def test_states_are_equal_only_if_all_devices_are():
+    states = random_states()
+    device, other, second = ({**states, "cuda": {n: torch.tensor([x])}} for n, x in ((0, 1), (0, 2), (1, 1)))
     assert random_states_equal(device, device)
-    assert not random_states_equal(device, other)
-    assert not random_states_equal(device, states)
+    for different in (other, second, states):
+        assert not random_states_equal(device, different)
 
 
 class FakeCuda:

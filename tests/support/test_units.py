@@ -1,4 +1,4 @@
-"""Amounts: every unit, its borders as text, and what is refused."""
+"""Amounts of memory and time: their text, how they are read, and the texts that are refused."""
 
 import pytest
 from hypothesis import given
@@ -6,9 +6,14 @@ from hypothesis import strategies as st
 
 from stackwise.support.units import byte_text, parse_bytes, parse_seconds, time_text
 
+NO_SIZES = ["", "2", "GiB", "2 gib", "2 gb", "2 Gb", "2 KB", "2 GiB ", " 2 GiB", "2  GiB", "-2 GiB", "+2 GiB"]
+NO_SIZES += ["2,5 GiB", "1e3 B", ".5 GiB", "5. GiB", "2 GiBs", "0 GiB", "0.5 B", "\uff12 GiB", "nan B"]
+NO_SIZES += ["2\nGiB", 0, -1, 2.0, True, None, b"2 GiB"]
+NO_TIMES = ["50", 50, "50 µs", "50 min", "-1us", None, "us"]
+
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    "size, text",
     [
         (0, "0 B"),
         (0.4, "0.4 B"),
@@ -24,26 +29,29 @@ from stackwise.support.units import byte_text, parse_bytes, parse_seconds, time_
         (-2048, "-2 KiB"),
     ],
 )
-def test_bytes(size, text):
+def test_size_has_four_digits_and_a_binary_unit(size, text):
     assert byte_text(size) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    "seconds, digits, text",
     [
-        (0, "0 ns"),
-        (3e-10, "0.3 ns"),
-        (2e-6, "2 us"),
-        (999.94e-6, "999.9 us"),
-        (999.96e-6, "1 ms"),
-        (0.0012624, "1.262 ms"),
-        (-0.02, "-20 ms"),
-        (1, "1 s"),
-        (3600, "3600 s"),
+        (0, 4, "0 ns"),
+        (3e-10, 4, "0.3 ns"),
+        (1e-6, 4, "1 us"),
+        (2e-6, 4, "2 us"),
+        (999.94e-6, 4, "999.9 us"),
+        (999.96e-6, 4, "1 ms"),
+        (999.9876e-6, 5, "999.99 us"),
+        (999.9876e-6, 7, "999.9876 us"),
+        (0.0012624, 4, "1.262 ms"),
+        (-0.02, 4, "-20 ms"),
+        (1, 4, "1 s"),
+        (3600, 4, "3600 s"),
     ],
 )
-def test_seconds(seconds, text):
-    assert time_text(seconds) == text
+def test_time_has_the_unit_of_its_rounded_value(seconds, digits, text):
+    assert time_text(seconds, digits) == text
 
 
 @pytest.mark.parametrize(
@@ -64,56 +72,37 @@ def test_seconds(seconds, text):
         (1, 1),
     ],
 )
-def test_sizes_are_read(text, size):
+def test_size_is_read_in_any_unit(text, size):
     assert parse_bytes("limit", text) == size
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        *("", "2", "GiB", "2 gib", "2 gb", "2 Gb", "2 KB", "2 GiB ", " 2 GiB", "2  GiB", "-2 GiB", "+2 GiB"),
-        *(
-            "2,5 GiB",
-            "1e3 B",
-            ".5 GiB",
-            "5. GiB",
-            "2 GiBs",
-            "0 GiB",
-            "0.5 B",
-            "\uff12 GiB",
-            "nan B",
-            "2\nGiB",
-        ),
-        *(0, -1, 2.0, True, None, b"2 GiB"),
-    ],
-    ids=repr,
+    "text, seconds", [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("10ns", 1e-8), ("0us", 0.0)]
 )
-def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ValueError) as error:
-        parse_bytes("limit", value)
-    assert str(error.value).startswith(f"limit: got {value!r}; allowed: a string such as '2 GiB'")
-    assert "KiB, MiB, GiB, TiB (of 1024)" in str(error.value)
-
-
-@pytest.mark.parametrize(("digits", "text"), [(4, "1 ms"), (5, "999.99 us"), (7, "999.9876 us")])
-def test_a_time_with_more_digits(digits, text):
-    """In the unit that it has with so many."""
-    assert time_text(999.9876e-6, digits) == text
+def test_time_is_read_in_any_unit(text, seconds):
+    assert parse_seconds("floor", text) == seconds
 
 
 @given(st.integers(1, 2**50))
-def test_text_of_a_size_means_that_size(size):
+def test_size_is_read_from_its_text(size):
     assert parse_bytes("limit", byte_text(size)) == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("10ns", 1e-8), ("0us", 0.0)]
+    "parse, value, allowed",
+    [
+        *((parse_bytes, value, ("'2 GiB'", "KiB, MiB, GiB, TiB (of 1024)")) for value in NO_SIZES),
+        *((parse_seconds, value, ("'50us'", "ns, us, ms, s")) for value in NO_TIMES),
+    ],
+    ids=repr,
 )
-def test_a_time(text, seconds):
-    assert parse_seconds("floor", text) == seconds
+def test_other_text_is_refused_with_the_units(parse, value, allowed):
+    with pytest.raises(ValueError) as error:
+        parse("limit", value)
+    assert str(error.value).startswith(f"limit: got {value!r}; allowed: a string such as ")
+    assert all(words in str(error.value) for words in allowed)
 
 
-@pytest.mark.parametrize("value", ["50", 50, "50 µs", "50 min", "-1us", None, "us"], ids=repr)
-def test_what_is_no_time_is_refused(value):
-    with pytest.raises(ValueError, match=r"floor: got .*; allowed: a string such as '50us'"):
-        parse_seconds("floor", value)
+@pytest.mark.parametrize("least, value", [(0, 0), (0, "0 B"), (1024, "1 KiB"), (1024, 1024)])
+def test_size_may_be_the_least_one(least, value):
+    assert parse_bytes("limit", value, least=least) == least

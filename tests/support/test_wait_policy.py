@@ -8,36 +8,36 @@ import pytest
 
 from stackwise.support.wait_policy import default_wait_policy
 
-PROBE = """
+FUNCTION = """
 import os, sys
 from stackwise.support.wait_policy import default_wait_policy
 print(default_wait_policy(), os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules, sep="|")
 """
 COMMAND = """
-import os, sys
+import os
 from stackwise.cli import main
 main(["check", "module.that.does.not:exist"])
 print(os.environ.get("OMP_WAIT_POLICY"))
 """
 
 
-def run(code, policy):
+@pytest.mark.parametrize(
+    "code, policy, printed",
+    [
+        (FUNCTION, None, "set to passive|PASSIVE|False"),
+        (FUNCTION, "ACTIVE", "as the user set it|ACTIVE|False"),
+        (COMMAND, None, "PASSIVE"),
+        (COMMAND, "ACTIVE", "ACTIVE"),
+    ],
+    ids=["function", "function, set", "command", "command, set"],
+)
+def test_policy_is_passive_unless_the_user_has_set_one(code, policy, printed):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     environment |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-
-
-@pytest.mark.parametrize(
-    "policy, printed", [(None, "set to passive|PASSIVE|False"), ("ACTIVE", "as the user set it|ACTIVE|False")]
-)
-def test_policy_is_set_before_torch_is_loaded(policy, printed):
-    assert run(PROBE, policy) == printed
-
-
-@pytest.mark.parametrize("policy, seen", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_policy_of_the_command_line_is_that_of_the_plugin(policy, seen):
-    assert run(COMMAND, policy) == seen
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == printed
 
 
 def test_policy_is_not_changed_after_torch_is_loaded(monkeypatch):

@@ -78,7 +78,7 @@ def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> 
         start, end = end, end + size
         mask = () if call.keep is None else (call.keep[:, :end].contiguous(),)
         arguments = {
-            name: value[:, start:end] if isinstance(value, Tensor) else value
+            name: value[:, start:end].contiguous() if isinstance(value, Tensor) else value
             for name, value in call.arguments.items()
         }
         with _added(model, arguments):

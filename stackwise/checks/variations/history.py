@@ -62,8 +62,8 @@ class History(Variation):
                     model.zero_grad(set_to_none=True)
                 elif kind == "decode" and spec.decode is not None:
                     half = max(1, length // 2)
-                    _, cache = spec.decode(model.eval(), inputs[:, :half], None)
-                    spec.decode(model, inputs[:, half:], cache)
+                    _, cache = spec.decode(model.eval(), inputs[:, :half].contiguous(), None)
+                    spec.decode(model, inputs[:, half:].contiguous(), cache)
                 else:
                     spec.logits(model.eval(), inputs)
         return model.eval()

@@ -11,8 +11,8 @@ from stackwise.gate.history.change_point import change_points
 from stackwise.gate.history.judgement import WINDOW
 from stackwise.gate.history.point import Point
 from stackwise.gate.history.store_url import HistoryError
+from stackwise.report.plot import ACCENT, BAD, INK, MUTED, svg_plot
 from stackwise.support.arguments import require
-from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["series_svg"]
 
-_INK, _MUTED, _SHIFT = "#1f2430", "#8a93a3", "#7a3fb5"
+_SHIFT = "#7a3fb5"
 _COLOURS = {
     "PASS": "#2a7f4f",
-    "IMPROVED": "#1f6fb4",
-    "REGRESSED": "#c23b2b",
+    "IMPROVED": ACCENT,
+    "REGRESSED": BAD,
     "INCONCLUSIVE": "#c98a1b",
-    "": _MUTED,
+    "": MUTED,
 }
 
 
@@ -58,7 +58,7 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
         else:
             above = below = figure.subplots()
         _draw_costs(above, shown, seed)
-        above.set_title(title, loc="left", color=_INK, parse_math=False)
+        above.set_title(title, loc="left", color=INK, parse_math=False)
         below.set_xlabel(f"result, {shown[0].created:%Y-%m-%d} to {shown[-1].created:%Y-%m-%d}")
 
     try:
@@ -79,7 +79,7 @@ def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:
     starts = [change.index for change in change_points(values, seed=seed)]
     for start, end in zip([0, *starts], [*starts, len(values)], strict=True):
         mean = 100 * math.expm1(statistics.fmean(values[start:end]) - middle)
-        axes.plot([start - 0.5, end - 0.5], [mean, mean], color=_INK, lw=1.2)
+        axes.plot([start - 0.5, end - 0.5], [mean, mean], color=INK, lw=1.2)
     for start in starts:
         axes.axvline(start - 0.5, color=_SHIFT, lw=1, ls="--")
         text = points[start].commit[:10]
@@ -90,7 +90,7 @@ def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:
 
 
 def _draw_reference(axes: Axes, points: Sequence[Point]) -> None:
-    for part, colour in (("gemm", _INK), ("copy", _MUTED)):
+    for part, colour in (("gemm", INK), ("copy", MUTED)):
         times = [getattr(point.reference, part) for point in points]
         middle = statistics.median(times)
         shares = [100 * (each / middle - 1) for each in times]
@@ -101,5 +101,5 @@ def _draw_reference(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _plain(axes: Any) -> None:
-    axes.axhline(0, color=_MUTED, lw=0.5)
+    axes.axhline(0, color=MUTED, lw=0.5)
     axes.spines[["top", "right"]].set_visible(False)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stackwise.report.plot import ACCENT, BAD, INK, MUTED, style_axes
+from stackwise.report.plot import ACCENT, BAD, INK, MUTED, style_axes, svg_plot
 from stackwise.support.arguments import require
-from stackwise.support.plot import svg_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

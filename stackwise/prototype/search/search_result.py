@@ -19,11 +19,10 @@ from stackwise.prototype.search.pareto import hypervolume, non_dominated
 from stackwise.prototype.search.plot import draw_front, front_svg
 from stackwise.prototype.search.trial import SearchTrial
 from stackwise.report.page import Page, Row, Section, Status, Table
-from stackwise.report.plot import Plot
+from stackwise.report.plot import Plot, write_svg
 from stackwise.support.arguments import require
 from stackwise.support.files import write_whole
 from stackwise.support.markdown import markdown_table
-from stackwise.support.plot import write_svg
 from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stackwise.report.plot import BAD, INK, MUTED, svg_plot, write_svg
 from stackwise.stability.lengths.point import LengthPoint
 from stackwise.support.arguments import require
-from stackwise.support.plot import svg_plot, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["length_svg", "write_length_plot"]
 
-_INK, _MUTED = "#1f2430", "#8a93a3"
-_COLOURS = {"stable": "#2a7f4f", "spiky": "#c98a1b", "unstable": "#c23b2b"}
+_COLOURS = {"stable": "#2a7f4f", "spiky": "#c98a1b", "unstable": BAD}
 _LEAST_SPAN = 20.0  # of the axis of norms, from its lower end to its upper one
 
 
@@ -69,7 +68,7 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
                 rotation=90,
                 va="center",
             )
-        axes.set_title(title, loc="left", color=_INK, parse_math=False)
+        axes.set_title(title, loc="left", color=INK, parse_math=False)
         axes.set_xlabel("sequence length")
         axes.set_ylabel("gradient norm")
         axes.spines[["top", "right"]].set_visible(False)
@@ -101,7 +100,7 @@ def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
             axes.plot([place], [medians[-1]], "o", ms=3.5, color=colour, label=label)
         if medians:
             middles.append((point.seq_len, statistics.median(medians)))
-    axes.plot(*zip(*middles, strict=True) if middles else ([], []), "-", lw=0.8, color=_MUTED, zorder=0)
+    axes.plot(*zip(*middles, strict=True) if middles else ([], []), "-", lw=0.8, color=MUTED, zorder=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     places = [point.seq_len for point in points]

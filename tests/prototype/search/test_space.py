@@ -259,7 +259,7 @@ class TestBudget:
         ),
         (
             {"space": {"model.latent.qk_rope_head_dim": {"low": 4, "high": 16}}} | MLA,
-            "space.model.latent.qk_rope_head_dim: got 5; model.latent.qk_rope_head_dim: got 5 (int); must",
+            "space.model.latent.qk_rope_head_dim: got 5; model.latent.qk_rope_head_dim: got 5 (int)",
         ),
         (
             {"space": {"model.kernel.n_features": {"low": 16, "high": 64, "log": True}}} | KERNEL,

@@ -31,7 +31,7 @@ __all__ = ["LOSS_LIMIT", "Examination", "Gradients", "gradients_in", "largest_ga
 # gradient. Other shapes change the order of sums.
 _OUTPUT_LIMIT, _GRADIENT_LIMIT = 1e-7, 1e-5
 # If a part of the model computes in float32, the limits are this many times its measured rounding.
-_ROUNDINGS = 30.0
+_ROUNDINGS = 100.0
 # Beyond this, a comparison says nothing.
 _LARGEST_LIMIT, _LARGEST_GRADIENT_LIMIT = 1e-2, 0.1
 # Losses are computed in float32 by many models, in whatever dtype the model is.
@@ -56,9 +56,11 @@ class Examination:
 
     Attributes:
         subject: the model, its device and its seed.
+        native: keep the dtype of the model.
     """
 
     subject: Subject
+    native: bool = False
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
 
@@ -70,12 +72,19 @@ class Examination:
     @cached_property
     def base(self) -> nn.Module:
         """Return the model that `model` copies. It is never called."""
-        model = self.subject.model(dtype=torch.float64)
-        _enliven(model, self.subject.seed)
-        if not self._runs(copy.deepcopy(model)):
-            model = self.subject.model()
+        for dtype in () if self.native else (torch.float64,):
+            model = self.subject.model(dtype=dtype)
             _enliven(model, self.subject.seed)
+            if self._runs(copy.deepcopy(model)):
+                return model
+        model = self.subject.model()
+        _enliven(model, self.subject.seed)
         return model
+
+    @cached_property
+    def in_own_dtype(self) -> Examination:
+        """Return the examination of the same model in its own dtype."""
+        return Examination(self.subject, native=True)
 
     def model(self) -> nn.Module:
         """Return a new copy of the model, in eval mode."""
@@ -128,11 +137,11 @@ class Examination:
 
     def sequence(self, number: int, length: int) -> Tensor:
         """Return sequence `number`, (T,) or (T, C), which depends on the length as well."""
-        return real_inputs(self.subject, 1, length, shift=1 + number)[0]
+        return real_inputs(self.subject, 1, length, shift=1 + number, model=self.base)[0]
 
     def filler(self, n_rows: int, width: int) -> Tensor:
         """Return inputs for padding and later tokens, (B, W) or (B, W, C)."""
-        return real_inputs(self.subject, n_rows, width, shift=1000)
+        return real_inputs(self.subject, n_rows, width, shift=1000, model=self.base)
 
     @torch.no_grad()
     def answer(self, number: int, length: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter
@@ -203,6 +204,9 @@ def _worst(
                 if name < other:
                     result.asked[frozenset({name, other})] += 1
     real = [each for each in found if each.is_real]
+    if real and exam.is_float64 and not math.isfinite(real[0].value):
+        # The lowest float64 is infinite in a softmax in float32, and the own dtype decides.
+        return _worst(composition, variations, exam.in_own_dtype)
     return real[0] if real else max(found, key=lambda each: each.value / max(each.limit, 1e-300))
 
 

@@ -82,12 +82,23 @@ def decoded(
     return subject.call(model, run)
 
 
-def real_inputs(subject: Subject, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
-    """A batch as of `subject.inputs`, without the ids that a model takes for padding wherever they stand."""
+def real_inputs(
+    subject: Subject,
+    batch_size: int,
+    seq_len: int | None = None,
+    *,
+    shift: int = 0,
+    model: nn.Module | None = None,
+) -> Tensor:
+    """A batch as of `subject.inputs`, without the ids that a model takes for padding wherever they stand.
+
+    `model` is one of the subject's, if there is one already.
+    """
     inputs = subject.inputs(batch_size, seq_len, shift=shift)
     if subject.spec.inputs != "tokens" or subject.spec.make_batch is not None:
         return inputs
-    reserved = _padding_ids(subject.spec.create(subject.device, subject.seed))
+    model = subject.spec.create(subject.device, subject.seed) if model is None else model
+    reserved = _padding_ids(model)
     # The next id that is free; of a vocabulary of padding alone nothing can be asked.
     for _ in range(len(reserved)):
         for each in reserved:

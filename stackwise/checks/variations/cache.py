@@ -50,5 +50,5 @@ class Cache(Variation):
         return f"the tokens come through the cache in parts of {sizes}" + ", ..." * (value[-1] != _WHOLE)
 
     def change(self, question: Question, value: list[int], exam: Examination) -> None:
-        """Divide the row."""
-        question.parts = tuple(value)
+        """Divide the row. A cache may be detached, so there are no gradients."""
+        question.parts, question.gradients = tuple(value), False

@@ -85,6 +85,8 @@ class ModelSpec:
         labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
             loss. None: no own loss.
         auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
+        visible: inputs -> bool (T, T) or (B, T, T), True if position t may see position s, in models that are
+            neither causal nor bidirectional, such as prefix models. None: no claim.
         window: number of positions that each layer sees, including its own (if not causal, the same number
             ahead), or a pair (before, after). None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
@@ -122,6 +124,7 @@ class ModelSpec:
     cache_problem: str = ""
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
+    visible: Callable[[Tensor], Tensor] | None = None
     window: int | tuple[int, int] | None = None
     tied: bool | None = None
     positionless: bool = False
@@ -154,6 +157,8 @@ class ModelSpec:
             InferenceError: no call of the model gave an output. The message lists the calls.
             TypeError: `subject` is or returns something else, or needs arguments.
         """
+        if declared.get("visible") is not None:
+            declared = {"causal": None, **declared}  # causality is not assumed then
         is_factory = callable(subject) and not isinstance(subject, nn.Module)
         made = _made(subject) if is_factory else subject
         name = getattr(subject, "__name__", "<lambda>") if is_factory else "<lambda>"

@@ -209,6 +209,8 @@ class Execution:
         if self.question.gradients and not self.question.train:
             self.question.train = exam.gradients_in_train_mode
         self.call, self._numbers = _arranged(self.question, exam)
+        for variation, value in self._variations:
+            variation.edit(self.call, value, exam)
         model = exam.model()
         for variation, value in self._variations:
             model = variation.prepare(model, value, exam)
@@ -260,11 +262,13 @@ class Execution:
 
     def _of_outputs(self, rows: list[Tensor]) -> Difference:
         worst, where = 0.0, ""
-        for row, (key, place) in zip(rows, zip(self._numbers, self.call.places, strict=True), strict=True):
+        for number, (row, key, place) in enumerate(zip(rows, self._numbers, self.call.places, strict=True)):
             answer = self.exam.answer(*key)
             if row.shape != answer.shape:
                 raise Refused(f"an output of shape {tuple(row.shape)} in place of {tuple(answer.shape)}")
             gaps = relative_difference(answer, row).amax(dim=-1)
+            if number in self.call.compared:
+                gaps = gaps.where(self.call.compared[number], 0.0)
             if not float(gaps.max()) <= worst:
                 worst, position = float(gaps.max()), int(gaps.argmax())
                 where = f"row {place.row}, position {place.start + position}"

@@ -40,12 +40,15 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
         if any(len(record.get(name, ())) != 1 for record in plain):
             continue
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        for place, record in zip(execution.call.places, plain, strict=True):
+        for number, (place, record) in enumerate(zip(execution.call.places, plain, strict=True)):
             [expected] = record[name]
             found = whole[place.row : place.row + 1, place.start : place.end]
             if whole.shape[1] != execution.question.width or found.shape != expected.shape:
                 break
-            if not float(relative_difference(expected, found).max()) <= exam.limit:
+            gaps = relative_difference(expected, found).flatten(2).amax(dim=-1)[0]
+            if number in execution.call.compared:
+                gaps = gaps.where(execution.call.compared[number], 0.0)
+            if not float(gaps.max()) <= exam.limit:
                 return name
     return ""
 

@@ -84,6 +84,7 @@ class Call:
         labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache, W in all. (): one call.
         arguments: further keyword arguments. Tensors have W columns.
+        compared: positions (T,), bool, whose outputs are compared, by sequence. Others: all positions.
     """
 
     inputs: Tensor
@@ -94,3 +95,4 @@ class Call:
     labels: Tensor | None = None
     parts: tuple[int, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
+    compared: dict[int, Tensor] = field(default_factory=dict)

@@ -70,6 +70,9 @@ class Variation:
             Refused: this question cannot be changed so.
         """
 
+    def edit(self, call: Call, value: Any, exam: Examination) -> None:
+        """Change the tensors of a call."""
+
     def prepare(self, model: nn.Module, value: Any, exam: Examination) -> nn.Module:
         """Return the model to ask, which is `model` or a copy, in eval mode."""
         return model

@@ -168,7 +168,32 @@ class OtherAttentionForStates(WithArguments):
         return super().scale() * (1.1 if self.wants_states else 1.0)
 
 
+class Prefix(GPT):
+    """The first four tokens see each other."""
+
+    shown = 4
+
+    def visible(self, T, past, keep, documents):
+        visible = super().visible(T, past, keep, documents)
+        visible[..., : self.shown, : self.shown] = True
+        return visible
+
+
+class PrefixTooLong(Prefix):
+    shown = 6
+
+
+def prefix_spec(build):
+    def visible(inputs):
+        seen = torch.ones(inputs.shape[1], inputs.shape[1], dtype=torch.bool).tril()
+        seen[: Prefix.shown, : Prefix.shown] = True
+        return seen
+
+    return spec_of(build, causal=None, visible=visible, decode=None, packed=None, masked=None)
+
+
 BUGS = {
+    "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
     "documents": (DocumentsIgnored, GPT),
     "later_tokens": (NextTokenRead, GPT),
@@ -190,7 +215,8 @@ TOGETHER = {"mask_of_ones": ["documents"]}
 
 def explored(build, names):
     known = known_variations()
-    return explore(Subject(spec_of(build), CPU), {name: known[name] for name in names}, count=0)
+    spec = prefix_spec(build) if issubclass(build, Prefix) else spec_of(build)
+    return explore(Subject(spec, CPU), {name: known[name] for name in names}, count=0)
 
 
 def reporters(exploration):

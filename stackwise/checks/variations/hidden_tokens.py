@@ -1,0 +1,74 @@
+"""Hidden tokens: an input that a position may not see does not change its output."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call, Question
+from stackwise.checks.engine.variation import Variation
+
+
+class HiddenTokens(Variation):
+    """Replace one input of the first sequence. Value: its place, from 0.0 (the first) to 1.0 (the last)."""
+
+    name = "hidden_tokens"
+    question = "Does an input change only the outputs of positions that may see it?"
+    rank = 28
+    excludes = frozenset({"labels", "recomputation"})
+    advice = "Look for a mask that shows too much, and for norms, convolutions and pooling over positions."
+
+    def missing(self, exam: Examination) -> str:
+        """Require a claim about visibility."""
+        if not exam.spec.per_position:
+            return "needs an output per position"
+        if exam.spec.visible is None and not exam.spec.causal:
+            return "needs visible=, (inputs) -> which position may see which, or causal=True"
+        return ""
+
+    def draw(self, exam: Examination, rng: random.Random) -> float:
+        """Draw a place."""
+        return round(rng.random(), 2)
+
+    def text(self, value: float) -> str:
+        """Return the variation in words."""
+        return "an input changes that the position may not see"
+
+    def correct_if(self, exam: Examination, value: float) -> str | None:
+        """Only a declared or inferred claim is a promise."""
+        if exam.spec.visible is None and "causal" in exam.spec.assumed:
+            return "the model is not causal; then declare causal=False"
+        return None
+
+    def change(self, question: Question, value: float, exam: Examination) -> None:
+        """Compare outputs only, because the replaced input has other gradients."""
+        question.gradients = False
+
+    def edit(self, call: Call, value: float, exam: Examination) -> None:
+        """Replace the input."""
+        sequence, place = call.sequences[0], call.places[0]
+        position = round(value * (len(sequence) - 1))
+        call.inputs[place.row, place.start + position] = exam.filler(1, position + 1)[0, -1]
+        call.compared[0] = ~_reaching(_visible(exam, sequence))[:, position]
+
+
+def _visible(exam: Examination, sequence: Tensor) -> Tensor:
+    """Return which position may see which, (T, T)."""
+    length = len(sequence)
+    if exam.spec.visible is None:
+        return torch.ones(length, length, dtype=torch.bool).tril()
+    visible = exam.spec.visible(sequence[None])
+    return (visible[0] if visible.ndim == 3 else visible).bool()
+
+
+def _reaching(visible: Tensor) -> Tensor:
+    """Return which position is reached by which, (T, T), in any number of layers."""
+    reached = visible | torch.eye(len(visible), dtype=torch.bool)
+    while True:
+        further = (reached.float() @ reached.float()) > 0
+        if torch.equal(further, reached):
+            return reached
+        reached = further

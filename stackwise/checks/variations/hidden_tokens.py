@@ -1,4 +1,4 @@
-"""Hidden tokens: an input that a position may not see does not change its output."""
+"""Hidden tokens: inputs that a position may not see do not change its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from stackwise.checks.engine.variation import Variation
 
 
 class HiddenTokens(Variation):
-    """Replace one input of the first sequence. Value: its place, from 0.0 (the first) to 1.0 (the last)."""
+    """Replace the inputs of the first sequence that one position may not see.
+
+    Value: the place of this position, from 0.0 (the first) to 1.0 (the last).
+    """
 
     name = "hidden_tokens"
     question = "Does an input change only the outputs of positions that may see it?"
@@ -35,7 +38,7 @@ class HiddenTokens(Variation):
 
     def text(self, value: float) -> str:
         """Return the variation in words."""
-        return "an input changes that the position may not see"
+        return "inputs change that the position may not see"
 
     def correct_if(self, exam: Examination, value: float) -> str | None:
         """Only a declared or inferred claim is a promise."""
@@ -44,15 +47,17 @@ class HiddenTokens(Variation):
         return None
 
     def change(self, question: Question, value: float, exam: Examination) -> None:
-        """Compare outputs only, because the replaced input has other gradients."""
+        """Compare outputs only, because replaced inputs have other gradients."""
         question.gradients = False
 
     def edit(self, call: Call, value: float, exam: Examination) -> None:
-        """Replace the input."""
+        """Replace the inputs."""
         sequence, place = call.sequences[0], call.places[0]
-        position = round(value * (len(sequence) - 1))
-        call.inputs[place.row, place.start + position] = exam.filler(1, position + 1)[0, -1]
-        call.compared[0] = ~_reaching(_visible(exam, sequence))[:, position]
+        reached = _reaching(_visible(exam, sequence)).to(sequence.device)
+        hidden = ~reached[round(value * (len(sequence) - 1))]
+        row = call.inputs[place.row, place.start : place.end]
+        row[hidden] = exam.filler(1, len(sequence))[0][hidden]
+        call.compared[0] = ~(reached & hidden).any(dim=1)
 
 
 def _visible(exam: Examination, sequence: Tensor) -> Tensor:

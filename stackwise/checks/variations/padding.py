@@ -64,3 +64,7 @@ class Padding(Variation):
             padding = Segment("padding", widest - sum(s.length for s in row))
             question.rows.append([padding, *row] if left else [*row, padding])
         question.mask = True
+        if question.parts:
+            # A prompt contains all the padding, as in generation.
+            most = max(row[0].length for row in question.rows)
+            question.parts = (most + question.parts[0], *question.parts[1:], *question.parts[-1:])

@@ -55,12 +55,13 @@ _MAX_HEADS_PER_KV, _MAX_KINDS = 8, 4
 _RARE = {
     0: "num_kv_shared_layers num_nextn_predict_layers",
     1: "first_k_dense_replace moe_layer_start_index attn_layer_offset",
-    2: "linear_num_key_heads index_n_heads attn_layer_period decoder_sparse_step full_attention_interval",
+    2: "linear_num_key_heads attn_layer_period decoder_sparse_step full_attention_interval",
     4: "mamba_n_heads mamba_num_heads linear_num_heads time_step_rank linear_num_value_heads num_buckets",
     8: "kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim state_size ssm_state_size "
     "mamba_d_state index_topk mamba_n_groups linear_key_head_dim linear_value_head_dim "
     "hidden_size_per_layer_input",
     16: "q_lora_rank mamba_d_head mamba_head_dim linear_head_dim",
+    32: "index_n_heads",  # the top-k of few heads is arbitrary: scores of 0 are equal
 }
 # Overrides, tried in order until the reduced model can be built and called.
 _VARIANTS: tuple[dict[str, Any], ...] = (

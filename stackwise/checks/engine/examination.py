@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stackwise.checks.engine.call import execute, loss_of
 from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.call import dtype_of, real_inputs
-from stackwise.checks.probe.difference import relative_difference, uses_less_than_float64
+from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.subject import Subject
 from stackwise.subject.spec import ModelSpec
@@ -73,13 +73,9 @@ class Examination:
     def base(self) -> nn.Module:
         """Return the model that `model` copies. It is never called."""
         for dtype in () if self.native else (torch.float64,):
-            model = self.subject.model(dtype=dtype)
-            _enliven(model, self.subject.seed)
-            if self._runs(copy.deepcopy(model)):
-                return model
-        model = self.subject.model()
-        _enliven(model, self.subject.seed)
-        return model
+            if self._runs(self._built(dtype)):
+                return self._built(dtype)
+        return self._built(None)
 
     @cached_property
     def in_own_dtype(self) -> Examination:
@@ -87,8 +83,28 @@ class Examination:
         return Examination(self.subject, native=True)
 
     def model(self) -> nn.Module:
-        """Return a new copy of the model, in eval mode."""
-        return copy.deepcopy(self.base)
+        """Return a new model in eval mode: a copy, or built again if copies are not independent."""
+        return copy.deepcopy(self.base) if self._can_copy else self._built(dtype_of(self.base))
+
+    @cached_property
+    def _can_copy(self) -> bool:
+        """Return True if a copy does not use the tensors of its original, as patched functions may."""
+        try:
+            model = copy.deepcopy(self.base)
+            with torch.enable_grad():
+                output = self.spec.logits(model, self.subject.inputs(1))
+                if output.requires_grad:
+                    output.sum().backward()  # type: ignore[no-untyped-call]
+        except Exception:  # any exception means: built again
+            return False
+        uses_original = bool(gradients_in(self.base))
+        self.base.zero_grad(set_to_none=True)
+        return not uses_original
+
+    def _built(self, dtype: torch.dtype | None) -> nn.Module:
+        model = self.subject.model(dtype=dtype)
+        _enliven(model, self.subject.seed)
+        return model
 
     @property
     def is_float64(self) -> bool:
@@ -268,18 +284,17 @@ class Examination:
     def _limits(self) -> tuple[float, float]:
         """Return the limits of outputs and of gradients.
 
-        If a part of the model computes in float32, the limits are a multiple of the effect of a change of the
-        weights by the rounding of float32.
+        If a part of the model computes in a narrower dtype than float64, the limits are a multiple of the
+        effect of a change of the weights by the rounding of this dtype.
         """
         length = self.lengths[-1]
         inputs = self.sequence(0, length)[None]
-        dtype = torch.float32
+        rounding = torch.finfo(dtype_of(self.base)).eps
         if self.is_float64:
             with torch.no_grad():
-                if not uses_less_than_float64(self.model(), lambda m: self.spec.logits(m, inputs)):
-                    return _OUTPUT_LIMIT, _GRADIENT_LIMIT
-        else:
-            dtype = dtype_of(self.base)
+                rounding = coarsest_rounding(self.model(), lambda m: self.spec.logits(m, inputs))
+            if not rounding:
+                return _OUTPUT_LIMIT, _GRADIENT_LIMIT
         output, gradients = self._plain_with_gradients(self.model(), 0, length)
         changed = self.model()
         generator = torch.Generator().manual_seed(self.subject.seed)
@@ -287,7 +302,7 @@ class Examination:
             for p in changed.parameters():
                 if p.is_floating_point():
                     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-                    p.mul_(1 + torch.finfo(dtype).eps * noise)
+                    p.mul_(1 + rounding * noise)
         other, others = self._plain_with_gradients(changed, 0, length)
         gap = float(relative_difference(output, other).max())
         gradient_gap, _ = largest_gap(gradients, others, _NARROW_FLOOR)

@@ -207,7 +207,10 @@ def _worst(
     if real and exam.is_float64 and not math.isfinite(real[0].value):
         # The lowest float64 is infinite in a softmax in float32, and the own dtype decides.
         return _worst(composition, variations, exam.in_own_dtype)
-    return real[0] if real else max(found, key=lambda each: each.value / max(each.limit, 1e-300))
+    if real:
+        return real[0]
+    nothing = Difference("output", 0.0, exam.limit)
+    return max(found, key=lambda each: each.value / max(each.limit, 1e-300), default=nothing)
 
 
 def _shrunk(

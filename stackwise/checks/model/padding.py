@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import (
     dtype_of,
-    has_fixed_state,
-    leaves_state,
     masked,
+    reads_padding_by_a_state,
     real_inputs,
     reason_of,
     refusals,
@@ -26,7 +25,7 @@ from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_diffe
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import ContiguousCall
-from stackwise.subject.capability import masked_with_positions, padding_id
+from stackwise.subject.capability import padding_id
 from stackwise.subject.inference import cast, logits_of
 
 _LENGTH = 12
@@ -173,7 +172,7 @@ def padding_content(subject: Subject) -> CheckResult:
             " if the argument exists for callers only (then declare masked=None)",
             advice=_ADVICE_READ,
         )
-    if found.real and _reads_through_a_state(subject):
+    if found.real and reads_padding_by_a_state(subject, _LENGTH):
         return subject.warned(
             found.value,
             found.limit,
@@ -209,14 +208,6 @@ def _ignores_mask(subject: Subject) -> bool:
     return torch.equal(one[:, 1:], two[:, 1:]) if subject.spec.per_position else torch.equal(one, two)
 
 
-def _reads_through_a_state(subject: Subject) -> bool:
-    """Whether padding on the left was only guessed to be possible, and there is a recurrent state."""
-    if subject.spec.masked != ContiguousCall(masked_with_positions):
-        return False
-    inputs = real_inputs(subject, 1, min(subject.seq_len, _LENGTH))
-    return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)
-
-
 @check
 def padding_amount(subject: Subject) -> CheckResult:
     """Does a padded row compute what it computes alone?"""
@@ -250,7 +241,7 @@ def padding_amount(subject: Subject) -> CheckResult:
         return subject.not_applicable(NOT_REPEATED)
     if _ignores_mask(subject):
         return subject.not_applicable("needs a mask that changes something; this one does not")
-    if _reads_through_a_state(subject):
+    if reads_padding_by_a_state(subject, _LENGTH):
         return subject.not_applicable("needs a state that passes by padding on the left; see padding_content")
     side, index = divmod(int(found.gaps.argmax()), found.gaps.shape[1])
     return subject.failed(

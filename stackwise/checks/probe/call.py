@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stackwise.checks.subject import Subject
 from stackwise.subject.cached_call import cache_tensors
-from stackwise.subject.capability import padding_id
+from stackwise.subject.call_form import ContiguousCall
+from stackwise.subject.capability import masked_with_positions, padding_id
 from stackwise.subject.inference import cast, logits_of
 from stackwise.support.system_errors import is_out_of_memory
 
@@ -25,6 +26,7 @@ __all__ = [
     "has_fixed_state",
     "leaves_state",
     "masked",
+    "reads_padding_by_a_state",
     "real_inputs",
     "reason_of",
     "refusals",
@@ -156,6 +158,17 @@ def leaves_state(subject: Subject, inputs: Tensor) -> bool:
     before = left()
     subject.logits(model, inputs)
     return left() != before
+
+
+def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
+    """Return True if padding on the left was only guessed to be possible, and there is a recurrent state.
+
+    `most` is the longest row to try.
+    """
+    if subject.spec.masked != ContiguousCall(masked_with_positions):
+        return False
+    inputs = real_inputs(subject, 1, min(subject.seq_len, most))
+    return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -22,6 +22,7 @@ __all__ = [
     "NOT_REPEATED",
     "Finding",
     "absolute_difference",
+    "coarsest_rounding",
     "hear",
     "relative_difference",
     "repeats",
@@ -122,21 +123,26 @@ def repeats(subject: Subject) -> bool:
 
 def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], object]) -> bool:
     """Whether parts of a float64 model compute in a narrower dtype, whose rounding remains."""
+    return coarsest_rounding(model, measure) > 0
+
+
+def coarsest_rounding(model: nn.Module, measure: Callable[[nn.Module], object]) -> float:
+    """Return the eps of the narrowest dtype in which a float64 model computes, or 0.0 if it is float64."""
     watch = _Narrow()  # type: ignore[no-untyped-call]
     with watch:
         measure(model)
-    return watch.seen
+    return watch.eps
 
 
 class _Narrow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether any operation gives a floating-point result narrower than float64."""
+    """Notes the eps of the narrowest floating-point result below float64."""
 
-    seen: bool = False
+    eps: float = 0.0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         if isinstance(output, Tensor) and output.dtype in _NARROW:
-            self.seen = True
+            self.eps = max(self.eps, torch.finfo(output.dtype).eps)
         return output
 
 

@@ -10,6 +10,7 @@ from stackwise.checks.engine.call import decode_takes_mask
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.call import reads_padding_by_a_state
 
 
 class Padding(Variation):
@@ -43,6 +44,12 @@ class Padding(Variation):
     def text(self, value: dict[str, Any]) -> str:
         """Return the side."""
         return f"there is padding on the {value['side']}"
+
+    def correct_if(self, exam: Examination, value: dict[str, Any]) -> str | None:
+        """Padding on the left is no promise of a recurrent model, unless it is declared."""
+        if value["side"] == "left" and reads_padding_by_a_state(exam.subject, exam.longest):
+            return "padding is always on the right; then declare padding_sides=('right',)"
+        return None
 
     def change(self, question: Question, value: dict[str, Any], exam: Examination) -> None:
         """Add padding, after shortening the rows so that it fits."""

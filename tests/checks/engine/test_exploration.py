@@ -1,5 +1,7 @@
 """The engine: its plan, its comparison, its shrinking and its report."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -184,3 +186,19 @@ def test_model_with_an_output_per_row():
     exploration = explore(Subject(spec, CPU), KNOWN)
     assert not exploration.findings
     assert exploration.asked[frozenset({"batch"})] > 0
+
+
+def test_model_whose_copies_use_the_original_is_built_again():
+    def build():
+        model = GPT()
+        original = model.forward
+        model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+        return model
+
+    spec = replace(gpt(), build=build)
+    exam = exam_of(spec)
+    assert not exam._can_copy
+    assert exam_of(gpt())._can_copy
+    assert not explore(
+        Subject(spec, CPU), {"copies": KNOWN["copies"], "batch": KNOWN["batch"]}, count=0
+    ).findings

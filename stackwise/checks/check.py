@@ -25,7 +25,16 @@ from stackwise.subject.trainer_spec import TrainerSpec
 from stackwise.support.arguments import check_choice, require
 from stackwise.support.device import threads_for
 
-__all__ = ["Check", "Suite", "check", "known_checks", "refuse_unknown", "select_checks", "trainer_check"]
+__all__ = [
+    "Check",
+    "Suite",
+    "check",
+    "enter",
+    "known_checks",
+    "refuse_unknown",
+    "select_checks",
+    "trainer_check",
+]
 
 Suite = Literal["fast", "full"]
 Question = TypeVar("Question", bound=Callable[..., CheckResult])
@@ -93,16 +102,20 @@ def trainer_check(question: Question | None = None, *, suite: Suite = "fast") ->
 
 
 def _entered(question: Question | None, asks: Literal["model", "trainer"], suite: Suite) -> Any:
-    def enter(function: Question) -> Question:
-        name = function.__name__
-        assert name not in _registry, name
-        assert function.__doc__, name
+    def decorate(function: Question) -> Question:
+        assert function.__doc__, function
         family = function.__module__.rpartition(".")[2]
         summary = function.__doc__.strip().splitlines()[0]
-        _registry[name] = Check(name, family, summary, function, asks, suite)
+        enter(Check(function.__name__, family, summary, function, asks, suite))
         return function
 
-    return enter if question is None else enter(question)
+    return decorate if question is None else decorate(question)
+
+
+def enter(check: Check) -> None:
+    """Enter a check in the registry."""
+    assert check.name not in _registry, check.name
+    _registry[check.name] = check
 
 
 @cache

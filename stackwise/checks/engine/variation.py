@@ -27,7 +27,9 @@ class Variation:
     methods in their order here. Most have a default that changes nothing.
 
     Attributes:
-        name: name in reports, and of the check that reports it.
+        name: name in compositions.
+        check: name of the check that reports its findings. None: the name of the variation.
+        family: family of this check.
         question: question of this check.
         rank: a finding of several variations is reported by the one with the highest rank. Variations with
             a lower rank change the question first.
@@ -37,6 +39,8 @@ class Variation:
     """
 
     name: ClassVar[str]
+    check: ClassVar[str | None] = None
+    family: ClassVar[str] = "equivalence"
     question: ClassVar[str]
     rank: ClassVar[int]
     excludes: ClassVar[frozenset[str]] = frozenset()

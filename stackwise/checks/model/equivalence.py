@@ -6,9 +6,7 @@ which they are combined with each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from stackwise.checks.check import check
+from stackwise.checks.check import Check, enter
 from stackwise.checks.engine.exploration import Exploration, explore
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.result import CheckResult
@@ -29,7 +27,7 @@ def _explored(subject: Subject) -> Exploration:
     return exploration
 
 
-def _check_of(variation: Variation) -> Callable[[Subject], CheckResult]:
+def _check_of(variation: Variation) -> Check:
     def ask(subject: Subject) -> CheckResult:
         exploration = _explored(subject)
         found = [each for each in exploration.findings if each.variation == variation.name]
@@ -52,9 +50,8 @@ def _check_of(variation: Variation) -> Callable[[Subject], CheckResult]:
             meaning=f"{count} compositions with it",
         )
 
-    ask.__name__, ask.__doc__, ask.__module__ = variation.name, variation.question, __name__
-    return ask
+    return Check(variation.check or variation.name, variation.family, variation.question, ask)
 
 
 for _variation in known_variations().values():
-    check(_check_of(_variation))
+    enter(_check_of(_variation))

@@ -22,7 +22,10 @@ class HiddenTokens(Variation):
     question = "Does an input change only the outputs of positions that may see it?"
     rank = 28
     excludes = frozenset({"labels", "recomputation"})
-    advice = "Look for a mask that shows too much, and for norms, convolutions and pooling over positions."
+    advice = (
+        "Look for a mask that shows too much, and for norms, convolutions and pooling over positions. For an "
+        "encoder, declare causal=False."
+    )
 
     def missing(self, exam: Examination) -> str:
         """Require a claim about visibility."""
@@ -39,12 +42,6 @@ class HiddenTokens(Variation):
     def text(self, value: float) -> str:
         """Return the variation in words."""
         return "inputs change that the position may not see"
-
-    def correct_if(self, exam: Examination, value: float) -> str | None:
-        """Only a declared or inferred claim is a promise."""
-        if exam.spec.visible is None and "causal" in exam.spec.assumed:
-            return "the model is not causal; then declare causal=False"
-        return None
 
     def change(self, question: Question, value: float, exam: Examination) -> None:
         """Compare outputs only, because replaced inputs have other gradients."""

@@ -18,7 +18,7 @@ class LaterTokens(Variation):
     rank = 30
     advice = (
         "Look for attention without a causal mask, convolutions that are centred, and statistics over all "
-        "positions."
+        "positions. For an encoder, declare causal=False."
     )
 
     def missing(self, exam: Examination) -> str:
@@ -39,10 +39,6 @@ class LaterTokens(Variation):
     def text(self, value: int) -> str:
         """Return the number of tokens."""
         return f"{value} later token{'s follow' if value > 1 else ' follows'}"
-
-    def correct_if(self, exam: Examination, value: int) -> str | None:
-        """Only a declared or inferred claim is a promise."""
-        return "the model is not causal; then declare causal=False" if "causal" in exam.spec.assumed else None
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
         """Append the tokens, after shortening the rows so that they fit."""

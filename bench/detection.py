@@ -57,6 +57,27 @@ EXPLAINED = {
     },
     "x-transformers/decoder shifted tokens": {"cache": "it does not keep the token that shifts in next"},
 }
+# FAILs of the family equivalence: at most ten entries, each with one cause.
+_EQUIVALENCE = {
+    "a prefix model: all that it is given is context, and sees itself": ("transformers/cpmant",),
+    "decoding with a mask, it makes room in the mask for an image that is not there": ("transformers/git",),
+    "with output_attentions and sdpa, a boolean mask is added to the scores": ("transformers/falcon",),
+    "a layer uses its cached state for single tokens only (transformers#45513)": (
+        "transformers/mamba",
+        "transformers/falcon_mamba",
+        "transformers/jamba",
+    ),
+    "without ids there are no per-layer embeddings": ("transformers/gemma3n_text",),
+    "positions of inputs_embeds start again with each part (create_position_ids_from_inputs_embeds)": (
+        *(f"transformers/{name} is_decoder" for name in ("camembert", "data2vec-text", "roberta")),
+        *(f"transformers/{name} is_decoder" for name in ("roberta-prelayernorm", "xlm-roberta")),
+        "transformers/xlm-roberta-xl is_decoder",
+    ),
+    "it does not keep the token that shifts in next": ("x-transformers/decoder shifted tokens",),
+}
+for _reason, _names in _EQUIVALENCE.items():
+    for _name in _names:
+        EXPLAINED.setdefault(_name, {})["equivalence"] = _reason
 # litgpt's models with sliding windows.
 EXPLAINED |= {
     f"litgpt/{name}": {

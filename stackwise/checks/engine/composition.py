@@ -223,6 +223,7 @@ class Execution:
             if question.train:
                 around.enter_context(WithoutDropout())
             for variation, value in self._variations:
+                around.enter_context(variation.around(value))
                 self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
             around.enter_context(exam.subject.fixed_randomness())
             around.enter_context(torch.set_grad_enabled(question.gradients))
@@ -230,6 +231,8 @@ class Execution:
                 yield from self._of_loss()
                 return
             output = execute(exam.spec, self.model, self.call)
+            for variation, value in self._variations:
+                output = variation.restore(output, self.call, value)
             rows = [self._row(output, place) for place in self.call.places]
             if self._compares_gradients and output.requires_grad:
                 total = sum((row * projection(row, number)).sum() for row, (number, _) in self._rows(rows))

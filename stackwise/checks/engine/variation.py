@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.checks.engine.question import Call, Question
 
@@ -81,9 +82,17 @@ class Variation:
         """Return the model to ask, which is `model` or a copy, in eval mode."""
         return model
 
+    def around(self, value: Any) -> AbstractContextManager[object]:
+        """Return the context of the call."""
+        return nullcontext()
+
     def arguments(self, call: Call, model: nn.Module, value: Any, exam: Examination) -> dict[str, Any]:
         """Return further keyword arguments of the call."""
         return {}
+
+    def restore(self, output: Tensor, call: Call, value: Any) -> Tensor:
+        """Return the logits (B, W, V) of a call, if the model returned them in another form."""
+        return output
 
 
 class Switch(Variation):

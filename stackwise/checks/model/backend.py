@@ -31,7 +31,7 @@ def backend_gradients(subject: Subject) -> CheckResult:
     except REFUSALS:
         model = subject.model(train=True)
         usual = gradients_of(subject, model, around=WithoutDropout)[0]
-    watch = _Attention()
+    watch = AttentionCalls()
 
     @contextmanager
     def plainly() -> Iterator[None]:
@@ -55,7 +55,7 @@ def backend_gradients(subject: Subject) -> CheckResult:
     return subject.passed(value, limit)
 
 
-class _Attention(TorchFunctionMode):
+class AttentionCalls(TorchFunctionMode):
     """Notes whether torch's own attention is called."""
 
     seen = False

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.subject.spec import ModelSpec
 
 
 class History(Variation):
@@ -27,7 +28,7 @@ class History(Variation):
 
     def draw(self, exam: Examination, rng: random.Random) -> list[list[Any]]:
         """Draw one or two calls."""
-        kinds = ["plain", "wider"]
+        kinds = ["plain", "wider", "broken"]
         if exam.has_train_mode:
             kinds.append("train")
         if exam.spec.decode is not None and exam.spec.causal:
@@ -45,6 +46,7 @@ class History(Variation):
     def text(self, value: list[list[Any]]) -> str:
         """Return the earlier calls."""
         names = {"plain": "a call", "wider": "a call", "train": "a training step", "decode": "decoding"}
+        names["broken"] = "a call that raised an error in a module,"
         return "the model was used before: " + ", ".join(
             f"{names[kind]} of {n} positions" for kind, n in value
         )
@@ -57,7 +59,9 @@ class History(Variation):
                 [exam.sequence(50 + index + row, length) for row in range(1 + (kind != "plain"))]
             )
             with torch.set_grad_enabled(kind == "train"), exam.subject.fixed_randomness(), WithoutDropout():
-                if kind == "train":
+                if kind == "broken":
+                    _break(spec, model.eval(), inputs)
+                elif kind == "train":
                     spec.logits(model.train(), inputs).square().mean().backward()  # type: ignore[no-untyped-call]
                     model.zero_grad(set_to_none=True)
                 elif kind == "decode" and spec.decode is not None:
@@ -67,3 +71,25 @@ class History(Variation):
                 else:
                     spec.logits(model.eval(), inputs)
         return model.eval()
+
+
+class _Broken(Exception):  # noqa: N818  not for users
+    """Raised inside a call."""
+
+
+def _break(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> None:
+    """Call a model, and raise an exception after half of its modules."""
+
+    def fail(*_: object) -> None:
+        raise _Broken
+
+    modules = [module for module in model.modules() if module is not model]
+    if not modules:
+        return
+    handle = modules[len(modules) // 2].register_forward_hook(fail)
+    try:
+        spec.logits(model, inputs)
+    except _Broken:
+        pass
+    finally:
+        handle.remove()

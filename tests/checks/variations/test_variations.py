@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from stackwise.checks.engine.exploration import explore
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
+from tests.zoo.cache import Fused
 from tests.zoo.gpt import GPT, spec_of
 
 CPU = torch.device("cpu")
@@ -132,10 +133,16 @@ class WithArguments(GPT):
         position_ids=None,
         inputs_embeds=None,
         output_hidden_states=False,
+        logits_to_keep=0,
     ):
         self.given, self.vectors, self.wants_states = position_ids, inputs_embeds, output_hidden_states
         ids = input_ids if inputs_embeds is None else inputs_embeds[..., 0].long()
-        return super().forward(ids, attention_mask, labels, cache, documents, use_cache)
+        output = super().forward(ids, attention_mask, labels, cache, documents, use_cache)
+        output.logits = self.kept(output.logits, logits_to_keep)
+        return output
+
+    def kept(self, logits, count):
+        return logits[:, -count:]
 
     def get_input_embeddings(self):
         return self.embedding
@@ -166,6 +173,21 @@ class OtherAttentionForStates(WithArguments):
 
     def scale(self):
         return super().scale() * (1.1 if self.wants_states else 1.0)
+
+
+class FirstLogitsKept(WithArguments):
+    def kept(self, logits, count):
+        return logits[:, :count] if count else logits
+
+
+class OtherScaleInMath(Fused):
+    """Another scale if the fused kernel is switched off."""
+
+    def scale(self):
+        return 1.0 if torch.backends.cuda.flash_sdp_enabled() else 1.1
+
+    def fused(self, q, k, v, visible):
+        return super().fused(q * self.scale(), k, v, visible)
 
 
 class Prefix(GPT):
@@ -204,6 +226,8 @@ BUGS = {
     "positions": (PositionsMisused, WithArguments),
     "embeddings": (VectorsNotScaled, WithArguments),
     "extra_outputs": (OtherAttentionForStates, WithArguments),
+    "logits_to_keep": (FirstLogitsKept, WithArguments),
+    "attention_backend": (OtherScaleInMath, Fused),
     "train_mode": (ScaledInTraining, GPT),
     "history": (FirstMaskKept, GPT),
     "copies": (TableNotSaved, GPT),

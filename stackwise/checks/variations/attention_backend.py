@@ -1,0 +1,66 @@
+"""Attention backend: another implementation of the same attention."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.model.backend import AttentionCalls
+
+
+class AttentionBackend(Variation):
+    """Compute attention with another backend.
+
+    Value: "math" (the plain formula of scaled_dot_product_attention) or "eager" (the Python code of a
+    transformers model).
+    """
+
+    name = "attention_backend"
+    question = "Is the output the same with another attention backend?"
+    rank = 52
+    advice = (
+        "Look for branches on the backend: a mask or a window that one of them drops, is_causal beside a "
+        "mask, and another scale."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require a call of scaled_dot_product_attention."""
+        return "" if _backends(exam) else "needs a call of scaled_dot_product_attention"
+
+    def draw(self, exam: Examination, rng: random.Random) -> str:
+        """Draw a backend."""
+        return rng.choice(_backends(exam))
+
+    def text(self, value: str) -> str:
+        """Return the backend."""
+        return f"attention uses the {value} backend"
+
+    def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
+        """Choose the implementation of a transformers model."""
+        if value == "eager":
+            choose: Any = getattr(model, "set_attn_implementation", None)
+            try:
+                choose("eager")
+            except (ValueError, TypeError, AttributeError) as error:
+                raise Refused("the model has no eager attention") from error
+        return model
+
+    def around(self, value: str) -> AbstractContextManager[object]:
+        """Choose the kernel of torch."""
+        return sdpa_kernel(SDPBackend.MATH) if value == "math" else nullcontext()
+
+
+def _backends(exam: Examination) -> list[str]:
+    calls = AttentionCalls()
+    with calls, torch.no_grad():
+        exam.spec.logits(exam.model(), exam.sequence(0, exam.lengths[-1])[None])
+    if not calls.seen:
+        return []
+    return ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]

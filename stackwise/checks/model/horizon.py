@@ -90,9 +90,13 @@ def _judge_layers(
             value = float(reach.before + reach.after + 1)
             times = _times(reach, claimed)
             everything = max(reach.before, reach.after) >= room
-            several = f"{times} windows follow each other in this layer"
+            correct_if = None
+            if times > 1 and not (everything or one_each):
+                correct_if = f"{times} windows follow each other in this layer"
+            elif everything and wanted >= subject.seq_len:
+                correct_if = "the window stands for all positions of the checks; then do not declare it"
             return subject.failed_unless(
-                several if times > 1 and not (everything or one_each) else None,
+                correct_if,
                 value,
                 wanted,
                 where=name,

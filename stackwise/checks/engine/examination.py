@@ -164,10 +164,11 @@ class Examination:
         """Return the plain answer to a sequence, (T, V), or (1, V) of an output per row."""
         key = (number, length)
         if key not in self._answers:
-            self._answers[key] = self._plain(self.model(), self.sequence(number, length))
+            self._answers[key] = self.plain(self.model(), self.sequence(number, length))
         return self._answers[key]
 
-    def _plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
+    def plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
+        """Return the output of a plain call, (T, V), or (1, V) of an output per row."""
         with self.subject.fixed_randomness():
             output = self.spec.logits(model, sequence[None])
         return output[0] if self.spec.per_position else output.flatten(1)
@@ -193,7 +194,7 @@ class Examination:
         total, count = torch.zeros((), dtype=torch.float64), 0
         with torch.enable_grad(), WithoutDropout():
             for number, length, ids in labels:
-                output = self._plain(model, self.sequence(number, length)).double()[: length - shift]
+                output = self.plain(model, self.sequence(number, length)).double()[: length - shift]
                 targets = ids[shift:]
                 count += int((targets != -100).sum())
                 total = total + F.cross_entropy(output, targets, ignore_index=-100, reduction="sum")
@@ -252,7 +253,7 @@ class Examination:
             return False
         key = (0, self.lengths[-1])
         with torch.no_grad(), WithoutDropout():
-            output = self._plain(self.model().train(), self.sequence(*key))
+            output = self.plain(self.model().train(), self.sequence(*key))
         return bool(relative_difference(self.answer(*key), output).max() <= self.limit)
 
     @torch.no_grad()
@@ -313,7 +314,7 @@ class Examination:
 
     def _plain_with_gradients(self, model: nn.Module, number: int, length: int) -> tuple[Tensor, Gradients]:
         with torch.enable_grad(), WithoutDropout():
-            output = self._plain(model, self.sequence(number, length))
+            output = self.plain(model, self.sequence(number, length))
             if output.requires_grad:
                 (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
         return output.detach(), gradients_in(model)

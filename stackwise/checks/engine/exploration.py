@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from stackwise.checks.engine.composition import (
+from stackwise.checks.engine.composition import Composition, Variations, plans
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.execution import (
     NEXT_CALL,
     WITHOUT_ANY_LABEL,
     WITHOUT_LABEL,
-    Composition,
     Difference,
-    Variations,
     differences,
-    plans,
 )
-from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.location import first_difference
 from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.call import reason_of

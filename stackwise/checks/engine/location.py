@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from stackwise.checks.engine.composition import Composition, Execution, Variations
+from stackwise.checks.engine.composition import Composition, Variations
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.execution import Execution
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.difference import relative_difference
 
@@ -31,10 +32,10 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
     with _recorded(execution.model) as composed:
         list(execution.compare())
     plain = []
-    for key in execution._numbers:
+    for key in execution.numbers:
         model = exam.model()
         with _recorded(model) as record, torch.no_grad():
-            exam._plain(model, exam.sequence(*key))
+            exam.plain(model, exam.sequence(*key))
         plain.append(record)
     for name, parts in composed.items():
         if any(len(record.get(name, ())) != 1 for record in plain):

@@ -1,0 +1,274 @@
+"""Execution: ask a composition, and compare each observable with the plain answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stackwise.checks.engine.arrangement import arranged
+from stackwise.checks.engine.call import execute, loss_of
+from stackwise.checks.engine.composition import Composition, Variations
+from stackwise.checks.engine.examination import (
+    LOSS_LIMIT,
+    Examination,
+    Gradients,
+    gradients_in,
+    largest_gap,
+    projection,
+)
+from stackwise.checks.engine.question import Call, Place, Question, Segment
+from stackwise.checks.engine.variation import Refused
+from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.subject.inference import logits_of
+
+__all__ = [
+    "NEXT_CALL",
+    "WITHOUT_ANY_LABEL",
+    "WITHOUT_LABEL",
+    "Difference",
+    "Execution",
+    "differences",
+]
+
+NEXT_CALL = "output of the next call"
+WITHOUT_ANY_LABEL = "gradient without labels"
+WITHOUT_LABEL = "gradient of an output without a label"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference between a composition and its answers.
+
+    Attributes:
+        observable: "output", "loss", "gradient", NEXT_CALL, WITHOUT_LABEL or WITHOUT_ANY_LABEL.
+        value: relative difference.
+        limit: largest difference that is rounding.
+        place: position or parameter with the largest difference.
+    """
+
+    observable: str
+    value: float
+    limit: float
+    place: str = ""
+
+    @property
+    def is_real(self) -> bool:
+        """Return True if it is more than rounding. NaN is."""
+        return not self.value <= self.limit
+
+
+def differences(composition: Composition, variations: Variations, exam: Examination) -> list[Difference]:
+    """Execute a composition and compare it with the plain answers.
+
+    Raises:
+        Refused: a variation does not allow it.
+        Exception: the model does not take it.
+    """
+    execution = Execution(composition, variations, exam)
+    found = list(execution.compare())
+    if composition.after and not execution.question.train:
+        found.append(execution.next_call())
+    return found
+
+
+class Execution:
+    """One execution of a composition on a new copy of the model.
+
+    Attributes:
+        question: the question, after all variations.
+        call: its tensors.
+        numbers: number and length of each sequence.
+        model: the model that is asked.
+    """
+
+    def __init__(self, composition: Composition, variations: Variations, exam: Examination) -> None:
+        self.exam = exam
+        self._variations = [
+            (variations[name], value)
+            for name, value in sorted(composition.values.items(), key=lambda item: variations[item[0]].rank)
+        ]
+        self.question = Question([[Segment("sequence", composition.length)]], gradients=composition.gradients)
+        for variation, value in self._variations:
+            variation.change(self.question, value, exam)
+        self.question.cut_to_shortest()
+        if self.question.gradients and not self.question.train:
+            self.question.train = exam.gradients_in_train_mode
+        self.call, self.numbers = arranged(self.question, exam)
+        for variation, value in self._variations:
+            variation.edit(self.call, value, exam)
+        model = exam.model()
+        for variation, value in self._variations:
+            model = variation.prepare(model, value, exam)
+        self.model = model.train(self.question.train)
+
+    def compare(self) -> Iterator[Difference]:
+        """Execute the call, and yield the difference of each observable."""
+        question, exam = self.question, self.exam
+        with ExitStack() as around:
+            if question.train:
+                around.enter_context(WithoutDropout())
+            for variation, value in self._variations:
+                around.enter_context(variation.around(value))
+                self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
+            around.enter_context(exam.subject.fixed_randomness())
+            around.enter_context(torch.set_grad_enabled(question.gradients))
+            if question.ignored is not None:
+                yield from self._of_loss()
+                return
+            output = execute(exam.spec, self.model, self.call)
+            for variation, value in self._variations:
+                output = variation.restore(output, self.call, value)
+            rows = [self._row(output, place) for place in self.call.places]
+            if self._compares_gradients and output.requires_grad:
+                total = sum(
+                    (row * projection(row, number)).sum()
+                    for row, (number, _) in zip(rows, self.numbers, strict=True)
+                )
+                assert isinstance(total, Tensor)
+                total.backward()  # type: ignore[no-untyped-call]
+        yield self._of_outputs([row.detach() for row in rows])
+        if self._compares_gradients and output.requires_grad:
+            each = [exam.answer_gradients(*key) for key in self.numbers]
+            yield self._of_gradients(_summed(each), gradients_in(self.model))
+
+    @property
+    def _compares_gradients(self) -> bool:
+        """Return True if the gradients are taken in the mode of the expected ones."""
+        return self.question.gradients and self.question.train == self.exam.gradients_in_train_mode
+
+    @torch.no_grad()
+    def next_call(self) -> Difference:
+        """Ask the same model a plain question afterwards: a call may not leave traces."""
+        exam, key = self.exam, (90, self.exam.lengths[len(self.exam.lengths) // 2])
+        output = exam.plain(self.model.eval(), exam.sequence(*key))
+        return Difference(NEXT_CALL, _gap(exam.answer(*key), output), exam.limit)
+
+    def _row(self, output: Tensor, place: Place) -> Tensor:
+        if not self.exam.spec.per_position:
+            return output[place.row : place.row + 1].flatten(1)
+        return output[place.row, place.start : place.end]
+
+    def _of_outputs(self, rows: list[Tensor]) -> Difference:
+        worst, where = 0.0, ""
+        for number, (row, key, place) in enumerate(zip(rows, self.numbers, self.call.places, strict=True)):
+            answer = self.exam.answer(*key)
+            if row.shape != answer.shape:
+                raise Refused(f"an output of shape {tuple(row.shape)} in place of {tuple(answer.shape)}")
+            gaps = relative_difference(answer, row).amax(dim=-1)
+            if number in self.call.compared:
+                gaps = gaps.where(self.call.compared[number], 0.0)
+            if not float(gaps.max()) <= worst:
+                worst, position = float(gaps.max()), int(gaps.argmax())
+                where = f"row {place.row}, position {place.start + position}"
+        return Difference("output", worst, self.exam.limit, where)
+
+    def _of_gradients(self, expected: Gradients, found: Gradients) -> Difference:
+        value, where = largest_gap(expected, found, self.exam.gradient_floor)
+        return Difference("gradient", value, self.exam.gradient_limit, where)
+
+    def _of_loss(self) -> Iterator[Difference]:
+        """Compare the own loss, its gradients, and the outputs that it trains."""
+        outputs: list[Any] = []
+        handle = self.model.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            loss = loss_of(self.exam.spec, self.model, self.call)
+        finally:
+            handle.remove()
+        logits = _logits_in_graph(outputs, self.call)
+        if self.question.gradients and loss.requires_grad:
+            if logits is not None:
+                logits.retain_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        found = gradients_in(self.model)
+        expected, gradients, count = self._expected_loss()
+        if logits is not None and logits.grad is not None:
+            yield from self._of_targets(logits.grad)
+        if not count and self.exam.loss_shift is None:
+            return  # a loss with other terms has a gradient without labels
+        if not count:
+            # A mean over no labels is NaN in torch; the check empty_loss reports it.
+            largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
+            yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
+            return
+        gap = abs(float(loss.detach()) - float(expected)) / max(abs(float(expected)), 1e-9)
+        yield Difference("loss", gap, max(LOSS_LIMIT, self.exam.limit))
+        if self._compares_gradients:
+            yield self._of_gradients(gradients, found)
+
+    def _expected_loss(self) -> tuple[Tensor, Gradients, int]:
+        """Return the expected loss, its gradients and the number of labels.
+
+        They are those of the mean negative log likelihood, if this is the formula of the own loss. Otherwise
+        they are those of the own loss of a new model, with the same labels and no further arguments.
+        """
+        labels = self.call.labels
+        assert labels is not None
+        each = [
+            (*key, labels[place.row, place.start : place.end])
+            for key, place in zip(self.numbers, self.call.places, strict=True)
+        ]
+        shift = self.exam.loss_shift
+        expected = self.exam.reference_loss(
+            each, int(bool(self.exam.spec.causal)) if shift is None else shift
+        )
+        if shift is not None or not expected[2]:
+            return expected
+        if any(len(row) > 1 for row in self.question.rows):
+            raise Refused("the own loss is no mean negative log likelihood, so its value is not known")
+        model = self.exam.model().train(self.question.train)
+        with torch.enable_grad():
+            loss = loss_of(self.exam.spec, model, Call(self.call.inputs, [], [], labels=labels))
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), gradients_in(model), expected[2]
+
+    def _of_targets(self, gradient: Tensor) -> Iterator[Difference]:
+        """Yield outputs that have no label and are trained to predict a token nevertheless.
+
+        The gradient of a cross-entropy has one negative entry, that of the target, and sum 0. Other terms of
+        a loss, such as a z-loss, may reach every output.
+        """
+        labels = self.call.labels
+        assert labels is not None
+        sizes = gradient.abs().amax(dim=-1)
+        sums = gradient.double().sum(dim=-1).abs()
+        is_target = ((gradient < 0).sum(dim=-1) == 1) & (sums < 1e-3 * sizes)
+        targets = gradient.argmin(dim=-1)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        # Of the two conventions, take the one that the targets follow.
+        hits = [int((is_target & (targets == each)).sum()) for each in (shifted, labels)]
+        if not max(hits):
+            return
+        own = shifted if hits[0] >= hits[1] else labels
+        extra = (is_target & (own == -100)).nonzero().tolist()
+        for row, position in extra[:1]:
+            place = f"row {row}, position {position}: target {int(targets[row, position])}"
+            yield Difference(WITHOUT_LABEL, float(sizes[row, position]), 0.0, place)
+
+
+def _logits_in_graph(outputs: list[Any], call: Call) -> Tensor | None:
+    """Return the logits of the last output, if the loss may have been computed from them."""
+    try:
+        logits = logits_of(outputs[-1])
+    except (TypeError, IndexError):
+        return None
+    fits = logits.requires_grad and logits.ndim == 3 and logits.shape[:2] == call.inputs.shape[:2]
+    return logits if fits else None
+
+
+def _summed(gradients: list[Gradients]) -> Gradients:
+    total: dict[str, Tensor] = {}
+    for each in gradients:
+        for name, gradient in each.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float(relative_difference(a, b).max()) if a.shape == b.shape else float("inf")

@@ -56,6 +56,7 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
         call.documents = torch.stack(documents).to(device)
     if question.parts:
         call.parts = _filled(question.parts, question.width)
+        call.first_cache = question.first_cache
     if question.ignored is not None:
         call.labels = _labels(call, question.ignored, exam)
     return call, numbers

@@ -73,7 +73,8 @@ def accepts(model: nn.Module, name: str) -> bool:
 
 def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> Tensor:
     decode = _needed(spec.decode)
-    cache, end, outputs = None, 0, []
+    cache = None if call.first_cache is None else call.first_cache(model)
+    end, outputs = 0, []
     for size in call.parts:
         start, end = end, end + size
         mask = () if call.keep is None else (call.keep[:, :end].contiguous(),)

@@ -5,10 +5,11 @@ Shapes: B rows, W columns, T positions of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Call", "Place", "Question", "Segment"]
 
@@ -37,6 +38,7 @@ class Question:
         documents: pass the document of each position. Each sequence is one document.
         ignored: share of the labels that are ignored, if the own loss is asked. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache. The last one repeats. (): one call.
+        first_cache: returns the cache of the first part for a model. None: the model creates it.
         train: ask in train mode.
         gradients: also compare the gradients. They are those of train mode, if the model has one.
     """
@@ -46,6 +48,7 @@ class Question:
     documents: bool = False
     ignored: float | None = None
     parts: tuple[int, ...] = ()
+    first_cache: Callable[[nn.Module], Any] | None = None
     train: bool = False
     gradients: bool = False
 
@@ -83,6 +86,7 @@ class Call:
         documents: document of each position (B, W). None: not passed.
         labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache, W in all. (): one call.
+        first_cache: as in the question.
         arguments: further keyword arguments. Tensors have W columns.
         compared: positions (T,), bool, whose outputs are compared, by sequence. Others: all positions.
     """
@@ -94,5 +98,6 @@ class Call:
     documents: Tensor | None = None
     labels: Tensor | None = None
     parts: tuple[int, ...] = ()
+    first_cache: Callable[[nn.Module], Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     compared: dict[int, Tensor] = field(default_factory=dict)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks.engine.exploration import explore
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
+from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused
 from tests.zoo.gpt import GPT, spec_of
 
@@ -214,7 +216,15 @@ def prefix_spec(build):
     return spec_of(build, causal=None, visible=visible, decode=None, packed=None, masked=None)
 
 
+class PositionsRestartInStaticCache(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, past_key_values=None, position_ids=None, **more):
+        if isinstance(past_key_values, transformers.StaticCache):
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **more)
+
+
 BUGS = {
+    "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
     "documents": (DocumentsIgnored, GPT),
@@ -239,12 +249,22 @@ TOGETHER = {"mask_of_ones": ["documents"]}
 
 def explored(build, names):
     known = known_variations()
-    spec = prefix_spec(build) if issubclass(build, Prefix) else spec_of(build)
+    if issubclass(build, transformers.PreTrainedModel):
+        spec = llama_spec(build)
+    else:
+        spec = prefix_spec(build) if issubclass(build, Prefix) else spec_of(build)
     return explore(Subject(spec, CPU), {name: known[name] for name in names}, count=0)
 
 
 def reporters(exploration):
     return {finding.variation for finding in exploration.findings}
+
+
+def llama_spec(build):
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    return ModelSpec.of(lambda: build(config))
 
 
 def test_every_variation_has_a_bug():

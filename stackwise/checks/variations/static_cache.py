@@ -1,0 +1,57 @@
+"""Static cache: a cache of transformers that is allocated once."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.variation import Variation
+
+
+class StaticCache(Variation):
+    """Pass a `transformers.StaticCache` with the first part. Value: its room beyond the row."""
+
+    name = "static_cache"
+    question = "Does a static cache give the same output as no cache?"
+    rank = 34
+    excludes = frozenset({"documents", "labels", "train_mode", "recomputation", "extra_outputs"})
+    advice = "Look for a mask of the length of the tokens so far, in place of the length of the cache."
+
+    def missing(self, exam: Examination) -> str:
+        """Require a causal model of transformers with a cache."""
+        transformers: Any = sys.modules.get("transformers")
+        is_theirs = transformers is not None and isinstance(exam.base, transformers.PreTrainedModel)
+        if not is_theirs or exam.spec.decode is None or not exam.spec.causal:
+            return "needs a causal model of transformers with a cache"
+        return ""
+
+    def draw(self, exam: Examination, rng: random.Random) -> int:
+        """Draw a room."""
+        return rng.choice((0, 1, 8))
+
+    def simpler(self, value: int) -> Iterator[int]:
+        """Yield no room."""
+        if value:
+            yield 0
+
+    def text(self, value: int) -> str:
+        """Return the variation in words."""
+        return "a StaticCache is passed"
+
+    def change(self, question: Question, value: int, exam: Examination) -> None:
+        """Pass the cache, and two parts if the row is not divided yet."""
+        question.parts = question.parts or (3, 999)
+        question.gradients = False
+        question.first_cache = partial(_cache, question=question, room=value)
+
+
+def _cache(model: nn.Module, *, question: Question, room: int) -> Any:
+    transformers: Any = sys.modules["transformers"]
+    return transformers.StaticCache(config=model.config, max_cache_len=question.width + room)

@@ -240,8 +240,15 @@ class Examination:
 
     @cached_property
     def has_train_mode(self) -> bool:
-        """Return True if two plain calls in train mode agree, with dropout off."""
+        """Return True if plain calls in train mode agree, with dropout off, and update no statistics."""
+        model = self.model().train()
         try:
+            with torch.no_grad(), WithoutDropout(), self.subject.fixed_randomness():
+                self.spec.logits(model, self.sequence(0, self.lengths[-1])[None])
+            if any(
+                not torch.equal(a, b) for a, b in zip(_statistics(model), _statistics(self.base), strict=True)
+            ):
+                return False
             return self._agree(train=True)
         except Exception:  # such as a batch norm of one row
             return False
@@ -341,6 +348,11 @@ def _enliven(model: nn.Module, seed: int) -> None:
             size = 0.05 if tensor.ndim > 1 else 0.2
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             tensor.add_(size * noise.to(tensor))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that a training step may update."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def gradients_in(model: nn.Module) -> Gradients:

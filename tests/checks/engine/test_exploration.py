@@ -202,3 +202,14 @@ def test_model_whose_copies_use_the_original_is_built_again():
     assert not explore(
         Subject(spec, CPU), {"copies": KNOWN["copies"], "batch": KNOWN["batch"]}, count=0
     ).findings
+
+
+def test_running_statistics_are_no_defect_of_train_mode():
+    def model():
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)]
+        return nn.Sequential(*layers)
+
+    spec = ModelSpec.of(model, make_batch=lambda b, t, g: torch.randn(b, 3, 6, 6, generator=g))
+    exploration = explore(Subject(spec, CPU), KNOWN)
+    assert not exploration.findings
+    assert "statistics" in exploration.missing["train_mode"]

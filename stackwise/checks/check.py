@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -73,8 +74,11 @@ class Check:
             subject = TrainerSubject(spec, torch.device(device), seed)
         else:
             subject = Subject(spec, torch.device(device), seed)
+        start = time.perf_counter()
         with threads_for(spec.n_parameters):
-            return replace(self.function(subject), check=self.name)
+            result = self.function(subject)
+        seconds = time.perf_counter() - start if result.seconds is None else result.seconds
+        return replace(result, check=self.name, seconds=round(seconds, 3))
 
 
 _registry: dict[str, Check] = {}

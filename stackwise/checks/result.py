@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 __all__ = ["CheckResult", "Examined", "Status", "listed"]
@@ -28,6 +28,9 @@ class CheckResult:
         where: the place: a position, a parameter, a module.
         meaning: what is wrong, in one sentence.
         advice: the likely cause and what to look at. Of a warning: first when the model is correct after all.
+        seconds: time that the check took, or None.
+        combined: of a check of the family equivalence: number of compositions of its variation with each
+            other one. None: another check.
     """
 
     check: str
@@ -38,6 +41,8 @@ class CheckResult:
     where: str = ""
     meaning: str = ""
     advice: str = ""
+    seconds: float | None = field(default=None, compare=False)
+    combined: dict[str, int] | None = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -65,13 +70,29 @@ class Examined:
         """Name of the object in results."""
         raise NotImplementedError
 
-    def passed(self, value: float | None = None, limit: float | None = None, **text: str) -> CheckResult:
+    def passed(
+        self,
+        value: float | None = None,
+        limit: float | None = None,
+        *,
+        where: str = "",
+        meaning: str = "",
+        advice: str = "",
+    ) -> CheckResult:
         """Return a result without a finding."""
-        return CheckResult("", self.name, "passed", value, limit, **text)
+        return CheckResult("", self.name, "passed", value, limit, where, meaning, advice)
 
-    def failed(self, value: float | None = None, limit: float | None = None, **text: str) -> CheckResult:
+    def failed(
+        self,
+        value: float | None = None,
+        limit: float | None = None,
+        *,
+        where: str = "",
+        meaning: str = "",
+        advice: str = "",
+    ) -> CheckResult:
         """Return a result that shows a defect."""
-        return CheckResult("", self.name, "failed", value, limit, **text)
+        return CheckResult("", self.name, "failed", value, limit, where, meaning, advice)
 
     def warned(
         self,

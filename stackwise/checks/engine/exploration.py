@@ -94,6 +94,13 @@ class Exploration:
     seconds: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
 
+    def combined(self, name: str) -> dict[str, int]:
+        """Return the number of compositions of a variation with each other one."""
+        pairs = (
+            (pair - {name}, count) for pair, count in self.asked.items() if name in pair and len(pair) == 2
+        )
+        return {other: count for (other,), count in pairs}
+
 
 def explore(subject: Subject, variations: Variations, count: int = 150) -> Exploration:
     """Execute `count` compositions of the variations that apply to a model.

@@ -6,6 +6,8 @@ which they are combined with each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stackwise.checks.check import Check, enter
 from stackwise.checks.engine.exploration import Exploration, explore
 from stackwise.checks.engine.variation import Variation
@@ -27,28 +29,32 @@ def _explored(subject: Subject) -> Exploration:
     return exploration
 
 
+def _result(subject: Subject, variation: Variation, exploration: Exploration) -> CheckResult:
+    """Return the result of a variation: its simplest failure, or its simplest warning."""
+    found = [each for each in exploration.findings if each.variation == variation.name]
+    if found:
+        first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
+        return subject.failed_unless(
+            first.correct_if,
+            first.difference.value,
+            first.difference.limit,
+            meaning=first.meaning,
+            where=first.where,
+            advice=f"{variation.advice} To repeat it: {first.code}",
+        )
+    if reason := exploration.missing.get(variation.name):
+        return subject.not_applicable(reason)
+    count = exploration.asked[frozenset({variation.name})]
+    largest = exploration.largest.get(variation.name)
+    return subject.passed(largest, exploration.limit, meaning=f"{count} compositions with it")
+
+
 def _check_of(variation: Variation) -> Check:
     def ask(subject: Subject) -> CheckResult:
         exploration = _explored(subject)
-        found = [each for each in exploration.findings if each.variation == variation.name]
-        if found:
-            first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
-            return subject.failed_unless(
-                first.correct_if,
-                first.difference.value,
-                first.difference.limit,
-                meaning=first.meaning,
-                where=first.where,
-                advice=f"{variation.advice} To repeat it: {first.code}",
-            )
-        if reason := exploration.missing.get(variation.name):
-            return subject.not_applicable(reason)
-        count = exploration.asked[frozenset({variation.name})]
-        return subject.passed(
-            exploration.largest.get(variation.name),
-            exploration.limit,
-            meaning=f"{count} compositions with it",
-        )
+        result = _result(subject, variation, exploration)
+        seconds = exploration.seconds.get(variation.name, 0.0)
+        return replace(result, seconds=seconds, combined=exploration.combined(variation.name))
 
     return Check(variation.check or variation.name, variation.family, variation.question, ask)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.question import Call, Question
 from stackwise.checks.engine.variation import Variation
 
 _NAMES = ("logits_to_keep", "num_logits_to_keep")
@@ -23,7 +23,7 @@ class LogitsToKeep(Variation):
     name = "logits_to_keep"
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
-    excludes = frozenset({"cache_parts", "labels"})
+    excludes = frozenset({"cache_parts", "static_cache", "labels", "recomputation"})
     advice = "Look for a slice of the hidden states that counts from the wrong side, or keeps too many."
 
     def missing(self, exam: Examination) -> str:
@@ -42,6 +42,10 @@ class LogitsToKeep(Variation):
     def text(self, value: int) -> str:
         """Return the number of outputs."""
         return f"only the last {value} outputs are computed"
+
+    def change(self, question: Question, value: int, exam: Examination) -> None:
+        """Compare outputs only, because the gradients are those of other outputs."""
+        question.gradients = False
 
     def arguments(self, call: Call, model: nn.Module, value: int, exam: Examination) -> dict[str, Any]:
         """Ask for the last outputs, and compare them alone."""

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, C channels or features, H height, W width, L sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "reads_images_or_audio",
     "takes_more",
     "vocabulary_candidates",
+    "vocabulary_read",
     "width_candidates",
 ]
 
@@ -130,6 +131,25 @@ def vocabulary_candidates(model: nn.Module) -> list[int]:
     seen = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     # Ascending, so that ids beyond an embedding come last: on CUDA, an index out of range ends the process.
     return sorted({v for v in (*named, *seen) if isinstance(v, int) and v > 0})
+
+
+def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> int | None:
+    """Return the size of the embedding that reads `ids` (B, T) or their transpose; None: there is none."""
+    sizes: list[int] = []
+
+    def see(module: nn.Module, given: tuple[Any, ...]) -> None:
+        read = next((each for each in given if isinstance(each, Tensor)), None)
+        if read is not None and (torch.equal(read, ids) or torch.equal(read, ids.transpose(0, 1))):
+            sizes.append(module.num_embeddings)  # type: ignore[arg-type]
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    handles = [module.register_forward_pre_hook(see) for module in embeddings]
+    try:
+        attempt(lambda: call(model, ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(iter(sizes), None)
 
 
 def width_candidates(model: nn.Module) -> list[int]:

@@ -332,7 +332,7 @@ class _Calls:
             more = f" and {len(seen) - _MOST_INPUTS} more" if len(seen) > _MOST_INPUTS else ""
             lines.append(f"{', '.join(list(seen)[:_MOST_INPUTS])}{more}: {error}")
         rest = len(lines) - _MOST_ERRORS
-        return lines[:_MOST_ERRORS] + [f"and {rest} other errors"] * (rest > 0)
+        return lines[:_MOST_ERRORS] + [f"and {rest} more"] * (rest > 0)
 
 
 def _place_of_logits(

@@ -546,8 +546,7 @@ class TestCheckRefused:
         assert err.startswith(
             "stackwise: checks: unknown cauzality; did you mean causality or causality_far?; families: "
         )
-        # Of models and of training steps, and families.
-        for name in ("causality", "fresh_gradients", "padding", "clipping"):
+        for name in ("causality", "padding", "clipping"):  # families of models and of training steps
             assert re.search(rf"\b{name}\b", err)
 
     @pytest.mark.parametrize(

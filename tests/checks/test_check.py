@@ -101,7 +101,7 @@ def test_unknown_names():
     assert all(name in str(raised.value) for name in names(select_checks(suite="full")))
 
 
-@pytest.mark.parametrize("unknown", ["cauzality", "fresh_gradients"])
+@pytest.mark.parametrize("unknown", ["cauzality", "initial_los"])
 def test_unknown_name_with_a_suggestion_needs_no_list(unknown):
     with pytest.raises(ValueError, match="families: determinism, ") as raised:
         select_checks([unknown])

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,8 +21,18 @@ from torch.nn.parameter import is_lazy
 from stackwise.subject.call_form import ContiguousCall, unwrapped
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
+from stackwise.subject.inference.inputs import made_batch
 from stackwise.subject.output import cast, logits_of
-from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+from stackwise.support.arguments import (
+    check_choice,
+    check_fields,
+    check_flags,
+    check_functions,
+    check_number,
+    check_sizes,
+    check_texts,
+    require,
+)
 from stackwise.support.random_state import seeded
 
 __all__ = ["FactoryError", "ModelSpec"]
@@ -31,6 +41,7 @@ Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
 # Attributes that call the model. Each gets contiguous tensors.
 _CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "auxiliary_loss")
+_NAMES = ("unused", "frozen", "assumed")
 _TRAINER_HINT = "; a training loop is checked with TrainerSpec.of, check_trainer or --stackwise-trainer"
 # Packages whose exceptions mean that a download failed.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
@@ -152,8 +163,12 @@ class ModelSpec:
             FactoryError: `subject` raised, or its weights cannot be used: on the meta device, lazy, or
                 created in inference_mode.
             InferenceError: no call of the model gave an output. The message lists the calls.
-            TypeError: `subject` is or returns something else, or needs arguments.
+            TypeError: `subject` is or returns something else, or needs arguments, or a declared attribute is
+                unknown.
+            ValueError: a declared attribute has an invalid value.
         """
+        check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
+        _check_values(declared)
         is_factory = callable(subject) and not isinstance(subject, nn.Module)
         made = _made(subject) if is_factory else subject
         name = getattr(subject, "__name__", "<lambda>") if is_factory else "<lambda>"
@@ -184,17 +199,13 @@ class ModelSpec:
         return replace(made, **{"assumed": assumed, **declared})
 
     def __post_init__(self) -> None:
-        check_choice("inputs", self.inputs, ("tokens", "vectors"))
-        check_sizes(width=self.width, seq_len=self.seq_len)
-        if self.max_length is not None:
-            check_sizes(max_length=self.max_length)
-        check_number("tolerance", self.tolerance, "a finite number > 0", lambda limit: limit > 0)
-        require(callable(self.build), "build", self.build, "a function that takes no arguments")
+        _check_values(vars(self))
         for name in _CALLS:
             function = getattr(self, name)
             if function is not None and not isinstance(function, ContiguousCall):
-                require(callable(function), name, function, "a function (model, inputs, ...)")
                 object.__setattr__(self, name, ContiguousCall(function))
+        for name in ("padding_sides", *_NAMES):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
     def n_parameters(self) -> int:
@@ -223,7 +234,7 @@ class ModelSpec:
             raise ValueError(f"seq_len: got {seq_len}; {self.name} takes at most {self.max_length} positions")
         generator = torch.Generator().manual_seed(seed)
         if self.make_batch is not None:
-            inputs = self.make_batch(batch_size, seq_len, generator)
+            inputs = made_batch(self.make_batch, batch_size, seq_len, generator)
         elif self.inputs == "tokens":
             inputs = torch.randint(self.width, (batch_size, seq_len), generator=generator)
         else:
@@ -245,6 +256,35 @@ class ModelSpec:
         if self.causal:
             output, labels = output[:, :-1], inputs[:, 1:]
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
+
+
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Require valid values of the attributes of a ModelSpec that are given."""
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names if name in given}
+
+    for name, value in some("build", "forward", "optimizer").items():
+        require(callable(value), name, value, "a function")
+    check_functions(**some(*_CALLS, "make_batch", "at_width", "reference"))
+    for name, value in some("name", "notes", "cache_problem").items():
+        require(isinstance(value, str), name, value, "a string")
+    for name, value in some("inputs").items():
+        check_choice(name, value, ("tokens", "vectors"))
+    check_sizes(**some("width", "seq_len"))
+    check_sizes(**{name: size for name, size in some("max_length").items() if size is not None})
+    check_flags(**some("per_position", "trained", "positionless"))
+    check_flags(optional=True, **some("causal", "tied", "never_waits"))
+    check_texts(("right", "left"), **some("padding_sides"))
+    check_texts(**some(*_NAMES))
+    for name, value in some("tolerance").items():
+        check_number(name, value, "a finite number > 0", lambda limit: limit > 0)
+    window = given.get("window")
+    reach = window if isinstance(window, tuple | list) and len(window) == 2 else (window,)
+    least = 0 if len(reach) == 2 else 1
+    is_valid = all(type(size) is int and size >= least for size in reach)
+    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, or None"
+    require(window is None or is_valid, "window", window, allowed)
 
 
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "image_channels",
     "is_sequence",
     "length_limit",
+    "made_batch",
     "random_batches",
     "reads_images_or_audio",
     "takes_more",
@@ -204,11 +205,28 @@ def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     shape = (2, known["seq_len"])
     if "make_batch" in known:
-        inputs: Tensor = known["make_batch"](*shape, torch.Generator().manual_seed(0))
+        inputs = made_batch(known["make_batch"], *shape, torch.Generator().manual_seed(0))
         return cast(inputs.to(device), model)
     if known["inputs"] == "tokens":
         return torch.randint(known["width"], shape, device=device)
     return cast(torch.randn(*shape, known["width"], device=device), model)
+
+
+def made_batch(
+    make_batch: Callable[..., Any], batch_size: int, seq_len: int, generator: torch.Generator
+) -> Tensor:
+    """Return the batch of a user's function.
+
+    Raises:
+        ValueError: it is no tensor.
+    """
+    batch = make_batch(batch_size, seq_len, generator)
+    if not isinstance(batch, Tensor):
+        raise ValueError(
+            f"make_batch: got {type(batch).__name__}; allowed: a function that returns a tensor. A model of "
+            "several tensors gets the others from forward="
+        )
+    return batch
 
 
 def is_sequence(inputs: Tensor) -> bool:

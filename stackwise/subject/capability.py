@@ -143,6 +143,8 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
         for masked, sides in _maskings(model, form)
         if _works(partial(masked, model, inputs, partly), shape)
     ]
+    if usable and usable[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
+        usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
     if form.in_batch:  # unread keys of a dict leave no trace
         usable = [way for way in usable if _hides(way[0], model, inputs)]
     if not usable:
@@ -172,6 +174,17 @@ def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any
         return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
 
     return masked
+
+
+def _keeps_output(model: nn.Module, inputs: Tensor, form: CallForm) -> bool:
+    """Return True if a mask of ones, with the positions from 0, does not change the output."""
+    ones = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    with seeded(0, inputs.device):
+        plain = logits_of(form(model, inputs))
+    with seeded(0, inputs.device):
+        masked = logits_of(masked_with_positions(model, inputs, ones))
+    limit = max(1e-3, 8 * torch.finfo(plain.dtype).eps)
+    return bool((masked - plain).abs().max() <= limit * plain.abs().max())
 
 
 def _hides(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:

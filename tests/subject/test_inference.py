@@ -191,6 +191,14 @@ def test_example_has_the_width_of_the_first_argument(sizes):
     assert text == f'ModelSpec.of(mine, inputs="tokens", width={sizes[0]}, {call})'
 
 
+@pytest.mark.parametrize("declared, causal", [({}, None), ({"causal": True}, True)])
+def test_model_that_gets_the_ids_twice_is_not_assumed_causal(declared, causal):
+    spec = ModelSpec.of(lambda: EncoderDecoder(50, 60), width=50, forward=lambda m, x: m(x, x), **declared)
+    assert (spec.causal, spec.assumed) == (causal, ())
+    spec = ModelSpec.of(lambda: EncoderDecoder(50, 60), width=60, forward=lambda m, x: m(x[:, :1] % 50, x))
+    assert (spec.causal, spec.assumed) == (True, ("causal",))
+
+
 class Tables(nn.Module):
     """Has a table of positions or token types that is smaller than the vocabulary."""
 

@@ -250,7 +250,7 @@ def test_what_changes_nothing_may_change(make):
 
 
 def test_without_a_folder_it_is_refused(make_config):
-    with pytest.raises(ConfigError, match=r"training\.resume: got True.*checkpoint_dir, which is null"):
+    with pytest.raises(ConfigError, match=r"training\.resume: got True.*checkpoint_dir=not null"):
         make_config(training={"resume": True, "checkpoint_dir": None})
 
 

@@ -45,9 +45,9 @@ def capabilities(
     cached: bool,
     capacity: int | None,
 ) -> dict[str, Any]:
-    """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
+    """Return the ModelSpec fields found by calling the model.
 
-    Calls are accepted by the shape of their output. Calls with a cache are also compared with a full pass.
+    A call counts if its output has the right shape. Calls with a cache are also compared with a full pass.
 
     Args:
         model: in eval mode. It is called without gradients, and its state may change.
@@ -100,7 +100,7 @@ def padding_of_rows(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[st
 
 
 def padding_id(model: nn.Module) -> int | None:
-    """Return the id of padding in the configuration, or None if it has none or no embedding has its row."""
+    """Return the pad id of the configuration; None if there is no pad id, or it exceeds all embeddings."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     named = [getattr(each, "pad_token_id", None) for each in (config, text)]
@@ -226,8 +226,10 @@ def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallFo
 def _labellings(model: nn.Module, inputs: Tensor, form: CallForm) -> Iterator[Callable[..., Any]]:
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
-    A model shifts an argument `labels` itself. An argument `targets` holds the token that each position must
-    predict, and -1 or -100 for none. An argument with another name is used if its loss equals the
+    - `labels`: the model shifts them.
+    - `targets`: already shifted; -1 or -100 means none.
+
+    An argument with another name is used if its loss equals the
     cross-entropy with shifted or unshifted labels, or if it is named like labels.
     """
     named = _further_arguments(model, form)

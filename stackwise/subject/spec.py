@@ -64,6 +64,7 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class ModelSpec:
     """Description of a model under test: construction, calls and claims.
 
+    A claim is a property that you declare, such as `causal=True`. Checks test it.
     `ModelSpec.of(factory)` infers the attributes from the model. Declare the others by keyword:
     `ModelSpec.of(factory, causal=False)`. Functions that call the model get contiguous tensors, as from a
     data loader.
@@ -80,24 +81,26 @@ class ModelSpec:
         max_length: longest sequence of the model. None: no known limit.
         forward: (model, inputs) -> output, which is a tensor or has `logits`.
         make_batch: (batch_size, seq_len, generator) -> inputs on the CPU. None: random inputs.
-        loss: (model, inputs) -> scalar. None: next-token cross-entropy for causal tokens, cross-entropy with
-            the input itself for other tokens, mean square of the output for vectors, for an output per row
-            and for models with fewer outputs than tokens.
+        loss: (model, inputs) -> scalar. None:
+
+            - causal tokens: cross-entropy of the next token;
+            - other tokens: cross-entropy of the token itself;
+            - vectors, an output per row, or fewer outputs than tokens: mean square of the output.
         optimizer: list of parameters -> optimizer, for short training runs.
         masked: (model, inputs, keep (B, T) bool) -> output of a batch with padding. None: no padding mask.
         padding_sides: sides on which padding is allowed: "right", "left", both or none.
         packed: (model, inputs, documents (B, T) integer) -> output of rows of several documents, whose
             positions restart. None: no packing.
-        decode: (model, inputs, cache or None) -> (output, cache) for tokens that follow those in a cache. A
-            fourth argument keep (B, S), for all tokens so far, enables checks of padding on the left. None:
-            no cache.
+        decode: (model, inputs, cache or None) -> (output, cache): call with new tokens and the cache of the
+            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padding on
+            the left. None: no cache.
         cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
             cache. "": no problem.
-        labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
-            loss. None: no own loss.
+        labelled_loss: (model, inputs, labels) -> scalar, the model's own loss. `labels` (B, T) are not
+            shifted, and -100 is ignored. None: no own loss.
         auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
-        window: number of positions that each layer sees, including its own (if not causal, the same number
-            ahead), or a pair (before, after). None: no claim.
+        window: W: each position sees itself and the W - 1 before it; if not causal, also the W - 1 after it.
+            Or a pair (before, after). None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
@@ -105,9 +108,9 @@ class ModelSpec:
         reference: builds a model with the same parameter names and the same results. None: no reference.
         never_waits: True if no forward or backward pass makes the host wait for the device, as in a CUDA
             graph. None: no claim.
-        unused: prefixes of the names of parameters without a gradient.
-        frozen: prefixes of the names of parameters that do not train.
-        assumed: names of the attributes that are assumed, neither declared nor inferred.
+        unused: prefixes of the names of parameters that get no gradient.
+        frozen: prefixes of the names of parameters with requires_grad=False.
+        assumed: names of the attributes that stackwise guessed.
         tolerance: largest rounding difference, relative to the variation of the output, for models that
             cannot run in float64.
         seq_len: T of the checks.
@@ -150,8 +153,8 @@ class ModelSpec:
     def of(cls, subject: Any, **declared: Any) -> ModelSpec:
         """Return the spec of a model, inferred by building and calling it.
 
-        A factory is called twice. If its models share weights, as with `lambda: model`, each use gets a copy,
-        so that the caller's model is not changed.
+        A factory is called twice. If both models share weights, as with `lambda: model`, each use gets a copy
+        of the first one, so that the caller's model is not changed.
 
         Args:
             subject: a module (copied for each use), a transformers or litgpt configuration (with random
@@ -190,8 +193,8 @@ class ModelSpec:
             raise TypeError(
                 f"model: got {type(made).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
                 "transformers or litgpt, or a function without arguments that returns one of these"
-                + _TRAINER_HINT
-                * hasattr(made, "model")
+                + "; for 'file.py:NAME', use `stackwise check`" * isinstance(made, str)
+                + _TRAINER_HINT * hasattr(made, "model")
             )
         if not declared:
             return made
@@ -306,9 +309,9 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
         message = f"model: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
         if again:
-            message += " (the second time that it was called; each check builds a new model)"
+            message += " (on its second call; each check builds a new model)"
         if _is_of_the_network(error):
-            message += " (it wants the network: build from a local configuration or local weights)"
+            message += " (it tried to download something: build from a local configuration or local weights)"
         raise FactoryError(message) from error
 
 

@@ -73,8 +73,8 @@ class TrainingRun(Protocol):
       drive the run on its own data;
     - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
     - `shuffles`, `n_examples`: claims about the data: a new order in each epoch, and the number of examples;
-    - `averages_batches`: those of "accumulate" and "evaluate" that average over batches of any size, as the
-      trainers of some libraries do. Differences for this reason are warnings;
+    - `averages_batches`: names of the methods, "accumulate" or "evaluate", that give each batch equal weight,
+      as the trainers of some libraries do. Differences for this reason are warnings;
     - `grad_norm`: gradient norm of the last step, before clipping;
     - `alarms`, or a `guard` with alarms: the `Alarm`s so far;
     - `data_part() -> (index, count)`: part of a batch that this rank uses, if not (rank, ranks);
@@ -112,8 +112,8 @@ class TrainerSpec:
         decayed: (name, parameter) -> True if weight decay applies to it. None: no claim.
         total_steps: number of updates that `fit` makes. None: no claim.
         never_waits: True if a step never makes the host wait for the device. None: no claim.
-        ignored_label: label of a position without a target. None: there is none, which is also the default
-            of `of` for batches (ids, targets).
+        ignored_label: label of a position without a target. None: every position has a target. This is the
+            default of `of` for batches (ids, targets).
         distributed: sets up a run in each rank of an initialised process group. None: not distributed.
         factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" of this spec or run, for checks in another
             process. None: those checks do not apply.
@@ -142,9 +142,13 @@ class TrainerSpec:
         """Return the spec of a training loop, inferred from a run and one step of it.
 
         Args:
-            subject: a function that returns a TrainingRun, a `transformers.Trainer` before its training, a
-                Lightning module, an object with a method `trainer_spec`, or a TrainerSpec; or one of the
-                last three itself.
+            subject: one of
+
+                - a function that returns a TrainingRun, a `transformers.Trainer` before its training, or one
+                  of the following;
+                - a Lightning module;
+                - an object with a method `trainer_spec`, such as an ArchitectureTrainer;
+                - a TrainerSpec.
             **declared: attributes of TrainerSpec that replace the inferred ones.
 
         Raises:
@@ -173,9 +177,10 @@ class TrainerSpec:
         if not isinstance(made, TrainerSpec):
             kind = type(made).__name__
             if made is subject and (isinstance(made, TrainingRun) or adapted(made) is not None):
+                example = kind if isinstance(made, TrainingRun) else f"lambda: {kind}(...)"
                 raise TypeError(
                     f"trainer: got a {kind} that is built already; wanted a function, because each check "
-                    f"builds a new trainer: TrainerSpec.of({kind}) or TrainerSpec.of(lambda: {kind}(...))"
+                    f"builds a new trainer: TrainerSpec.of({example})"
                 )
             members = {"model": "model", "optimizer": "optimizer", "step": "step(batch)"}
             missing = [text for name, text in members.items() if not hasattr(made, name)]
@@ -250,7 +255,7 @@ class TrainerSpec:
             if self.make_batch is None:
                 wanted = f"{_described(batch)}; declare make_batch=, for {batches}"
             else:
-                wanted = f"what make_batch made; wanted {batches}"
+                wanted = "what make_batch made; make_batch must return a batch that step() accepts"
             raise ValueError(
                 f"trainer: {self.name}: step(batch) raised {type(error).__name__}: {error}; it got {wanted}"
             ) from error

@@ -50,13 +50,13 @@ def check_sizes(minimum: int = 1, **sizes: Any) -> None:
 
 
 def check_range(noun: str, start: int, end: int | None, count: int) -> None:
-    """Require that start <= end lie in 0 to `count`. None is the end."""
+    """Require 0 <= start <= end <= count. end=None means count."""
     require(0 <= start <= count, f"start {noun}", start, f"0 to {count}")
     require(end is None or start <= end <= count, f"end {noun}", end, f"{start} to {count}, or None")
 
 
 def check_number(key: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> None:
-    """Require a finite number that fits a float and for which `holds` returns True."""
+    """Require a finite number for which holds(value) is True."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_finite = is_number and abs(value) <= sys.float_info.max  # math.isfinite raises for huge integers
     require(is_finite and holds(value), key, value, allowed)

@@ -249,7 +249,7 @@ def test_model_without_an_embedding_needs_make_batch():
     ("declared", "message"),
     [
         ({}, r"too many values to unpack .* input_ids \(4, 16\).* make_batch="),
-        ({"make_batch": lambda b, t, generator: 1}, "it got what make_batch made; wanted batches"),
+        ({"make_batch": lambda b, t, generator: 1}, "make_batch must return a batch that step"),
     ],
 )
 def test_batch_that_the_step_cannot_use_is_refused(declared, message):

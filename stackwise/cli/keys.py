@@ -128,7 +128,7 @@ One error lists all problems: keys that are misspelt, have another type or are o
 no effect with the other keys is an error as well. [Training](training.md) explains the keys of `training` and
 `data` together. `examples/` has a file for each kind of training.
 
-`make format` generates this page from the fields of `stackwise.config`."""
+`make pages` generates this page from the fields of `stackwise.config`."""
 
 _TRAINING = """\
 # Configuration of the training
@@ -136,7 +136,7 @@ _TRAINING = """\
 This page lists every key of `training` in a `StackWiseConfig`, by section. [Configuration](configuration.md)
 explains files, command line and errors. [Training](training.md) explains the keys together.
 
-`make format` generates this page from the fields of `stackwise.config`."""
+`make pages` generates this page from the fields of `stackwise.config`."""
 
 
 def _sections() -> Iterator[tuple[str, type[Section]]]:

@@ -304,7 +304,7 @@ def test_default_is_that_of_the_reference_page(path):
     found = {
         key: load_yaml(value.encode()) for key, value in shown.items() if f"{path}.{key}" not in SECTIONS
     }
-    assert found == {key: defaults[key] for key in keys}, "run make format, which writes the pages"
+    assert found == {key: defaults[key] for key in keys}, "run make pages, which writes the pages"
 
 
 @pytest.mark.parametrize("key, value", [("lr", "1e-4"), ("eps", "1")])

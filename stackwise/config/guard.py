@@ -14,7 +14,7 @@ _Factor = Annotated[float, Field(gt=1.0)]
 
 
 class GuardPolicy(Section):
-    """Limits of a guard over training steps, and its responses.
+    """Settings of a Guard: limits of training steps, and responses.
 
     The guard skips the update of a step whose loss or gradient is not finite or is much larger than before.
     It does not use the batches of this step again in this epoch. After `patience` consecutive skipped steps,

@@ -43,7 +43,7 @@ _ENDINGS = (".md", ".json", ".html")
 
 @dataclass
 class Report:
-    """Results of a run.
+    """Checks, measurements and verdict of one test run or command, as text, Markdown, JSON or HTML.
 
     Attributes:
         checks: CheckResults as dicts.

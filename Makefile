@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Threads that spin while they wait starve each other on a few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo docs test test-long test-all compat compat-lowest compat-newest lint format bench peers rivals gate-rivals clean
+.PHONY: demo docs test test-long test-all compat compat-lowest compat-newest lint format pages bench peers rivals gate-rivals clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stackwise needs Python >= 3.11; say which: make PYTHON=python3.12")'
@@ -90,9 +90,12 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/installed
+format: pages
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The pages of docs/reference that are generated from the configuration keys.
+pages: .venv/installed
 	$(BIN)/python -c 'from stackwise.cli.keys import write_pages; write_pages("docs/reference")'
 
 clean:

@@ -1,4 +1,4 @@
-"""The pytest face of stackwise: thin, without numerics, and without torch until a test needs it."""
+"""pytest plugin of stackwise. It contains no numerics, and imports torch only when a test needs it."""
 
 from __future__ import annotations
 

@@ -43,42 +43,53 @@ __all__ = [
 
 _HELP = """\
 gpu: the test needs a CUDA device; without --gpu it is skipped
-stability: a stability test; the plugin sets it on each test that uses a fixture of faults or lengths
-recovers(within, loss_tolerance): stability_run also trains a clean twin; the test fails if an alarm is \
-missing at a broken step, or if losses differ by more than `loss_tolerance` nats from `within` steps after \
-the fault on
+stability: selects stability tests with -m stability; the plugin adds it to tests that use a fixture of \
+faults or lengths
+recovers(within, loss_tolerance): stability_run also trains without the fault; the test fails if a broken \
+step has no alarm, or if from `within` steps after the fault on the losses of both runs differ by more than \
+`loss_tolerance` nats
 nan_injection(step, target='activation', kind='nan', seed=None, duration=1): write one 'nan' or 'inf'; \
 target: loss, or activation, gradient, weight, optimizer_state or batch, each with or without [:PATTERN]
 gradient_explosion(step, factor=10.0, target='*', duration=1): multiply the gradients of `target` by `factor`
 gradient_scale(step, factor=0.1, target='*', duration=1): multiply the gradients of `target` by `factor`
 loss_spike(step, factor=10.0, duration=1): multiply the loss by `factor`
-logit_growth(step, factor=4.0, target=None, duration=1): multiply queries by `factor`, so logits grow
+logit_growth(step, factor=4.0, target=None, duration=1): multiply queries by `factor`, so that \
+attention logits grow
 embedding_explosion(step, factor=10.0, target='*', duration=1): multiply embedding tables by `factor`
 label_corruption(step, fraction=1.0, seed=0, duration=1): replace a `fraction` of the labels by other labels
-bit_flip(step, target='weight', bit=None, seed=None, duration=1): flip one bit
-half_overflow(step, target='activation', factor=2.0, seed=None, duration=1): scale values beyond float16
+bit_flip(step, target='weight', bit=None, seed=None, duration=1): flip one bit of a value; \
+target: as in nan_injection
+half_overflow(step, target='activation', factor=2.0, seed=None, duration=1): scale values beyond \
+the largest float16 number
 corrupt_sample(step, seed=0, duration=1): replace one row of a batch by noise
 unreadable_sample(step, seed=0, duration=1): raise an error in the data loader
 worker_death(step, seed=0, duration=1): kill a worker process of a DataLoader
 out_of_memory(step, target=None, moment='forward', duration=1): raise torch.OutOfMemoryError during a pass
-slow_rank(step, rank=0, seconds=1.0, duration=1): let one rank of run_processes wait
-dead_rank(step, rank=0, kind='kill', duration=1): end one rank of run_processes; kind: 'kill' or 'exit'
+slow_rank(step, rank=0, seconds=1.0, duration=1): one process of run_processes sleeps for `seconds`
+dead_rank(step, rank=0, kind='kill', duration=1): end one process of run_processes; kind: 'kill' (SIGKILL) \
+or 'exit'
 process_signal(step, kind='SIGTERM', moment='forward', folder=None, operation=0, target=None, duration=1): \
-send SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save', at an operation on files of `folder`
-disk_full(step=0, folder='.', target='*', after=0, duration=1): let writes below `folder` fail with ENOSPC
-short_write(step=0, folder='.', target='*', after=0, duration=1): lose the rest of each file below `folder`
-bit_rot(step=0, folder='.', target='*', kind='flip', seed=0, duration=1): flip a bit of a file, or cut it off
+send this process SIGTERM or SIGKILL; moment: 'forward', 'update', or 'save': at file operation number \
+`operation` in `folder`
+disk_full(step=0, folder='.', target='*', after=0, duration=1): writes to files in `folder` \
+fail with ENOSPC (no space left)
+short_write(step=0, folder='.', target='*', after=0, duration=1): writes to files in \
+`folder` lose everything after `after` bytes
+bit_rot(step=0, folder='.', target='*', kind='flip', seed=0, duration=1): flip a bit of a file \
+in `folder`, or truncate it
 seq_lengths(*lengths): run the test once per sequence length, for stability_run and throughput; length_sweep \
 takes all lengths in one test
 throughput(mode='forward', batch_size=1, seq_len=128, new_tokens=32, dtype=None, compile=False, \
 loop='common'): settings of the throughput fixture; mode: forward, train, prefill, decode or generate
-max_memory(limit): the test fails if it uses more memory, such as "2 GiB", at any time: of tensors on CUDA \
-or added on the host, or of the whole process if no tensor is on CUDA
+max_memory(limit): the test fails if its peak memory exceeds `limit`, such as "2 GiB": memory of CUDA \
+tensors, and memory that the test adds on the host; without CUDA tensors, memory of the whole process
 min_tokens_per_second(rate): the test fails if the throughput fixture measures fewer tokens per second
 max_latency(p50=None, p95=None, p99=None, of=None): the test fails if the throughput fixture measures a \
-higher latency, such as p95="20ms"; of, for generation: 'ttft', 'itl', 'tpot' or 'e2e'
+higher latency, such as p95="20ms"; of, for generation: 'ttft' (time to first token), 'itl' (time between \
+two tokens), 'tpot' (mean time per token after the first) or 'e2e' (whole generation)
 gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor="64 KiB"): with \
---stackwise-against, the test fails if head needs more time or memory than base by more than this share; \
+--stackwise-against, the test fails if head (the new version) needs more time or memory than base (the old \
+version) by more than this share; \
 None: no verdict; floor="50us": ignore smaller differences
 quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, data=None, shots=None, \
 limit=None): settings of the quality fixture; task: mmlu, hellaswag, a .jsonl or .parquet file; the test \

@@ -71,7 +71,8 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="MODULE:FACTORY",
         action="append",
         help="check this model without a test file: FACTORY() in MODULE or path/to/file.py returns an "
-        "nn.Module or a ModelSpec; or hf:NAME_OR_FOLDER, hf-tiny:NAME_OR_FOLDER; can be repeated",
+        "nn.Module or a ModelSpec. hf:NAME_OR_FOLDER: a transformers model with random weights; "
+        "hf-tiny:NAME_OR_FOLDER: the same architecture with small sizes. Can be repeated",
     )
     group.addoption(
         "--stackwise-trainer",
@@ -98,7 +99,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-strict",
         action="store_true",
-        help="warnings fail the test: a check that warns, an unstable run",
+        help="treat warnings as failures, such as a check that warns or an unstable run",
     )
     group.addoption(
         "--stackwise-report",
@@ -108,13 +109,14 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-against",
         metavar="BASE",
-        help="gate: measure the tests with the benchmark or throughput fixture on BASE and on this tree, in "
-        "turns. BASE: a git revision, ./FOLDER, a wheel, or 'callable' for the `against` of each test",
+        help="gate (compares the speed and memory of two versions): measure the tests with the benchmark or "
+        "throughput fixture on BASE and on the working tree, interleaved. BASE: a git revision, ./FOLDER, a "
+        "wheel, or 'callable' for the `against` of each test",
     )
     group.addoption(
         "--stackwise-head",
         metavar="REVISION",
-        help="gate: the revision to compare with the base (default: the working tree)",
+        help="gate: head, the new version: the revision to compare with BASE (default: the working tree)",
     )
     group.addoption(
         "--stackwise-gate",
@@ -124,7 +126,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-missing",
         metavar="WHAT",
-        help="gate: action for a test that the base lacks: fail, warn or create (default: warn)",
+        help="gate: what to do with a test that BASE does not have: fail, warn, or create a first result "
+        "(default: warn)",
     )
     group.addoption(
         "--stackwise-build",
@@ -144,7 +147,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--stackwise-history",
         metavar="STORE",
-        help="gate: store the results of the head for comparison over time: the path of an SQLite file, or "
+        help="gate: store the results of head for comparison over time: the path of an SQLite file, or "
         "postgresql://USER:PASSWORD@HOST/DATABASE",
     )
     group.addoption(

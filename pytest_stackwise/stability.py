@@ -36,7 +36,7 @@ class StabilityFixtures:
 
     @pytest.fixture
     def seq_len(self) -> int | None:
-        """Sequence length from `seq_lengths` or a parametrization of the test, or None."""
+        """Sequence length of the test, from the marker `seq_lengths` or a parametrization; otherwise None."""
         return None
 
     @pytest.fixture

@@ -100,7 +100,7 @@ class WithBenchmark(Gated):
 
     @pytest.fixture
     def stackwise_clock(self, request: pytest.FixtureRequest) -> ReplayClock:
-        """Clock of pytest-benchmark in this test. Its other settings do not change."""
+        """Clock that gives pytest-benchmark the times that the `throughput` fixture measured."""
         clock = ReplayClock()
         settings = benchmark_settings.replayed(request.node, clock)
         request.node.add_marker(pytest.mark.benchmark(**settings), append=False)

@@ -546,8 +546,7 @@ class TestCheckRefused:
         assert err.startswith(
             "stackwise: checks: unknown cauzality; did you mean causality or causality_far?; families: "
         )
-        # Of models and of training steps, and families.
-        for name in ("causality", "fresh_gradients", "padding", "clipping"):
+        for name in ("causality", "padding", "clipping"):  # families of models and of training steps
             assert re.search(rf"\b{name}\b", err)
 
     @pytest.mark.parametrize(
@@ -841,7 +840,7 @@ class TestKeysOnTheCommandLine:
     def test_a_key_of_another_kind_on_the_command_line_is_refused(self, call, workplace):
         status, _, error = call("train", "--training.recompute.kind=none", "--training.recompute.every=3")
         assert status == 2 and "training.recompute.every (command line): got 3" in error
-        assert "is for kind='every_nth' (kind='none')" in error
+        assert "has an effect only with kind='every_nth'; now kind='none'" in error
 
     def test_section_that_is_null(self, printed):
         kernel = printed(

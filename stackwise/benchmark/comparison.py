@@ -147,7 +147,7 @@ class ComparisonConfig:
 
 
 class ArchitectureBenchmark:
-    """Measurements of one architecture.
+    """Measures speed and memory of one architecture.
 
     Each measurement builds a new model with the same seed, so that none depends on an earlier one.
 

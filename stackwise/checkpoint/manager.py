@@ -100,7 +100,7 @@ class Restored:
 
 
 class CheckpointManager:
-    """Manager of a directory of checkpoints with one folder `step-N` per step.
+    """Saves and restores checkpoints in a directory, with one folder `step-N` per step.
 
     A folder of that name is whole: it is written under another name, every file is flushed to the disk and
     opened again, a list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never

@@ -158,11 +158,13 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
         problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
     if problems:
         text = "; ".join(problems)
-        near = dict.fromkeys(match for name in unknown for match in get_close_matches(name, known, n=2))
+        matches = {name: get_close_matches(name, known, n=2) for name in unknown}
+        near = dict.fromkeys(match for found in matches.values() for match in found)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
         families = ", ".join(dict.fromkeys(checks.values()))
-        raise ValueError(f"checks: {text}{hint}; families: {families}; checks: {', '.join(checks)}")
+        every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
+        raise ValueError(f"checks: {text}{hint}; families: {families}{every}")
 
 
 def select_checks(

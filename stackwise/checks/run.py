@@ -73,7 +73,7 @@ def check_trainer(
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> list[CheckResult]:
-    """Run every check of a suite on a training step: anything that `TrainerSpec.of` understands.
+    """Run checks on a training loop: anything that `TrainerSpec.of` understands.
 
     Arguments and errors are those of `check_model`.
     """

@@ -31,17 +31,17 @@ class Gate:
     """The old version: a revision such as main or HEAD~1, ./FOLDER, a wheel, or "callable" for the `against`
     of each test. If base and head are files saved by pytest-benchmark (.json), nothing is measured."""
     head: Annotated[str | None, tyro.conf.Positional] = None
-    """The new version, a revision; default: the working tree."""
+    """The new version, a revision; if not given: the working tree."""
     tests: tuple[str, ...] = ()
-    """Files, folders or node ids of tests, as for pytest; default: those of the configuration file."""
+    """Files, folders or node ids of tests, as for pytest; if not given: those of the configuration file."""
     limits: str | None = None
     """Limits for tests without the marker `gate`, such as time=2%,memory=1%,floor=50us."""
     missing: str | None = None
-    """Action for a test that the base lacks: fail, warn or create; default: warn."""
+    """Action for a test that the base lacks: fail, warn or create; if not given: warn."""
     seconds: float | None = None
-    """Time limit; tests that are undecided at its end are INCONCLUSIVE; default: no limit."""
+    """Time limit; tests that are undecided at its end are INCONCLUSIVE; if not given: no limit."""
     timeout: float | None = None
-    """End a process that reports nothing for this many seconds; default: 600."""
+    """End a process that reports nothing for this number of seconds; if not given: 600."""
     build: str | None = None
     """Command to run in both revisions before measuring, for example to compile extensions."""
     report: str | None = None

@@ -1,4 +1,4 @@
-"""History: the command that lists, plots and keeps what the gate has measured."""
+"""History: the command that stores, lists and plots results of the gate."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Show(OneTest):
 
 @dataclass(frozen=True, kw_only=True)
 class Plot(OneTest):
-    """Draw the results of one test as an SVG, with change points and the time of the reference."""
+    """Plot the results of one test as an SVG file, with change points and the time of the reference."""
 
     output: Path
     """SVG file to write."""
@@ -160,12 +160,12 @@ class Plot(OneTest):
 
 @dataclass(frozen=True, kw_only=True)
 class Accept(OneTest):
-    """Accept the level of a commit, whatever its verdict was: later results are judged from it on."""
+    """Accept the result of a commit as the new level. Later results are compared with it."""
 
     commit: str
-    """Beginning of the commit's hash; its newest result is meant."""
+    """Beginning of the commit's hash. The newest result of the commit is used."""
     reason: str
-    """Why the new level is right, for those who come later."""
+    """Reason why the new level is correct. It is stored with the result."""
 
     def run(self) -> int:
         """Say what was accepted."""
@@ -184,12 +184,12 @@ class Accept(OneTest):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(OneReport):
-    """Put a gate's report (--stackwise-gate-report=FILE.json) into a history; the same one only once."""
+    """Add a JSON report of the gate (--stackwise-gate-report=FILE.json) to a history, at most once."""
 
     commit: str | None = None
-    """Of head; none given: what is checked out here."""
+    """Commit of head, the new version; if not given: the commit that is checked out here."""
     branch: str | None = None
-    """That head belongs to; none given: what is checked out here, or the CI says."""
+    """Branch of head, the new version; if not given: the branch that is checked out here, or of the CI."""
 
     def run(self) -> int:
         """Say what was added."""
@@ -218,19 +218,20 @@ class Add(OneReport):
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(OneReport):
-    """Hold head of a gate's report to the history.
+    """Compare head, the new version in a report of the gate, with the history.
 
-    Exit code 1 where it got worse, 7 where nobody knows, 5 where the report has nothing to judge.
+    Exit codes: 0: no regression; 1: head is slower or larger; 5: the report has nothing to compare; 7:
+    inconclusive.
     """
 
     branch: str = "main"
-    """Whose results count."""
+    """Branch whose stored results are the baseline."""
     commit: str | None = None
-    """Of head, so that it is not held to itself where it is stored; none: what is checked out here."""
+    """Commit of head, whose stored results are ignored; if not given: the commit that is checked out."""
     again: Path | None = None
-    """The report of a second run of the same commit, whose verdict counts where the first found a change."""
+    """Report of a second run of the same commit. If the first run found a change, the second one decides."""
     limits: str | None = None
-    """Such as time=2%,memory=1%,floor=50us; none: the defaults of the gate."""
+    """Limits, such as time=2%,memory=1%,floor=50us; if not given: the defaults of the gate."""
 
     def run(self) -> int:
         """Print one line for each metric of each test, the worst first."""

@@ -73,7 +73,7 @@ def described_keys() -> str:
     """Return the text that `stackwise train --help` adds."""
     lines = ["keys of the configuration, as --KEY VALUE or --KEY=VALUE, with VALUE in YAML. The command line"]
     lines += [
-        "overrides the file, and the file the defaults. If the command line changes a kind, the file's keys"
+        "overrides the file, and the file the defaults. If you change a key named `kind`, the file's keys"
     ]
     lines += ["for the old kind are ignored:", ""]
     for path, key in configuration_keys().items():
@@ -109,7 +109,7 @@ def _table(path: str, section: type[Section]) -> str:
         is_optional = type(None) in get_args(field.annotation)
         allowed = f"section `{inner}`" + " | null" * is_optional
         meaning = section.descriptions()[name] + _only_for(section, name)
-        rows.append([f"`{name}`", allowed, "null" if is_optional else "its defaults", meaning])
+        rows.append([f"`{name}`", allowed, _code("null") if is_optional else "its defaults", meaning])
     return markdown_table(["Key", "Allowed", "Default", "Description"], rows)
 
 
@@ -120,15 +120,15 @@ This page lists every key of `model` and `data` in a `StackWiseConfig`, by secti
 [Configuration of the training](configuration-training.md) lists the keys of `training`.
 `StackWiseConfig.from_yaml("run.yaml")` reads a file. `stackwise train run.yaml --training.optimizer.lr 3e-4`
 sets keys on the command line. The command line overrides the file, and the file the defaults.
-`--print-config` prints the result. If the command line changes a kind, the file's keys for the old kind are
-ignored: `--training.recompute.kind none` ignores `training.recompute.budget`. Numbers are those of YAML 1.2,
-so `3e-4` is a number.
+`--print-config` prints the result. If you change a key named `kind` on the command line, the file's keys for
+the old kind are ignored: `--training.recompute.kind none` ignores `training.recompute.budget`. Numbers are
+those of YAML 1.2, so `3e-4` is a number.
 
-An error names every key that is misspelt, has another type or is out of range, all at once. A key that has no
-effect with the other keys is an error as well. [Training](training.md) explains the keys of `training` and
+One error lists all problems: keys that are misspelt, have another type or are out of range. A key that has
+no effect with the other keys is an error as well. [Training](training.md) explains the keys of `training` and
 `data` together. `examples/` has a file for each kind of training.
 
-`make format` generates this page from the fields of `stackwise.config`."""
+`make pages` generates this page from the fields of `stackwise.config`."""
 
 _TRAINING = """\
 # Configuration of the training
@@ -136,7 +136,7 @@ _TRAINING = """\
 This page lists every key of `training` in a `StackWiseConfig`, by section. [Configuration](configuration.md)
 explains files, command line and errors. [Training](training.md) explains the keys together.
 
-`make format` generates this page from the fields of `stackwise.config`."""
+`make pages` generates this page from the fields of `stackwise.config`."""
 
 
 def _sections() -> Iterator[tuple[str, type[Section]]]:
@@ -171,8 +171,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         return " | ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
-    if "pattern" in schema:
-        return f"text like {schema['pattern']}"
+    if "values" in schema:
+        return " | ".join(schema["values"])
     match schema["type"]:
         case "array":
             count = f"{schema['minItems']} " if schema.get("minItems") else ""

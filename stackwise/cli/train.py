@@ -1,4 +1,4 @@
-"""Train: the command that trains a Rack as a configuration says."""
+"""Train: the command that trains a Rack from a configuration file."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ __all__ = ["Train"]
 
 @dataclass(frozen=True)
 class Train:
-    """Train a Rack from a YAML file. Keys after it override it, such as --training.optimizer.lr 3e-4."""
+    """Train a Rack from a YAML file. Options such as --training.optimizer.lr 3e-4 override its keys."""
 
     config: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[FILE]")] = None
-    """YAML file; default: all keys have their defaults."""
+    """YAML file; if not given: all keys have their defaults."""
     progress: Literal["on", "off"] = "on"
     """Show progress on standard error."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the complete configuration as YAML, without training."""
     plan: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the planned memory and computation, without training; for CUDA unless training.device is cpu."""
+    """Print an estimate of memory and computation, without training. It is for CUDA, unless training.device
+    is cpu."""
     report: Path | None = None
     """Write losses and alarms to this file: .md, .json, .html, or all three if the name has no suffix."""
 

@@ -16,8 +16,11 @@ TaskKind = Literal["copy", "shift", "induction", "markov"]
 class DataConfig(Section):
     """Training data: a text, token shards, or a synthetic task.
 
-    Shards are written by `write_shards`. Of the tasks, `copy` and `shift` repeat earlier tokens, `induction`
-    asks for the token that followed an earlier one, and `markov` is text of known entropy.
+    `write_shards` writes shards. Tasks:
+
+    - `copy`, `shift`: repeat earlier tokens.
+    - `induction`: after a key that occurred before, predict the token that followed it there.
+    - `markov`: text from a Markov chain, whose entropy is known.
     """
 
     applies: ClassVar[Applies] = {"tokenizer": ("task", (None,))}
@@ -29,7 +32,7 @@ class DataConfig(Section):
     tokenizer: str = "byte"
     """byte, or the path of a tokenizer.json."""
     pack_documents: bool = False
-    """Tokens of a document do not attend to other documents."""
+    """A token attends only to tokens of its own document."""
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
     """Share of the data for validation; 0: no validation."""
     shuffle: bool = True
@@ -38,4 +41,4 @@ class DataConfig(Section):
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:
         if key == "task" and given.task is not None and given.dataset_path is not None:
-            yield key, "needs dataset_path=null: the data is one or the other"
+            yield key, "set either task or dataset_path, not both"

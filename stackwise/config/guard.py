@@ -14,51 +14,56 @@ _Factor = Annotated[float, Field(gt=1.0)]
 
 
 class GuardPolicy(Section):
-    """Limits of a guard over training steps, and its responses.
+    """Settings of a Guard: limits of training steps, and responses.
 
-    A step whose loss or gradient is not finite, or much larger than before, is skipped before its update, and
-    its batches are not used in this epoch any more. After `patience` consecutive skipped steps, training
-    rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A skipped step
-    does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with an empty
-    history. [guard.md](guard.md) has the exact rules.
+    The guard skips the update of a step whose loss or gradient is not finite or is much larger than before.
+    It does not use the batches of this step again in this epoch. After `patience` consecutive skipped steps,
+    training rewinds to a snapshot in memory, at most `rewinds` times, and then ends with a diagnosis. A
+    skipped step does not count for `max_steps` or the schedule. Each unit of layer-wise training starts with
+    an empty history.
+
+    The baseline of a number is its median over the last `recent` healthy steps. A number is a spike if its
+    logarithm exceeds that of the baseline by more than `deviations` MAD and by more than the logarithm of the
+    factor below. MAD is the median absolute deviation of the changes from step to step.
+    [guard.md](guard.md) has the exact rules.
     """
 
     model_config = ConfigDict(frozen=True)
 
     clip: float | None = Field(None, gt=0.0)
-    """Largest global gradient norm of an update, in Python; a configuration sets training.grad_clip."""
+    """Gradient norm to which the guard clips, in Python only; in a configuration, set training.grad_clip."""
     deviations: float = Field(6.0, ge=0.0)
-    """Limit of a spike, as a multiple of the median absolute deviation (MAD) of step-to-step changes."""
+    """A rise of up to this number of MAD (median absolute deviations) is never a spike."""
     factor: _Factor = 5.0
-    """Largest rise of the gradient norm that passes if the step is not recomputed."""
+    """Without recomputation: a norm up to this multiple of the baseline is never a spike."""
     suspect_factor: _Factor | None = 2.5
-    """Rise of the gradient norm above which the step is recomputed; null: never."""
+    """A norm above this multiple of the baseline is recomputed; null: never."""
     proven_factor: _Factor = 30.0
-    """Multiple of the run's largest norm that passes if the recomputation gives the same norm."""
+    """If recomputation gives the same norm: accept up to this multiple of the largest norm of the run."""
     loss_factor: _Factor | None = 3.0
-    """Largest rise of the loss that is no spike; null: any finite loss passes."""
+    """A loss up to this multiple of the baseline is never a spike; null: no limit."""
     logit_factor: _Factor | None = 5.0
-    """Largest rise of the attention logit, if it is watched, that is no spike; null: any."""
+    """A watched attention logit up to this multiple of the baseline is never a spike; null: no limit."""
     logit_limit: float | None = Field(None, gt=0.0)
-    """Largest attention logit that passes; null: any."""
+    """Largest attention logit that passes; null: no limit."""
     recent: Size = 8
-    """Number of healthy steps for the baseline."""
+    """The baseline is the median of this number of healthy steps."""
     minimum: Size = 4
-    """Healthy steps before the first possible spike."""
+    """No limits apply before this number of healthy steps."""
     history: Size = 128
     """Number of healthy steps for the deviation; at least recent and minimum."""
     spikes_clipped: Count = 0
-    """Number of consecutive gradient spikes that are clipped to the level and used."""
+    """Number of consecutive spikes that the guard clips to the baseline instead of skipping."""
     patience: Size = 5
     """Number of consecutive skipped steps before a rewind, or the end."""
     rewinds: Count = 1
-    """Largest number of rewinds without snapshot_interval healthy steps between them."""
+    """Maximum number of rewinds; snapshot_interval healthy steps since the last alarm reset the count."""
     snapshot_interval: Size | None = 50
-    """Steps between snapshots, which a rewind may lose; above patience; null: no snapshots."""
+    """Steps between snapshots. A rewind loses at most this many. Must exceed patience; null: no snapshots."""
     snapshot_on_host: bool = True
     """Store the snapshot in host memory."""
     bundle_weights: bool = True
-    """Store the weights in a bundle."""
+    """Store the weights in each bundle (the saved files of a broken step)."""
     max_bundles: Count = 8
     """Largest number of bundles per start of the run."""
 
@@ -75,5 +80,5 @@ class GuardPolicy(Section):
                 if given.snapshot_interval <= given.patience:
                     yield (
                         key,
-                        f"must be above patience={given.patience}: a snapshot waits until alarms are over",
+                        f"must exceed patience={given.patience}, because no snapshot is taken during alarms",
                     )

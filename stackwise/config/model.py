@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter
 
-from stackwise.config.section import Applies, Keys, Problems, Section, Size
+from stackwise.config.section import Applies, Keys, Problems, Section, Size, only_with
 
 __all__ = [
     "ArchitectureConfig",
@@ -60,9 +60,9 @@ class LatentConfig(Section):
     q_lora_rank: Size | None = None
     """Width of the latent of queries; null: queries are projected directly."""
     qk_nope_head_dim: Size = 128
-    """Width of a query and key head without position."""
+    """Width of a query and key head without RoPE."""
     qk_rope_head_dim: Size = Field(64, multiple_of=2)
-    """Width of a query and key head with position, which is rotated in pairs."""
+    """Width of a query and key head with RoPE, which rotates pairs."""
     v_head_dim: Size = 128
     """Width of a value head."""
 
@@ -83,7 +83,7 @@ class KernelConfig(Section):
     feature_map: FeatureMapKind = "favor"
     """Kernel of the attention weights."""
     n_features: Size = 256
-    """Number of features per head; more are closer to the kernel."""
+    """Number of features per head. More features approximate the kernel better."""
     bandwidth: float = Field(1.0, gt=0.0)
     """Width of the gaussian and laplacian kernels."""
 
@@ -109,15 +109,15 @@ class RopeScalingConfig(Section):
     }
 
     rope_type: Literal["linear", "llama3"]
-    """Method of stretching."""
+    """RoPE scaling method."""
     factor: float = Field(ge=1.0)
-    """Factor of the stretching."""
+    """Factor by which the context grows."""
     low_freq_factor: float = Field(1.0, gt=0.0)
-    """Wavelengths above original_max_position_embeddings / this are divided by factor."""
+    """Frequencies whose wavelength is above original_max_position_embeddings / this are divided by factor."""
     high_freq_factor: float = Field(4.0, gt=0.0)
-    """Wavelengths below original_max_position_embeddings / this are unchanged."""
+    """Frequencies whose wavelength is below original_max_position_embeddings / this are unchanged."""
     original_max_position_embeddings: Size = 8192
-    """Context before stretching."""
+    """Context length before scaling."""
 
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:
@@ -137,13 +137,13 @@ class _BlockSection(Section):
     head_dim: Size | None = None
     """Width of a head; null: d_model / n_heads."""
     attention_type: AttentionType = "mha"
-    """Sharing of keys and values between heads; mla caches a latent, kernel a running sum."""
+    """Kind of attention: mha, gqa, mqa (shared key and value heads), mla (latent), kernel (linear)."""
     n_heads: Size
     """Number of query heads."""
     n_kv_heads: Size | None = None
     """Number of key and value heads; null: as many as n_heads, or 1 with mqa."""
     attention_mode: AttentionMode = "causal"
-    """Direction of attention; causal: no later tokens."""
+    """causal: a token attends to itself and earlier tokens; bidirectional: to all."""
     latent: LatentConfig | None = None
     """Sizes of multi-head latent attention; null: the defaults."""
     kernel: KernelConfig | None = None
@@ -151,7 +151,7 @@ class _BlockSection(Section):
     qk_norm: QueryKeyNorm | None = None
     """Normalise queries and keys: per head, or over the full width."""
     softcap: float | None = Field(None, gt=0.0)
-    """C: attention logits become C * tanh(logit / C)."""
+    """Soft cap C of attention logits, C * tanh(logit / C); null: none."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     norm: NormKind = "rmsnorm"
@@ -169,7 +169,7 @@ class _BlockSection(Section):
     rope_theta: float = Field(10_000.0, gt=0.0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretching of the rotary frequencies; null: none."""
+    """RoPE scaling; null: none."""
     initialization: InitializationKind = "normal"
     """Distribution of the initial weights."""
     mup_base_width: Size | None = None
@@ -191,7 +191,7 @@ class _BlockSection(Section):
             case "latent" | "kernel" if given[key] is not None:
                 owner = "mla" if key == "latent" else "kernel"
                 if given.attention_type != owner:
-                    yield key, f"is for attention_type={owner!r} (attention_type={attention!r})"
+                    yield key, only_with("attention_type", [owner], attention)
             case "qk_norm" | "qkv_bias" if attention == "mla" and given[key]:
                 yield key, "attention_type='mla' has none"
             case "softcap" if attention == "kernel" and given.softcap is not None:
@@ -205,9 +205,9 @@ class _BlockSection(Section):
             case "mup_base_width" if given.initialization == "mup" and given.mup_base_width is None:
                 yield key, "initialization='mup' needs the d_model of the base"
             case "mup_base_width" if given.initialization != "mup" and given.mup_base_width is not None:
-                yield key, f"is for initialization='mup' (initialization={given.initialization!r})"
+                yield key, only_with("initialization", ["mup"], given.initialization)
             case "sliding_window" if attention == "kernel" and _windows_in(given.sliding_window):
-                yield key, "attention_type='kernel' sees the whole past; allowed: null"
+                yield key, "allowed: null, because kernel attention sees the whole past"
 
 
 def _heads_rule(attention_type: str, n_heads: int, n_kv_heads: int | None) -> str | None:
@@ -216,7 +216,7 @@ def _heads_rule(attention_type: str, n_heads: int, n_kv_heads: int | None) -> st
         case "mha" if n_kv_heads not in (None, n_heads):
             return f"'mha' needs n_kv_heads=null or {n_heads} (n_kv_heads={n_kv_heads}); use 'gqa'"
         case "gqa" if n_kv_heads is None:
-            return "'gqa' needs n_kv_heads; use 'mha' or set it"
+            return "'gqa' needs n_kv_heads; set n_kv_heads or use 'mha'"
         case "mqa" if n_kv_heads not in (None, 1):
             return f"'mqa' needs n_kv_heads=null or 1 (n_kv_heads={n_kv_heads}); use 'gqa'"
         case "mla" if n_kv_heads is not None:
@@ -263,7 +263,7 @@ class ModelConfig(_BlockSection):
     sliding_window: Annotated[Size | list[Size | None] | None, PlainValidator(_window_or_windows)] = None
     """W: a token attends to itself and the W - 1 tokens before it; a list is repeated over the Blocks."""
     max_seq_len: Size | None = None
-    """Longest sequence of generation and of a prototype; null: no limit."""
+    """Maximum sequence length in generation and in prototype experiments; null: no limit."""
     tie_embeddings: bool = True
     """Use the embedding as the head."""
     embedding_max_norm: float | None = Field(None, gt=0.0)

@@ -1,13 +1,13 @@
 """Section: base class of the parts of a configuration. Every error names its key.
 
-Sections stay valid: an assignment checks the section, and fails without an effect if the value is invalid.
+An invalid assignment raises ConfigError and changes nothing.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
@@ -24,7 +24,18 @@ from pydantic import (
 
 from stackwise.support.arguments import shown
 
-__all__ = ["NOT_NULL", "Applies", "ConfigError", "Count", "Keys", "Problems", "Section", "Size", "section_in"]
+__all__ = [
+    "NOT_NULL",
+    "Applies",
+    "ConfigError",
+    "Count",
+    "Keys",
+    "Problems",
+    "Section",
+    "Size",
+    "only_with",
+    "section_in",
+]
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -144,10 +155,7 @@ class Section(BaseModel):
         if other not in given or given[other] in allowed:
             return []
         value, default = given[key], cls.model_fields[key].get_default(call_default_factory=True)
-        values = " or ".join("null" if each is None else repr(each) for each in allowed)
-        reason = f"is for {other}={values} ({other}={given[other]!r})"
-        if allowed is NOT_NULL:
-            reason = f"is for {other}, which is null"
+        reason = only_with(other, allowed, given[other])
         if isinstance(value, Section):
             return [(f"{key}.{name}", reason) for name, each in value if each != getattr(default, name)]
         return [] if value == default else [(key, reason)]
@@ -175,7 +183,7 @@ class Section(BaseModel):
 
     @classmethod
     def put_away(cls, content: dict[str, Any]) -> None:
-        """Set keys that `applies` excludes to their defaults, in nested mappings, in place."""
+        """Reset keys that `applies` makes ineffective to their defaults, in nested mappings, in place."""
         for name, field in cls.model_fields.items():
             other, allowed = cls.applies.get(name, ("", ()))
             if other and content.get(other, cls.model_fields[other].default) not in allowed:
@@ -210,6 +218,16 @@ def section_in(annotation: Any) -> type[Section] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
+def only_with(other: str, values: Iterable[object], now: object) -> str:
+    """Return the text for a key that needs one of `values` of another key, whose value is `now`."""
+
+    def text(value: object) -> str:
+        return "null" if value is None else repr(value)
+
+    needed = " or ".join(map(text, values)) if values is not NOT_NULL else "not null"
+    return f"has an effect only with {other}={needed}; now {other}={text(now)}"
+
+
 class _KeysRefusedError(ValueError):
     """Keys that do not fit together, each with the values allowed, and the valid keys of the section."""
 
@@ -219,7 +237,7 @@ class _KeysRefusedError(ValueError):
 
 
 def _numbered(loaded: Any) -> Any:
-    """Return the mapping with numbers for keys that are texts of numbers. No section has such a key."""
+    """Convert keys such as "0" to integers. No section has such a key."""
     if not isinstance(loaded, Mapping):
         return loaded
     numbers = {key: int(key) for key in loaded if str(key).isascii() and str(key).isdigit()}
@@ -253,9 +271,13 @@ def _problems(section: type[Section], error: ValidationError) -> list[str]:
                     value = seen if key == place[-1] else reduce(getattr, inner, refused.given[first])
                     lines.append(f"{path}: got {_show(value)}; {rule}")
             case "missing":
-                lines.append(f"{path}: got nothing; it has no default")
+                lines.append(f"{path}: required key is missing")
             case _:
                 wanted = re.sub(r"^\w+ should (be )?", "", detail["msg"])
+                if detail["type"] == "string_pattern_mismatch":
+                    wanted = _values_at(section, place)
+                if isinstance(seen, str) and detail["type"] in ("float_type", "int_type"):
+                    wanted += ", not text"
                 if place[-1:] == ("[key]",):
                     path, wanted = path.removesuffix(".[key]"), f"as a key {wanted}"
                 lines.append(f"{path}: got {_show(seen)}; allowed: {wanted}")
@@ -268,6 +290,15 @@ def _fields_at(section: type[Section], path: tuple[int | str, ...]) -> list[str]
         if field is not None:  # None: an index in a mapping of sections
             section = section_in(field.annotation) or section
     return list(section.model_fields)
+
+
+def _values_at(section: type[Section], path: tuple[int | str, ...]) -> str:
+    """Return the allowed texts of a field with a pattern, in words."""
+    for part in path[:-1]:
+        section = section_in(section.model_fields[str(part)].annotation) or section
+    extra = section.model_fields[str(path[-1])].json_schema_extra
+    assert isinstance(extra, dict)
+    return ", ".join(map(str, extra["values"]))  # type: ignore[arg-type]
 
 
 def _show(value: object) -> str:

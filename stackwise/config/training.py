@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from stackwise.config.guard import GuardPolicy
-from stackwise.config.section import NOT_NULL, Applies, Count, Keys, Problems, Section, Size
+from stackwise.config.section import NOT_NULL, Applies, Count, Keys, Problems, Section, Size, only_with
 
 __all__ = [
     "CheckpointConfig",
@@ -35,16 +35,16 @@ _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ScopeConfig(Section):
-    """Units of `stackwise` and `blockwise` training, which are Stacks or Blocks.
+    """Layer-wise training. A unit is a Stack (`stackwise`) or a Block (`blockwise`).
 
-    - `head`: `shared` trains the Rack's final norm and head with every unit. `per_unit` gives each unit a
-      copy of the initial final norm and head. It is not allowed with `right_to_left`, where only the last
-      unit trains them.
+    - `head`: `shared` trains the Rack's final norm and head with every unit. With `per_unit`, each
+      unit starts with a fresh copy of the initial final norm and head. `right_to_left` needs `shared`,
+      because only the last unit trains them.
     - `order`: `right_to_left` trains the last unit first. Gradients of each unit pass through the frozen
       units after it.
-    - `growth`: each unit is initialised to the identity, so that training starts with the output of the
-      earlier units. With `rackwise`, the Rack starts as its first Stack, and further Stacks join at even
-      intervals.
+    - `growth`: with `stackwise` and `blockwise`, each unit starts as the identity, so that training starts
+      with the output of the earlier units. With `rackwise`, the Rack starts with one Stack, and Stacks are
+      added at even intervals during training.
     - `cache_bytes`: limit of the cache, which stores the outputs of the frozen units before the trained unit.
       With `right_to_left` it only helps if a batch is used several times within a unit.
     - `offload`: units that do not train stay on the device, in CPU memory, or on disk in `offload_dir`.
@@ -59,17 +59,17 @@ class ScopeConfig(Section):
     order: Literal["left_to_right", "right_to_left"] = "left_to_right"
     """Order in which the units are trained."""
     growth: bool = False
-    """Each unit starts as the identity; with rackwise: Stacks join during training."""
+    """stackwise, blockwise: each unit starts as the identity. rackwise: Stacks are added during training."""
     polish_steps: Count = 0
     """Number of final steps, out of max_steps, that train all units together."""
     cache_bytes: Count = 0
-    """Size of the cache for activations of frozen units; the rest is recomputed."""
+    """Maximum size of the cache of frozen outputs in bytes. Outputs that do not fit are recomputed."""
     cache_dir: str | None = None
     """Folder of the cache; null: in memory."""
     offload: Literal["none", "cpu", "disk"] = "none"
     """Place of units that do not train."""
     offload_dir: str | None = None
-    """Folder of offload: disk."""
+    """Folder for `offload: disk`."""
 
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:
@@ -85,16 +85,19 @@ class ScopeConfig(Section):
             case "cache_dir" if given.cache_dir is not None and given.cache_bytes == 0:
                 yield key, "needs cache_bytes above 0"
             case "offload_dir" if (given.offload == "disk") != (given.offload_dir is not None):
-                yield key, f"offload_dir and offload='disk' need each other (offload={given.offload!r})"
+                if given.offload == "disk":
+                    yield key, "offload='disk' needs offload_dir"
+                else:
+                    yield key, f"needs offload='disk'; now offload={given.offload!r}"
 
 
 class ObjectiveConfig(Section):
     """Prediction that the Rack is trained for.
 
-    - `next_token`: each token from the tokens before it. Needs causal attention.
-    - `masked_token`: a `mask_fraction` of the tokens, replaced by `mask_token_id`, from the rest (Devlin et
-      al. 2019, arXiv:1810.04805). Needs bidirectional attention. A `random_fraction` of these tokens is
-      replaced by random tokens and a `same_fraction` stays unchanged; BERT used 0.1 each.
+    - `next_token` predicts each token from the tokens before it. Needs causal attention.
+    - `masked_token` predicts a `mask_fraction` of the tokens, replaced by `mask_token_id`, from the rest
+      (Devlin et al. 2019, arXiv:1810.04805). Needs bidirectional attention. A `random_fraction` of these
+      tokens is replaced by random tokens and a `same_fraction` stays unchanged; BERT used 0.1 each.
     - `mask_diffusion`: the share of masked tokens is drawn for each row, and the loss is weighted so that it
       bounds the negative log-likelihood (Sahoo et al. 2024, arXiv:2406.07524). Needs bidirectional attention.
 
@@ -111,7 +114,7 @@ class ObjectiveConfig(Section):
     kind: ObjectiveKind = "next_token"
     """Prediction that is trained."""
     mask_token_id: Count | None = None
-    """Token that replaces masked tokens; null with next_token."""
+    """Id of the mask token; must be null for next_token."""
     mask_fraction: float = Field(0.15, gt=0.0, le=1.0)
     """Share of the tokens that is predicted."""
     random_fraction: float = Field(0.0, ge=0.0, le=1.0)
@@ -131,7 +134,7 @@ class ObjectiveConfig(Section):
             case "mask_token_id" if given.kind != "next_token" and given.mask_token_id is None:
                 yield key, f"kind={given.kind!r} needs the id of a token that the data does not use"
             case "mask_token_id" if given.kind == "next_token" and given.mask_token_id is not None:
-                yield key, "kind='next_token' masks nothing; allowed: null"
+                yield key, "allowed: null, because kind='next_token' masks nothing"
             case "same_fraction" if given.same_fraction + given.random_fraction > 1.0:
                 yield key, f"must not exceed 1 together with random_fraction={given.random_fraction}"
 
@@ -140,9 +143,9 @@ class StackOptimizerConfig(Section):
     """Optimizer settings of one Stack."""
 
     lr: float | None = Field(None, gt=0.0)
-    """Learning rate of Stack N; null: that of the optimizer."""
+    """Learning rate of Stack N; null: training.optimizer.lr."""
     weight_decay: float | None = Field(None, ge=0.0)
-    """Weight decay of Stack N; null: that of the optimizer."""
+    """Weight decay of Stack N; null: training.optimizer.weight_decay."""
 
 
 class OptimizerConfig(Section):
@@ -162,9 +165,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0.0)
     """Weight decay of matrices; norms, biases and embeddings have none."""
     betas: list[_Decay] = Field(default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2)
-    """Decay rates of AdamW's two averages."""
+    """Betas of AdamW."""
     eps: float = Field(1e-8, gt=0.0)
-    """Constant that AdamW adds to the root of the second average."""
+    """Epsilon of AdamW."""
     momentum: _Decay = 0.95
     """Momentum of Muon."""
     per_stack: dict[Count, StackOptimizerConfig] = Field(default_factory=dict)
@@ -172,12 +175,13 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over time: a linear warm-up, then `kind` down to `min_lr`.
+    """Learning rate over time: a linear warm-up, then the curve of `kind`.
 
-    `wsd` stays at the peak and falls linearly in the last `decay_fraction` of the run (Hu et al. 2024,
-    arXiv:2404.06395). `inverse_sqrt` falls with the inverse root of the step (Vaswani et al. 2017). Each
-    unit of layer-wise training has its own schedule. If `polish_steps` is above 0, `warmup_steps` is
-    divided between units and polish in proportion to their steps, rounded down.
+    `cosine` and `linear` fall to `min_lr`. `constant` stays at the peak. `wsd` stays at the peak and falls
+    linearly to `min_lr` in the last `decay_fraction` of the run (Hu et al. 2024, arXiv:2404.06395).
+    `inverse_sqrt` falls with the inverse root of the step (Vaswani et al. 2017), but not below `min_lr`. Each
+    unit of layer-wise training has its own schedule. With `polish_steps` > 0, warm-up steps are shared in
+    proportion to the steps of units and polish, rounded down.
     """
 
     applies: ClassVar[Applies] = {
@@ -190,7 +194,7 @@ class ScheduleConfig(Section):
     warmup_steps: Count | None = None
     """Steps of the linear warm-up from 0; null: a tenth of the run."""
     min_lr: float = Field(0.0, ge=0.0)
-    """Final learning rate."""
+    """Final learning rate; with inverse_sqrt: lower bound."""
     decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
     """Share of the run, at its end, in which the rate falls."""
 
@@ -219,7 +223,7 @@ class RecomputeConfig(Section):
     budget: float = Field(0.5, ge=0.0, le=1.0)
     """Share of the activation memory that remains."""
     names: list[str] = Field(default_factory=list)
-    """Patterns of module names, with the wildcards of a shell."""
+    """Glob patterns of module names."""
 
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:
@@ -230,8 +234,8 @@ class RecomputeConfig(Section):
 class DistributedConfig(Section):
     """Distribution over the processes of torchrun.
 
-    `ddp` gives each process a full Rack, `fsdp` a part of every weight (FSDP2: one group per Block, and one
-    for the rest).
+    `ddp` gives each process a full Rack. `fsdp` shards every weight (FSDP2: one group per Block, and one for
+    the rest).
     """
 
     applies: ClassVar[Applies] = {"reshard_after_forward": ("strategy", ("fsdp",))}
@@ -253,7 +257,7 @@ class CheckpointConfig(Section):
     """Retention and writing of checkpoints.
 
     `keep_best` needs `eval_interval`. With `asynchronous`, a killed run loses up to 2 x `save_interval`
-    steps. If `checkpoint_dir` is gone, a run resumes from `upload`.
+    steps. If `checkpoint_dir` does not exist, the run resumes from `upload`.
     """
 
     applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}
@@ -288,10 +292,10 @@ class TrainingConfig(Section):
 
     `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32
     masters in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products,
-    if the hardware supports them). `compile` takes about half a minute, so it pays for longer runs.
-    `eval_interval` counts the steps of all units together. A resumed run is bit-identical to an
-    uninterrupted one; `max_steps` may be larger than before. Without `resume`, a folder that contains
-    checkpoints is refused. Without a `guard`, a non-finite step ends the run.
+    if the hardware supports them). Compilation takes about 30 seconds; use it for long runs.
+    `eval_interval` counts steps over the whole run, not per unit. A resumed run is bit-identical to an
+    uninterrupted one; `max_steps` may be larger than before. Without `resume`, a `checkpoint_dir` with
+    checkpoints raises an error. Without a `guard`, a non-finite step ends the run.
     """
 
     applies: ClassVar[Applies] = {
@@ -308,17 +312,21 @@ class TrainingConfig(Section):
     batch_size: Size = 4
     """Rows per batch in each process."""
     accumulation_steps: Size = 1
-    """Number of batches per step; their gradients are added."""
+    """Number of batches per step, whose gradient is that of one large batch."""
     seq_len: Size = 512
     """Tokens per row."""
     max_steps: Size = 200
-    """Number of updates; with stackwise and blockwise for each unit."""
+    """Number of updates; per unit with stackwise or blockwise."""
     seed: Count = 0
     """Seed of weights, order, masks and dropout."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
+        json_schema_extra={"values": ["auto", "cpu", "cuda", "cuda:N"]},
+    )
     """Device; auto: CUDA if available, otherwise the CPU."""
     precision: Precision = "bf16"
-    """Dtype of weights and computation."""
+    """Dtype of the computation; bf16_weights: also of the weights."""
     compile: bool = False
     """Compile the model and its loss."""
     grad_clip: float | None = Field(1.0, gt=0.0)
@@ -368,18 +376,19 @@ class TrainingConfig(Section):
                     yield "schedule.min_lr", f"must not exceed training.optimizer.lr={given.optimizer.lr}"
             case "scope" if given.training_architecture == "rackwise":
                 for name in _changed(given.scope, ScopeConfig.model_fields.keys() - {"growth"}):
-                    yield f"scope.{name}", "is for training_architecture stackwise or blockwise"
+                    kinds = ["stackwise", "blockwise"]
+                    yield f"scope.{name}", only_with("training_architecture", kinds, "rackwise")
             case "scope" if given.scope.polish_steps >= given.max_steps:
                 yield "scope.polish_steps", f"must be below max_steps={given.max_steps}"
             case "recompute" if given.recompute.kind == "budget" and not given.compile:
                 yield "recompute.kind", "needs compile=true"
             case "checkpoint" if given.checkpoint.keep_best and given.eval_interval is None:
-                yield "checkpoint.keep_best", "is for eval_interval, which is null"
+                yield "checkpoint.keep_best", only_with("eval_interval", NOT_NULL, None)
             case "guard" if given.guard is not None and given.guard.clip is not None:
                 yield "guard.clip", "allowed: null; set training.grad_clip"
             case "watch_logits" if given.guard is not None and not given.watch_logits:
                 for name in _changed(given.guard, {"logit_factor", "logit_limit"}):
-                    yield f"guard.{name}", "is for watch_logits=true"
+                    yield f"guard.{name}", only_with("watch_logits", [True], False)
 
 
 def _changed(section: Section, keys: Collection[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""YAML, read safely and with the numbers of YAML 1.2: `1e-4` is a number, `010` is ten, `1:30` is text."""
+"""YAML, read safely, with limits of size and depth, and with the numbers of YAML 1.2.
+
+`1e-4` is a number, `010` is ten, `1:30` is text.
+"""
 
 from __future__ import annotations
 

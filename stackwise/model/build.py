@@ -83,7 +83,7 @@ def create_rack_from_specs(
     tie_embeddings: bool = True,
     **options: Any,
 ) -> Rack:
-    """Return a Rack with Stacks that may differ.
+    """Return a Rack from one spec per Stack.
 
     Args:
         vocab_size: vocabulary.

@@ -29,7 +29,7 @@ __all__ = ["Rack"]
 
 
 class Rack(nn.Module):
-    """Model of a token embedding, Stacks, a final norm and a head.
+    """Transformer model: token embedding, Stacks, final norm and head.
 
     The Stacks keep the weights they come with; embedding and head are initialised here so that the
     first loss is ln(vocab_size), as the last Block's `initialization` says.

@@ -43,7 +43,7 @@ _ENDINGS = (".md", ".json", ".html")
 
 @dataclass
 class Report:
-    """Results of a run.
+    """Checks, measurements and verdict of one test run or command, as text, Markdown, JSON or HTML.
 
     Attributes:
         checks: CheckResults as dicts.
@@ -171,8 +171,11 @@ class Report:
 
         Args:
             verbosity: below 0: findings only. 0: also declared findings and measurements. Above 0: also
-                checks that passed, and the reasons why checks do not apply.
+                checks that passed, and the reasons why checks do not apply. An EMPTY run shows the reasons
+                from 0 on.
         """
+        if verbosity == 0 and self.verdict == "EMPTY":
+            verbosity = 1
         if self.training:
             yield self.training_line()
         for model, rows in by_model(self.checks):

@@ -31,7 +31,7 @@ _ROWS = 8
 
 @dataclass(frozen=True)
 class StabilityRun:
-    """Result of a stability run.
+    """Losses, alarms and verdict of a short training with injected faults.
 
     Attributes:
         model: the spec's name.

@@ -1,1 +1,1 @@
-"""Subject: description of the model or training loop under test, and its inference."""
+"""Specs of models and training loops, and how to infer them."""

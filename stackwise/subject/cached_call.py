@@ -1,7 +1,8 @@
 """Cached calls: find the call that continues a sequence from a cache, by trial.
 
-Libraries rename the arguments for their caches. A name therefore only decides which call is tried first.
-A call is accepted if the continued tokens get the same logits as in a full pass.
+Libraries rename the arguments for their caches, so names of arguments only determine the order of trials. A
+call is accepted if the continued tokens get the same logits as in a full pass. If no call is exact, a call
+with a bug that is named like a cache is returned, so that checks can report the bug.
 
 Shapes: B batch, T positions, V outputs.
 """
@@ -47,14 +48,17 @@ _HALF_TOLERANCE = 2e-2
 class CachedCall:
     """Call of a model that continues the tokens in a cache: (model, inputs, cache) -> (output, cache).
 
-    The cache is None before the first tokens. Afterwards it is the cache object of the model. If the model
-    stores its cache itself, `cache` is the number of tokens so far. If it takes a cache object and a
-    position, `cache` is the pair (cache object, number of tokens).
+    `cache` is one of:
+
+    - None: before the first tokens;
+    - the cache object of the model;
+    - number of tokens so far, if the model stores its cache itself;
+    - (cache object, number of tokens), if the model takes a cache object and a position.
 
     Attributes:
         form: how the model takes its inputs.
         parameter: name of the parameter that takes the cache. None: the model keeps the cache in itself.
-        before: defaults of the parameters before the cache, if the cache is positional-only.
+        before: arguments to pass before a positional-only cache.
         part: name or index of the cache in the output. None: the call changes the cache in place.
         flags: parameters that are set to True.
         place: parameter that takes the position of the first new token. None: the model knows it.
@@ -167,9 +171,9 @@ def find_cached_call(
     """Find the call with which `model` continues from a cache.
 
     Each call that the signature, the output and the methods of the model suggest is tried on a prefix and
-    some single tokens. The first call whose logits equal those of a full pass is returned. If there is none,
-    the first call is returned that is named like a cache and works, so that a cache with a bug is found too.
-    A working call with another name is reported as a problem, because it may be no cache.
+    some single tokens. The first call whose logits equal those of a full pass is returned. If no call is
+    exact, return the first call with a cache-like name that runs, so that checks can report its bug. A
+    working call with another name is reported as a problem, because it may be no cache.
 
     Args:
         model: in eval mode. Its state may change.
@@ -500,4 +504,4 @@ def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
             if takes
             else "forward has no parameter for one"
         )
-    return f"the model has {', '.join(signs)}, but no call was found that continues from a cache: {reason}"
+    return f"the model has {', '.join(signs)}, but none of the tried calls continues from a cache: {reason}"

@@ -1,4 +1,6 @@
-"""Call form: the way in which a model takes a batch.
+"""Call form: how to pass a batch to a model, and where the logits are in its output.
+
+`ContiguousCall` wraps functions of a ModelSpec, so that they get contiguous tensors.
 
 Shapes: B batch, T positions, C width.
 """
@@ -36,9 +38,9 @@ class CallForm:
 
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
-        in_batch: all is given in one dict.
-        extras: names of arguments that each call passes. `attention_mask` is a mask of ones. Others get the
-            inputs: some models return all logits only with `targets`.
+        in_batch: the model takes one dict.
+        extras: names of further arguments. `attention_mask` is a mask of ones. Others, such as `targets` and
+            `labels`, get the inputs: nanoGPT returns all logits only with `targets`.
         element: index of the logits in a tuple.
     """
 
@@ -71,7 +73,7 @@ class CallForm:
         if self.in_batch:
             call = f"a dict of {', '.join((str(self.keyword), *self.extras))}"
         else:
-            reasons = {"targets": "targets=, for all logits", MASK: f"{MASK}= of ones"}
+            reasons = {"targets": "targets=inputs, for all logits", MASK: f"{MASK}= of ones"}
             given = [f"{self.keyword}="] if self.keyword else []
             call = " and ".join([*given, *(reasons[name] for name in self.extras)]) or "inputs"
         return f"called with {call}" + (f", logits at [{self.element}] of the output" if self.element else "")

@@ -45,9 +45,9 @@ def capabilities(
     cached: bool,
     capacity: int | None,
 ) -> dict[str, Any]:
-    """Return the attributes of a ModelSpec that can be seen in `model`. Attributes not seen are missing.
+    """Return the ModelSpec fields found by calling the model.
 
-    Calls are accepted by the shape of their output. Calls with a cache are also compared with a full pass.
+    A call counts if its output has the right shape. Calls with a cache are also compared with a full pass.
 
     Args:
         model: in eval mode. It is called without gradients, and its state may change.
@@ -100,7 +100,7 @@ def padding_of_rows(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[st
 
 
 def padding_id(model: nn.Module) -> int | None:
-    """Return the id of padding in the configuration, or None if it has none or no embedding has its row."""
+    """Return the pad id of the configuration; None if there is no pad id, or it exceeds all embeddings."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     named = [getattr(each, "pad_token_id", None) for each in (config, text)]
@@ -143,6 +143,8 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
         for masked, sides in _maskings(model, form)
         if _works(partial(masked, model, inputs, partly), shape)
     ]
+    if usable and usable[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
+        usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
     if form.in_batch:  # unread keys of a dict leave no trace
         usable = [way for way in usable if _hides(way[0], model, inputs)]
     if not usable:
@@ -172,6 +174,17 @@ def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any
         return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
 
     return masked
+
+
+def _keeps_output(model: nn.Module, inputs: Tensor, form: CallForm) -> bool:
+    """Return True if a mask of ones, with the positions from 0, does not change the output."""
+    ones = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    with seeded(0, inputs.device):
+        plain = logits_of(form(model, inputs))
+    with seeded(0, inputs.device):
+        masked = logits_of(masked_with_positions(model, inputs, ones))
+    limit = max(1e-3, 8 * torch.finfo(plain.dtype).eps)
+    return bool((masked - plain).abs().max() <= limit * plain.abs().max())
 
 
 def _hides(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
@@ -213,8 +226,10 @@ def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallFo
 def _labellings(model: nn.Module, inputs: Tensor, form: CallForm) -> Iterator[Callable[..., Any]]:
     """Yield functions that compute the model's own loss from labels that are not shifted.
 
-    A model shifts an argument `labels` itself. An argument `targets` holds the token that each position must
-    predict, and -1 or -100 for none. An argument with another name is used if its loss equals the
+    - `labels`: the model shifts them.
+    - `targets`: already shifted; -1 or -100 means none.
+
+    An argument with another name is used if its loss equals the
     cross-entropy with shifted or unshifted labels, or if it is named like labels.
     """
     named = _further_arguments(model, form)

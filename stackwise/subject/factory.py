@@ -1,4 +1,7 @@
-"""Factories: the object that MODULE:FACTORY names on a command line."""
+"""Factories: load the object that a command line names: MODULE:FACTORY, path/to/file.py:FACTORY or hf:NAME.
+
+`TRUST` is the environment variable that allows code of the Hugging Face Hub.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ TRUST = "STACKWISE_TRUST_REMOTE_CODE"
 
 
 def load_factory(target: str, *, search: Path | None = None) -> Any:
-    """Return the object that a text names.
+    """Load the object named by `target`.
 
     Args:
         target: "package.module:name", "path/to/file.py:name", or a model of transformers as

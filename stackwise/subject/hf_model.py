@@ -130,7 +130,7 @@ def load_hf_model(target: str, *, search: Path | None = None, trust_remote_code:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{target} needs transformers: pip install 'stackwise[hf]' ({error})") from None
+        raise ImportError(f"{target}: needs transformers: pip install 'stackwise[hf]' ({error})") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     folder = (search or Path()) / Path(name).expanduser()
     try:
@@ -281,7 +281,7 @@ def _try(model: HFModel) -> None:
             raise ValueError(f"it still has {n_parameters:,} parameters")
         built = model().eval()
         if (name := getattr(built, "main_input_name", "input_ids")) != "input_ids":
-            raise ValueError(f"it takes {name} instead of tokens")
+            raise ValueError(f"hf-tiny: supports token models only; this one takes {name}")
         built(ids)
 
 

@@ -53,8 +53,8 @@ class LightningRun:
     `evaluate` needs a `validation_step`, `epoch` a `train_dataloader`.
 
     Features of the trainer are not available: its clipping, callbacks, strategies and precision. Checkpoints
-    also contain random states, which Lightning does not save. An accumulation averages over batches, an
-    evaluation over rows (`averages_batches`).
+    also contain random states, which Lightning does not save. `accumulate` averages over
+    batches; `evaluate` averages over rows.
 
     Args:
         module: a LightningModule, or a module with `training_step` and `configure_optimizers`.
@@ -270,8 +270,8 @@ class _Attached:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"trainer.{name}: the module is driven without a trainer; wanted a module that does not ask for "
-            "it, or TrainerSpec.of a function that returns a run of your own"
+            f"trainer.{name}: stackwise runs the module without a Trainer, so trainer.{name} is missing. "
+            "Pass a function that returns a run of your own to TrainerSpec.of"
         )
 
 

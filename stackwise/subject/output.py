@@ -27,8 +27,9 @@ def logits_of(output: Any) -> Tensor:
         elif isinstance(output, tuple | list) and output:
             found = output[0]
     if not isinstance(found, Tensor):
+        keys = f" (keys: {', '.join(map(repr, output))})" if isinstance(output, Mapping) and output else ""
         raise TypeError(
-            f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict"
+            f"output: got {type(output).__name__}; wanted a tensor, or logits in an object or dict{keys}"
         )
     return found[:, None] if found.ndim == 1 else found
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,8 +21,18 @@ from torch.nn.parameter import is_lazy
 from stackwise.subject.call_form import ContiguousCall, unwrapped
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
+from stackwise.subject.inference.inputs import made_batch
 from stackwise.subject.output import cast, logits_of
-from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+from stackwise.support.arguments import (
+    check_choice,
+    check_fields,
+    check_flags,
+    check_functions,
+    check_number,
+    check_sizes,
+    check_texts,
+    require,
+)
 from stackwise.support.random_state import seeded
 
 __all__ = ["FactoryError", "ModelSpec"]
@@ -31,6 +41,7 @@ Factory = Callable[[], nn.Module]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
 # Attributes that call the model. Each gets contiguous tensors.
 _CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "auxiliary_loss")
+_NAMES = ("unused", "frozen", "assumed")
 _TRAINER_HINT = "; a training loop is checked with TrainerSpec.of, check_trainer or --stackwise-trainer"
 # Packages whose exceptions mean that a download failed.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
@@ -53,6 +64,7 @@ def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class ModelSpec:
     """Description of a model under test: construction, calls and claims.
 
+    A claim is a property that you declare, such as `causal=True`. Checks test it.
     `ModelSpec.of(factory)` infers the attributes from the model. Declare the others by keyword:
     `ModelSpec.of(factory, causal=False)`. Functions that call the model get contiguous tensors, as from a
     data loader.
@@ -69,26 +81,28 @@ class ModelSpec:
         max_length: longest sequence of the model. None: no known limit.
         forward: (model, inputs) -> output, which is a tensor or has `logits`.
         make_batch: (batch_size, seq_len, generator) -> inputs on the CPU. None: random inputs.
-        loss: (model, inputs) -> scalar. None: next-token cross-entropy for causal tokens, cross-entropy with
-            the input itself for other tokens, mean square of the output for vectors, for an output per row
-            and for models with fewer outputs than tokens.
+        loss: (model, inputs) -> scalar. None:
+
+            - causal tokens: cross-entropy of the next token;
+            - other tokens: cross-entropy of the token itself;
+            - vectors, an output per row, or fewer outputs than tokens: mean square of the output.
         optimizer: list of parameters -> optimizer, for short training runs.
         masked: (model, inputs, keep (B, T) bool) -> output of a batch with padding. None: no padding mask.
         padding_sides: sides on which padding is allowed: "right", "left", both or none.
         packed: (model, inputs, documents (B, T) integer) -> output of rows of several documents, whose
             positions restart. None: no packing.
-        decode: (model, inputs, cache or None) -> (output, cache) for tokens that follow those in a cache. A
-            fourth argument keep (B, S), for all tokens so far, enables checks of padding on the left. None:
-            no cache.
+        decode: (model, inputs, cache or None) -> (output, cache): call with new tokens and the cache of the
+            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padding on
+            the left. None: no cache.
         cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
             cache. "": no problem.
-        labelled_loss: (model, inputs, labels (B, T), not shifted, -100 ignored) -> scalar, the model's own
-            loss. None: no own loss.
+        labelled_loss: (model, inputs, labels) -> scalar, the model's own loss. `labels` (B, T) are not
+            shifted, and -100 is ignored. None: no own loss.
         auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
         visible: inputs -> bool (T, T) or (B, T, T), True if position t may see position s, in models that are
             neither causal nor bidirectional, such as prefix models. None: no claim.
-        window: number of positions that each layer sees, including its own (if not causal, the same number
-            ahead), or a pair (before, after). None: no claim.
+        window: W: each position sees itself and the W - 1 before it; if not causal, also the W - 1 after it.
+            Or a pair (before, after). None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
@@ -96,9 +110,9 @@ class ModelSpec:
         reference: builds a model with the same parameter names and the same results. None: no reference.
         never_waits: True if no forward or backward pass makes the host wait for the device, as in a CUDA
             graph. None: no claim.
-        unused: prefixes of the names of parameters without a gradient.
-        frozen: prefixes of the names of parameters that do not train.
-        assumed: names of the attributes that are assumed, neither declared nor inferred.
+        unused: prefixes of the names of parameters that get no gradient.
+        frozen: prefixes of the names of parameters with requires_grad=False.
+        assumed: names of the attributes that stackwise guessed.
         tolerance: largest rounding difference, relative to the variation of the output, for models that
             cannot run in float64.
         seq_len: T of the checks.
@@ -142,8 +156,8 @@ class ModelSpec:
     def of(cls, subject: Any, **declared: Any) -> ModelSpec:
         """Return the spec of a model, inferred by building and calling it.
 
-        A factory is called twice. If its models share weights, as with `lambda: model`, each use gets a copy,
-        so that the caller's model is not changed.
+        A factory is called twice. If both models share weights, as with `lambda: model`, each use gets a copy
+        of the first one, so that the caller's model is not changed.
 
         Args:
             subject: a module (copied for each use), a transformers or litgpt configuration (with random
@@ -155,8 +169,12 @@ class ModelSpec:
             FactoryError: `subject` raised, or its weights cannot be used: on the meta device, lazy, or
                 created in inference_mode.
             InferenceError: no call of the model gave an output. The message lists the calls.
-            TypeError: `subject` is or returns something else, or needs arguments.
+            TypeError: `subject` is or returns something else, or needs arguments, or a declared attribute is
+                unknown.
+            ValueError: a declared attribute has an invalid value.
         """
+        check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
+        _check_values(declared)
         if declared.get("visible") is not None:
             declared = {"causal": None, **declared}  # causality is not assumed then
         is_factory = callable(subject) and not isinstance(subject, nn.Module)
@@ -180,8 +198,8 @@ class ModelSpec:
             raise TypeError(
                 f"model: got {type(made).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
                 "transformers or litgpt, or a function without arguments that returns one of these"
-                + _TRAINER_HINT
-                * hasattr(made, "model")
+                + "; for 'file.py:NAME', use `stackwise check`" * isinstance(made, str)
+                + _TRAINER_HINT * hasattr(made, "model")
             )
         if not declared:
             return made
@@ -189,17 +207,13 @@ class ModelSpec:
         return replace(made, **{"assumed": assumed, **declared})
 
     def __post_init__(self) -> None:
-        check_choice("inputs", self.inputs, ("tokens", "vectors"))
-        check_sizes(width=self.width, seq_len=self.seq_len)
-        if self.max_length is not None:
-            check_sizes(max_length=self.max_length)
-        check_number("tolerance", self.tolerance, "a finite number > 0", lambda limit: limit > 0)
-        require(callable(self.build), "build", self.build, "a function that takes no arguments")
+        _check_values(vars(self))
         for name in _CALLS:
             function = getattr(self, name)
             if function is not None and not isinstance(function, ContiguousCall):
-                require(callable(function), name, function, "a function (model, inputs, ...)")
                 object.__setattr__(self, name, ContiguousCall(function))
+        for name in ("padding_sides", *_NAMES):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
     def n_parameters(self) -> int:
@@ -228,7 +242,7 @@ class ModelSpec:
             raise ValueError(f"seq_len: got {seq_len}; {self.name} takes at most {self.max_length} positions")
         generator = torch.Generator().manual_seed(seed)
         if self.make_batch is not None:
-            inputs = self.make_batch(batch_size, seq_len, generator)
+            inputs = made_batch(self.make_batch, batch_size, seq_len, generator)
         elif self.inputs == "tokens":
             inputs = torch.randint(self.width, (batch_size, seq_len), generator=generator)
         else:
@@ -252,6 +266,35 @@ class ModelSpec:
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
 
 
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Require valid values of the attributes of a ModelSpec that are given."""
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names if name in given}
+
+    for name, value in some("build", "forward", "optimizer").items():
+        require(callable(value), name, value, "a function")
+    check_functions(**some(*_CALLS, "make_batch", "at_width", "reference"))
+    for name, value in some("name", "notes", "cache_problem").items():
+        require(isinstance(value, str), name, value, "a string")
+    for name, value in some("inputs").items():
+        check_choice(name, value, ("tokens", "vectors"))
+    check_sizes(**some("width", "seq_len"))
+    check_sizes(**{name: size for name, size in some("max_length").items() if size is not None})
+    check_flags(**some("per_position", "trained", "positionless"))
+    check_flags(optional=True, **some("causal", "tied", "never_waits"))
+    check_texts(("right", "left"), **some("padding_sides"))
+    check_texts(**some(*_NAMES))
+    for name, value in some("tolerance").items():
+        check_number(name, value, "a finite number > 0", lambda limit: limit > 0)
+    window = given.get("window")
+    reach = window if isinstance(window, tuple | list) and len(window) == 2 else (window,)
+    least = 0 if len(reach) == 2 else 1
+    is_valid = all(type(size) is int and size >= least for size in reach)
+    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, or None"
+    require(window is None or is_valid, "window", window, allowed)
+
+
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     """Return the result of a user's factory. Every exception in it becomes a FactoryError."""
     name = getattr(factory, "__name__", type(factory).__name__)
@@ -271,9 +314,9 @@ def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
     except BaseException as error:  # SystemExit and pytest's Skipped are no Exceptions
         message = f"model: {name} raised {type(error).__name__}: {' '.join(str(error).split())}"
         if again:
-            message += " (the second time that it was called; each check builds a new model)"
+            message += " (on its second call; each check builds a new model)"
         if _is_of_the_network(error):
-            message += " (it wants the network: build from a local configuration or local weights)"
+            message += " (it tried to download something: build from a local configuration or local weights)"
         raise FactoryError(message) from error
 
 

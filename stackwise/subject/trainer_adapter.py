@@ -1,4 +1,4 @@
-"""Trainer adapters: third-party trainers as runs with model, optimizer and step(batch)."""
+"""Trainer adapters: adapters for trainers, step functions and several optimizers."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,15 @@ from torch.utils._pytree import tree_map
 
 from stackwise.subject.lightning_run import is_lightning_module
 from stackwise.subject.trainer_adapter import FunctionRun, adapted, with_one_optimizer
-from stackwise.support.arguments import check_number, check_sizes, require
+from stackwise.support.arguments import (
+    check_fields,
+    check_flags,
+    check_functions,
+    check_number,
+    check_sizes,
+    check_texts,
+    require,
+)
 from stackwise.support.random_state import seeded
 
 __all__ = ["TrainerSpec", "TrainingRun", "labels_in", "with_labels"]
@@ -26,6 +35,11 @@ Batch = Any
 # Tables of so few rows tell kinds of tokens apart.
 _TOKEN_TYPES = 4
 
+_SUBJECTS = (
+    "a function without arguments that returns an object with model, optimizer and step(batch), a "
+    "transformers.Trainer, a Lightning module or a TrainerSpec. For a function (model, optimizer, batch) -> "
+    "loss, use TrainerSpec.from_function"
+)
 _CAPABILITIES = (
     "scheduler",
     "scaler",
@@ -59,8 +73,8 @@ class TrainingRun(Protocol):
       drive the run on its own data;
     - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
     - `shuffles`, `n_examples`: claims about the data: a new order in each epoch, and the number of examples;
-    - `averages_batches`: those of "accumulate" and "evaluate" that average over batches of any size, as the
-      trainers of some libraries do. Differences for this reason are warnings;
+    - `averages_batches`: names of the methods, "accumulate" or "evaluate", that give each batch equal weight,
+      as the trainers of some libraries do. Differences for this reason are warnings;
     - `grad_norm`: gradient norm of the last step, before clipping;
     - `alarms`, or a `guard` with alarms: the `Alarm`s so far;
     - `data_part() -> (index, count)`: part of a batch that this rank uses, if not (rank, ranks);
@@ -98,8 +112,8 @@ class TrainerSpec:
         decayed: (name, parameter) -> True if weight decay applies to it. None: no claim.
         total_steps: number of updates that `fit` makes. None: no claim.
         never_waits: True if a step never makes the host wait for the device. None: no claim.
-        ignored_label: label of a position without a target. None: there is none, which is also the default
-            of `of` for batches (ids, targets).
+        ignored_label: label of a position without a target. None: every position has a target. This is the
+            default of `of` for batches (ids, targets).
         distributed: sets up a run in each rank of an initialised process group. None: not distributed.
         factory: "MODULE:FACTORY" or "path/to/file.py:FACTORY" of this spec or run, for checks in another
             process. None: those checks do not apply.
@@ -128,21 +142,27 @@ class TrainerSpec:
         """Return the spec of a training loop, inferred from a run and one step of it.
 
         Args:
-            subject: a function that returns a TrainingRun, a `transformers.Trainer` before its training, a
-                Lightning module, an object with a method `trainer_spec`, or a TrainerSpec; or one of the
-                last three itself.
+            subject: one of
+
+                - a function that returns a TrainingRun, a `transformers.Trainer` before its training, or one
+                  of the following;
+                - a Lightning module;
+                - an object with a method `trainer_spec`, such as an ArchitectureTrainer;
+                - a TrainerSpec.
             **declared: attributes of TrainerSpec that replace the inferred ones.
 
         Raises:
             TypeError: `subject` is or returns something else.
             ValueError: the step raised an exception, which is the cause.
         """
+        check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
         if is_lightning_module(subject):
             original = copy.deepcopy(subject)
             name = type(subject).__name__
             return cls.of(lambda: copy.deepcopy(original), **{"name": name, **declared})
         made = subject
         if callable(subject) and not isinstance(subject, TrainerSpec | TrainingRun):
+            _refuse_arguments(subject)
             with seeded(0):
                 made = subject()
             if isinstance(made, TrainingRun):
@@ -155,18 +175,17 @@ class TrainerSpec:
         if not isinstance(made, TrainerSpec) and callable(getattr(made, "trainer_spec", None)):
             made = made.trainer_spec()
         if not isinstance(made, TrainerSpec):
-            if made is subject and adapted(made) is not None:
-                kind = type(made).__name__
+            kind = type(made).__name__
+            if made is subject and (isinstance(made, TrainingRun) or adapted(made) is not None):
+                example = kind if isinstance(made, TrainingRun) else f"lambda: {kind}(...)"
                 raise TypeError(
-                    f"trainer: got a {kind} that is built already; wanted a function that makes one, such as "
-                    f"lambda: {kind}(...), for each question starts with a fresh one"
+                    f"trainer: got a {kind} that is built already; wanted a function, because each check "
+                    f"builds a new trainer: TrainerSpec.of({example})"
                 )
-            raise TypeError(
-                f"trainer: got {type(made).__name__}; wanted a function that takes no arguments and "
-                "returns an object with model, optimizer and step(batch), a transformers.Trainer, a "
-                "Lightning module or a TrainerSpec; of a function (model, optimizer, batch) -> loss, "
-                "TrainerSpec.from_function makes one"
-            )
+            members = {"model": "model", "optimizer": "optimizer", "step": "step(batch)"}
+            missing = [text for name, text in members.items() if not hasattr(made, name)]
+            lacks = f", which has no {' and no '.join(missing)}" if len(missing) < len(members) else ""
+            raise TypeError(f"trainer: got {kind}{lacks}; wanted {_SUBJECTS}")
         return replace(made, **declared) if declared else made
 
     @classmethod
@@ -236,12 +255,21 @@ class TrainerSpec:
             if self.make_batch is None:
                 wanted = f"{_described(batch)}; declare make_batch=, for {batches}"
             else:
-                wanted = f"what make_batch made; wanted {batches}"
+                wanted = "what make_batch made; make_batch must return a batch that step() accepts"
             raise ValueError(
                 f"trainer: {self.name}: step(batch) raised {type(error).__name__}: {error}; it got {wanted}"
             ) from error
 
     def __post_init__(self) -> None:
+        for name, text in (("name", self.name), ("notes", self.notes), ("factory", self.factory)):
+            require(isinstance(text, str) or (text is None and name == "factory"), name, text, "a string")
+        for function in ("make_batch", "learning_rate", "decayed", "distributed"):
+            check_functions(**{function: getattr(self, function)})
+        check_flags(optional=True, never_waits=self.never_waits)
+        if self.frozen is not None:
+            check_texts(frozen=self.frozen)
+        label = self.ignored_label
+        require(label is None or type(label) is int, "ignored_label", label, "an integer or None")
         check_sizes(vocab_size=self.vocab_size, batch_size=self.batch_size, seq_len=self.seq_len)
         if self.total_steps is not None:
             check_sizes(total_steps=self.total_steps)
@@ -284,6 +312,19 @@ class TrainerSpec:
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         return _moved(batch, device)
+
+
+def _refuse_arguments(function: Callable[..., Any]) -> None:
+    """Raise a TypeError if a function needs arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # none to see
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"trainer: {name}: {error}; wanted {_SUBJECTS}") from None
 
 
 def labels_in(batch: Batch) -> Tensor | None:

@@ -36,8 +36,8 @@ class TransformersRun:
     Callbacks are not called, and no noise is added to embeddings. Members that the Trainer cannot support are
     None:
 
-    - `epoch` needs a train dataset or an own `get_train_dataloader`. `position` also needs a length, one
-      micro-batch per update, and no `ignore_data_skip`: from these a resume computes the position.
+    - `epoch` needs a train dataset or an own `get_train_dataloader`. `position` also needs a
+      dataset length, `gradient_accumulation_steps=1` and `ignore_data_skip=False`.
     - `save`, `load`, `checkpoint` and `latest` need checkpoints that can be resumed: no `save_only_model`.
     - `evaluate` needs labels, or a model that returns a loss without them.
 

@@ -1,1 +1,1 @@
-"""Support: code without a subject of its own that all packages use."""
+"""Helpers that all packages use."""

@@ -1,6 +1,6 @@
 """Data loader: epochs with the order of an uninterrupted run, also after a resume within an epoch.
 
-A resumed epoch starts with the random states of its start, and the batches already used are skipped.
+A resume restores the random states at the start of the epoch, then skips the batches already used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def set_loader_epoch(loader: Iterable[Any], number: int) -> None:
 def iterate_epoch(loader: Iterable[Any], number: int, set_epoch: Callable[[int], None]) -> Iterator[Any]:
     """Return an iterator over epoch `number` of a loader.
 
-    The order of an epoch may depend on random numbers that earlier epochs drew. So each earlier epoch is
-    started, and its first batch is read.
+    The order of an epoch may depend on random numbers that earlier epochs drew. To reproduce this, the
+    function starts each earlier epoch and reads its first batch.
 
     Args:
         loader: starts an epoch each time it is iterated.
@@ -79,7 +79,7 @@ def set_generators(loader: object, states: Sequence[Tensor] | None, *, complete:
     Args:
         loader: the loader.
         states: result of `generator_states`. None: the states were not saved.
-        complete: False: a sampler may still have to create its generator, so fewer are allowed.
+        complete: False: allow fewer generators than states, because a sampler may create its generator later.
 
     Raises:
         ValueError: the number of generators differs from the number of states.
@@ -95,7 +95,7 @@ def set_generators(loader: object, states: Sequence[Tensor] | None, *, complete:
         return
     count, saved = len(generators), len(states)
     fits = count == saved or not complete
-    require(fits, "generators of the dataloader", count, f"{saved}, as many as were saved")
+    require(fits, "generators of the dataloader", count, f"{saved} (the number in the saved state)")
     for generator, state in zip(generators, states, strict=complete):
         generator.set_state(state)
 

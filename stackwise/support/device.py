@@ -39,7 +39,8 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"device: got {name!r}; allowed: auto, cpu, cuda, cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device: got {name!r}; this machine has {count} CUDA devices")
+        allowed = f"cuda:0 to cuda:{count - 1}" if count else "cpu, because this machine has no CUDA device"
+        raise ValueError(f"device: got {name!r}; allowed: {allowed}")
     return device
 
 
@@ -62,12 +63,12 @@ def threads_for(n_parameters: int) -> Iterator[None]:
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
-    """Set if glibc keeps freed memory in this process or returns it to the system at once.
+    """Set whether glibc keeps freed memory or returns it to the system at once.
 
     A training step on the CPU frees its gradients and activations and allocates them again. If the memory
     was returned, the system clears the pages each time, which takes up to a tenth of a step. If it is kept,
-    the process holds its peak memory until it ends. Layer-wise training frees weights and moments of
-    different sizes, and the deeper the Rack, the more of the kept memory stays unused.
+    the process holds its peak memory until it ends. In layer-wise training with many Blocks, much of the kept
+    memory stays unused, because the sizes of freed tensors differ.
 
     The setting is global to the process, so no part of the library calls this function. `stackwise train`
     does: it keeps memory, except with Blocks on disk.

@@ -38,7 +38,7 @@ def _integer(text: str) -> int:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a scratch path and rename it to `path` at the end. After an error, an old file is unchanged."""
+    """Yield a temporary path. Rename it to `path` on success. On error, the old file stays."""
     # A rename is atomic only within a file system, so the scratch file is in the same folder.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:

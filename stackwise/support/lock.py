@@ -1,4 +1,4 @@
-"""Lock: lock file that one process at a time holds. The system releases it if its process ends."""
+"""Lock: exclusive file lock between processes. The system releases it if its process ends."""
 
 from __future__ import annotations
 

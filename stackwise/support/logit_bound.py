@@ -22,9 +22,8 @@ _watching: LogitBound | None = None
 class LogitBound:
     """Largest |scale| * ||query|| * ||key|| over all recorded attentions.
 
-    No logit is larger (Cauchy-Schwarz), and the bound grows with the weights of queries and keys as the
-    logits do. It excludes soft caps and additive biases, and includes masked keys. It needs one pass over
-    queries and keys, so it also works with fused kernels, which never write logits. It stays on the device.
+    No logit exceeds the bound (Cauchy-Schwarz). It works with fused kernels, because it only reads queries
+    and keys. It excludes soft caps and additive biases, and includes masked keys. It stays on the device.
 
     Args:
         device: device of the queries and keys. The bound moves if they are on another one.
@@ -62,8 +61,8 @@ class LogitBound:
     def note_scores(self, scores: Tensor, axis: int = -1) -> None:
         """Record logits that were computed.
 
-        The recorded value is the largest absolute value of the maximum of each query. A maximum below -5000
-        is ignored: all keys of the query are masked.
+        For each query, take the maximum logit; record the largest absolute value of these. A maximum below
+        -5000 is ignored: all keys of the query are masked.
 
         Args:
             scores: argument of the softmax, of any shape.
@@ -106,7 +105,7 @@ def watch(bound: LogitBound | None, instead_of: LogitBound | None = None) -> Log
 
     Args:
         bound: the bound. None: record nothing.
-        instead_of: if given, replace only this bound, and keep any other.
+        instead_of: if given, replace the bound only if `instead_of` is the current one.
 
     Returns:
         the bound that was used before.

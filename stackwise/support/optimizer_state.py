@@ -1,4 +1,4 @@
-"""Optimizer state: optimizers inside an optimizer, their parameters and states, and state that would be lost.
+"""Optimizer state: optimizers inside optimizers, and state that `state_dict()` does not save.
 
 A container such as `self.optimizers = [Muon(...), AdamW(...)]`, a wrapper such as accelerate's
 `AcceleratedOptimizer`, or Lookahead around another optimizer has an empty or partial `state` of its own.
@@ -81,8 +81,7 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
 def states_of(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (optimizer, key, value) of every entry of every `state`, each value once.
 
-    If the `state` of a container contains entries of an inner optimizer, they are yielded with the inner
-    optimizer only.
+    An entry that appears in a container and in its inner optimizer is yielded once, for the inner one.
     """
     seen: set[int] = set()
     for each in optimizers_in(optimizer):
@@ -113,18 +112,18 @@ def check_kept(
 ) -> None:
     """Raise if tensors in attributes of an optimizer would be lost.
 
-    They are lost if neither `state` nor `state_dict()` contains them. State is a tensor of the shape and
-    device of a trained parameter, unless it is a parameter, a gradient, or in a group or a `state`. Other
-    tensors, and those in objects of other classes, cause a warning once. A tensor that was neither written
-    in place nor replaced since the last call is a constant, and ignored.
+    They are lost if neither `state` nor `state_dict()` contains them. A tensor counts as state if it has the
+    shape and device of a trained parameter. Parameters, gradients and tensors in `param_groups` or `state` do
+    not count. Other tensors, and those in objects of other classes, cause a warning once. A tensor that was
+    neither written in place nor replaced since the last call is a constant, and ignored.
 
     Args:
         key: name of the optimizer in the error.
         optimizer: searched as in `optimizers_in`.
         saved: tensors of its own `state_dict()`.
         loses: action that would lose the state, such as "a rewind".
-        is_fresh: no update was made since the optimizer was given. Constants may have been filled in place,
-            so the tensors are only noted for the next call.
+        is_fresh: True before the first update: only record the tensors, because constants may have been
+            filled in place.
 
     Raises:
         ValueError: names the attribute.
@@ -155,7 +154,7 @@ def check_kept(
 def _changed(optimizer: Any, places: list[_Place]) -> list[_Place]:
     """Return the tensors that were written or replaced since the last call with this optimizer.
 
-    Tensors that the last call did not find are returned if they were ever written in place.
+    A tensor that the last call did not see is returned if it was modified in place.
     """
     now = {place.path: (_memory(place.value), _version(place.value)) for place in places}
     before: dict[tuple[Any, ...], tuple[int, int]] = {}

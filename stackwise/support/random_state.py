@@ -65,10 +65,10 @@ def choose_seeds(
         check_sizes(**{key: seeds})
         return tuple(first + i * step for i in range(seeds))
     chosen = tuple(seeds)
-    require(bool(chosen), key, chosen, "at least one")
+    require(bool(chosen), key, chosen, "at least one seed")
     for seed in chosen:
         check_sizes(0, **{key: seed})
-    require(len(set(chosen)) == len(chosen), key, chosen, "each once")
+    require(len(set(chosen)) == len(chosen), key, chosen, "distinct seeds")
     return chosen
 
 
@@ -101,7 +101,7 @@ def random_states_equal(states: Mapping[str, Any], others: Mapping[str, Any]) ->
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore a value of `random_states`. CUDA devices that it lacks keep their states.
+    """Restore a value of `random_states`. CUDA devices without a saved state keep theirs.
 
     If it has one CUDA device and this machine has no device with that number, the current device gets the
     state.

@@ -18,7 +18,7 @@ _LOCK = ".lock"  # held while the process that made the folder lives
 
 @contextmanager
 def temporary_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
-    """Create a folder and remove it at the end. Before that, remove those that killed processes left.
+    """Create a folder and remove it at the end. First remove folders of killed processes.
 
     If the file system has no locks, folders of killed processes remain. So does a folder whose process was
     killed while it created or removed the folder.

@@ -41,7 +41,7 @@ def leaves(tree: Any, path: Path = ()) -> dict[Path, Tensor]:
 
 def too_deep(path: Path) -> ValueError:
     """Return the error for a tree with more than 64 levels."""
-    allowed = f"at most {LEVELS} levels, in a state that does not contain itself"
+    allowed = f"at most {LEVELS} levels; a state must not contain itself"
     return ValueError(f"{shown_path(path)}: got a state with too many levels; allowed: {allowed}")
 
 

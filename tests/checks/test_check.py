@@ -101,6 +101,13 @@ def test_unknown_names():
     assert all(name in str(raised.value) for name in names(select_checks(suite="full")))
 
 
+@pytest.mark.parametrize("unknown", ["cauzality", "initial_los"])
+def test_unknown_name_with_a_suggestion_needs_no_list(unknown):
+    with pytest.raises(ValueError, match="families: determinism, ") as raised:
+        select_checks([unknown])
+    assert "checks: determinism" not in str(raised.value)
+
+
 def test_order_of_results(subjects):
     results = check_model(subjects.gru, checks=["initial_loss", "determinism", "causality"])
     assert [r.check for r in results] == ["determinism", "causality", "initial_loss"]

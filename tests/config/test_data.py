@@ -5,7 +5,7 @@ import pytest
 from stackwise.config import ConfigError, DataConfig
 from tests.config.keys import problems
 
-BOTH = "task: got 'copy' (str); needs dataset_path=null: the data is one or the other"
+BOTH = "task: got 'copy' (str); set either task or dataset_path, not both"
 
 
 @pytest.mark.parametrize("mapping", [{}, {"dataset_path": "a.txt"}, {"task": "copy"}])

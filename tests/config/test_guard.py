@@ -61,8 +61,8 @@ def test_key_refuses(kind, key, value, words):
         ({"recent": 9, "history": 8}, "history", 8, "must not be below recent=9"),
         ({"minimum": 9, "history": 8}, "history", 8, "must not be below minimum=9"),
         ({"suspect_factor": 31.0}, "proven_factor", 30.0, "must not be below suspect_factor=31.0"),
-        ({"patience": 50}, "snapshot_interval", 50, "must be above patience=50"),
-        ({"patience": 51}, "snapshot_interval", 50, "must be above patience=51"),
+        ({"patience": 50}, "snapshot_interval", 50, "must exceed patience=50"),
+        ({"patience": 51}, "snapshot_interval", 50, "must exceed patience=51"),
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(mapping, key, value, rule):

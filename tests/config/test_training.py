@@ -31,7 +31,7 @@ REFUSED = {
     "objective": [
         ({"kind": "masked_token"}, "mask_token_id", None, "kind='masked_token' needs the id of a token"),
         ({"kind": "mask_diffusion"}, "mask_token_id", None, "kind='mask_diffusion' needs the id of a token"),
-        ({"mask_token_id": 3}, "mask_token_id", 3, "kind='next_token' masks nothing; allowed: null"),
+        ({"mask_token_id": 3}, "mask_token_id", 3, "allowed: null, because kind='next_token' masks nothing"),
         (BOTH_FRACTIONS, "same_fraction", 0.75, "must not exceed 1 together with random_fraction=0.5"),
     ],
     "recompute": [
@@ -39,9 +39,9 @@ REFUSED = {
         ({"kind": "by_name"}, "names", [], "kind='by_name' needs at least one pattern"),
         ({"names": [3]}, "names.0", 3, "string"),
     ],
-    "checkpoint": [({"keep_best": 1}, "keep_best", 1, "is for checkpoint_dir, which is null")],
+    "checkpoint": [({"keep_best": 1}, "keep_best", 1, "has an effect only with checkpoint_dir=not null")],
     "scope": [
-        ({key: value}, key, value, "is for training_architecture stackwise or blockwise")
+        ({key: value}, key, value, "only with training_architecture='stackwise' or 'blockwise'")
         for key, value in [
             *[("head", "per_unit"), ("overlap", 1), ("suffix", 1), ("order", BACKWARD), ("offload", "cpu")],
             *[("polish_steps", 1), ("polish_steps", 999), ("cache_bytes", 1)],
@@ -54,9 +54,9 @@ REFUSED_LAYERWISE = [
     ({"suffix": 2, "order": BACKWARD}, "order", BACKWARD, "needs suffix=0 (suffix=2)"),
     ({"growth": True, "order": BACKWARD}, "growth", True, "needs order='left_to_right'"),
     ({"cache_dir": "x"}, "cache_dir", "x", "needs cache_bytes above 0"),
-    ({"offload": "disk"}, "offload_dir", None, "offload='disk' need each other"),
-    ({"offload_dir": "x"}, "offload_dir", "x", "offload='disk' need each other"),
-    ({"offload": "cpu", "offload_dir": "x"}, "offload_dir", "x", "(offload='cpu')"),
+    ({"offload": "disk"}, "offload_dir", None, "offload='disk' needs offload_dir"),
+    ({"offload_dir": "x"}, "offload_dir", "x", "needs offload='disk'; now offload='none'"),
+    ({"offload": "cpu", "offload_dir": "x"}, "offload_dir", "x", "needs offload='disk'; now offload='cpu'"),
     ({"polish_steps": 200}, "polish_steps", 200, "must be below max_steps=200"),
     ({"polish_steps": 201}, "polish_steps", 201, "must be below max_steps=200"),
 ]
@@ -103,7 +103,12 @@ def test_scope_that_does_not_fit_is_refused(scope, key, value, rule):
 
 def test_best_checkpoints_need_evaluations():
     lines = problems(TrainingConfig, RUNS | {"checkpoint": {"keep_best": 2}})
-    assert_refused(lines, "checkpoint.keep_best", 2, ["is for eval_interval, which is null"])
+    assert_refused(
+        lines,
+        "checkpoint.keep_best",
+        2,
+        ["only with eval_interval=not null; now eval_interval=null"],
+    )
 
 
 @pytest.mark.parametrize("keys", ACCEPTED)

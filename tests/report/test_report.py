@@ -273,6 +273,12 @@ def test_lines_of_a_run_without_findings_are_the_verdict(verbosity):
     assert list(report.lines(verbosity)) == ["verdict: PASS (checks: 1 passed, 1 not applicable)"]
 
 
+def test_lines_of_an_empty_run_say_why_nothing_applies():
+    report = Report(checks=[check("not applicable", meaning="the model makes no claim")])
+    assert "the model makes no claim" in "\n".join(report.lines())
+    assert list(report.lines(-1)) == ["verdict: EMPTY (checks: 1 not applicable)"]
+
+
 def test_quiet_lines_leave_out_measurements_without_findings():
     rows = {"stability": [STABILITY, STABILITY | {"verdict": "unstable"}], "throughput": [THROUGHPUT]}
     lines = list(Report(**rows).lines(-1))

@@ -260,7 +260,7 @@ class BothWays(NoCache):
 def test_missing_cache_has_a_reason(build, signs, reason):
     spec = ModelSpec.of(build)
     assert spec.decode is None
-    wanted = f"the model has {signs}, but no call was found that continues from a cache: {reason}"
+    wanted = f"the model has {signs}, but none of the tried calls continues from a cache: {reason}"
     assert spec.cache_problem == (wanted if signs else "")
 
 

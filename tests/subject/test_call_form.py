@@ -151,7 +151,7 @@ def test_error_advises_a_declaration():
         def forward(self, batch):
             return self.head(self.hidden(batch["something"]))
 
-    with pytest.raises(ValueError, match=r"no call was found.*Declare inputs="):
+    with pytest.raises(ValueError, match=r"no call gives an output.*Declare inputs="):
         ModelSpec.of(Never)
 
 

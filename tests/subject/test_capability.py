@@ -53,6 +53,28 @@ def litgpt():
     return GPT(Config(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=61, padded_vocab_size=61))
 
 
+def positions_from_ids(kind):
+    """Return a model whose positions start at the padding id + 1."""
+
+    def build():
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(**SIZES, is_decoder=True, pad_token_id=1)
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "Camembert"])
+@torch.no_grad()
+def test_mask_of_ones_keeps_the_output_of_a_model_with_own_positions(kind):
+    spec = ModelSpec.of(positions_from_ids(kind))
+    model, ids = spec.create().eval(), spec.batch(2, 9)
+    masked = spec.masked(model, ids, torch.ones(2, 9, dtype=torch.bool))
+    torch.testing.assert_close(logits_of(masked), spec.logits(model, ids))
+    assert spec.padding_sides == ("right",)
+
+
 # Model: (padding sides or None, other capabilities, window, tied head or None for no claim).
 SEEN = {
     llama: (("right", "left"), {"decode", "labelled_loss"}, None, True),

@@ -155,7 +155,7 @@ def test_weights_are_random_and_new_for_each_model(named):
     [
         ({"model_type": "unheard_of"}, "unheard_of"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "--trust-remote-code"),
-        ({"model_type": "vit"}, "takes pixel_values instead of tokens"),
+        ({"model_type": "vit"}, "supports token models only; this one takes pixel_values"),
         (LLAMA_3 | {"hidden_size": "big"}, "hidden_size"),
         (LLAMA_3 | {"hidden_size": -1}, "llama"),
         (LLAMA_3 | {"num_attention_heads": 0}, "Error"),

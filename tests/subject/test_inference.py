@@ -143,7 +143,105 @@ def test_error_has_an_example_that_works(model, declared, attributes):
 
 
 def test_error_has_no_example_if_nothing_suggests_one():
-    assert example_of(OtherKey, forward=lambda model, inputs: model(inputs)) is None
+    assert example_of(OtherName, forward=lambda model, inputs: model(inputs)) is None
+
+
+def error_of(model, **declared):
+    with pytest.raises(InferenceError) as raised:
+        ModelSpec.of(model, **declared)
+    return str(raised.value)
+
+
+class Keys(Core):
+    """Takes and returns dicts with keys of its own."""
+
+    def forward(self, batch):
+        x = self.embedding(batch["token_ids"]) * batch["padding_mask"][..., None]
+        return {"hidden": x.mean(1), "class_logits": self.head(x.mean(1))}
+
+
+def call_keys(model, ids):
+    return model({"token_ids": ids, "padding_mask": torch.ones_like(ids)})
+
+
+def test_each_error_of_a_model_of_dicts_helps_with_the_next_declaration():
+    assert 'm({"token_ids": x, "padding_mask": ...})' in error_of(Keys)
+    error = error_of(Keys, width=V, inputs="tokens", forward=lambda m, x: m({"token_ids": x}))
+    assert 'forward=lambda m, x: m({..., "padding_mask": ...})' in error and "Declare inputs" not in error
+    error = error_of(Keys, width=V, inputs="tokens", forward=call_keys)
+    assert 'm(...)["class_logits"]' in error and "'class_logits'" in error
+    spec = ModelSpec.of(Keys, forward=lambda model, ids: call_keys(model, ids)["class_logits"])
+    assert (spec.width, spec.per_position) == (V, False)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, source, target):
+        super().__init__()
+        self.source, self.target = nn.Embedding(source, 8), nn.Embedding(target, 8)
+        self.head = nn.Linear(8, target)
+
+    def forward(self, source, target):
+        return self.head(self.target(target) + self.source(source).mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("sizes", [(50, 60), (60, 50)])
+def test_example_has_the_width_of_the_first_argument(sizes):
+    text = example_of(lambda: EncoderDecoder(*sizes), name="mine")
+    call = "forward=lambda m, x: m(x, target=...)"
+    assert text == f'ModelSpec.of(mine, inputs="tokens", width={sizes[0]}, {call})'
+
+
+@pytest.mark.parametrize("declared, causal", [({}, None), ({"causal": True}, True)])
+def test_model_that_gets_the_ids_twice_is_not_assumed_causal(declared, causal):
+    spec = ModelSpec.of(lambda: EncoderDecoder(50, 60), width=50, forward=lambda m, x: m(x, x), **declared)
+    assert (spec.causal, spec.assumed) == (causal, ())
+    spec = ModelSpec.of(lambda: EncoderDecoder(50, 60), width=60, forward=lambda m, x: m(x[:, :1] % 50, x))
+    assert (spec.causal, spec.assumed) == (True, ("causal",))
+
+
+class Tables(nn.Module):
+    """Has a table of positions or token types that is smaller than the vocabulary."""
+
+    def __init__(self, vocabulary, other, d_out):
+        super().__init__()
+        self.other, self.embedding = nn.Embedding(other, 8), nn.Embedding(vocabulary, 8)
+        self.head = nn.Linear(8, d_out)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids) + self.other(torch.zeros_like(ids)))
+
+
+DECLARED_FORWARDS = {
+    "none": {},
+    "forward": {"forward": lambda m, x: m(x)},
+    "transposed": {"forward": lambda m, x: m(x.T).transpose(0, 1)},
+    "batches": {"make_batch": lambda b, t, generator: torch.randint(40, (b, t), generator=generator)},
+}
+
+
+@pytest.mark.parametrize("declared", DECLARED_FORWARDS)
+@pytest.mark.parametrize("sizes", [(80, 32, 5), (300, 2, 2), (90, 3, 90), (40, 512, 3)])
+def test_vocabulary_is_the_table_that_reads_the_ids(sizes, declared):
+    assert ModelSpec.of(lambda: Tables(*sizes), **DECLARED_FORWARDS[declared]).width == sizes[0]
+
+
+def vision(size, *, key=None):
+    """Return a model of images of one size."""
+    layers = (nn.Conv2d(3, 4, 8, 8), nn.Flatten(), nn.Linear(4 * (size[0] // 8) * (size[1] // 8), 10))
+    return Layers(*layers, then=lambda x: x if key is None else {key: x})
+
+
+@pytest.mark.parametrize("size", [(40, 40), (80, 104)])
+def test_error_about_an_unusual_image_size_is_short(size):
+    lines = error_of(lambda: vision(size), name="mine").splitlines()
+    assert len(lines) <= 8 and lines[-2:] == ["", f"For example: ModelSpec.of(mine, {IMAGES})"]
+
+
+def test_class_scores_of_an_image_are_found_in_a_dict():
+    text = example_of(lambda: vision((32, 32), key="prediction"), name="mine")
+    assert text == 'ModelSpec.of(mine, forward=lambda m, x: m(x)["prediction"])'
+    spec = eval(text, {"ModelSpec": ModelSpec, "mine": lambda: vision((32, 32), key="prediction")})
+    assert not spec.per_position
 
 
 class Layers(nn.Module):
@@ -426,8 +524,14 @@ def test_model_that_returns_only_a_loss_is_explained():
         def forward(self, ids, targets):
             return self.loss(self.logits(ids), targets)
 
-    with pytest.raises(InferenceError, match="The model returns a loss"):
-        ModelSpec.of(Loss)
+    class OfTwo(Labelled):
+        def forward(self, x, y):
+            return self.loss(self.logits(x), y)
+
+    for model in (Loss, OfTwo):
+        with pytest.raises(InferenceError, match="The model returns a loss") as raised:
+            ModelSpec.of(model)
+        assert "For example" not in str(raised.value)
 
 
 # Configurations

@@ -274,7 +274,7 @@ def test_unavailable_attribute_of_the_trainer_is_named():
         def configure_optimizers(self):
             return self.trainer.strategy
 
-    with pytest.raises(AttributeError, match=r"trainer\.strategy: the module is driven without a trainer"):
+    with pytest.raises(AttributeError, match=r"trainer\.strategy: stackwise runs the module"):
         TrainerSpec.of(Asks)
 
 

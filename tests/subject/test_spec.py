@@ -425,9 +425,18 @@ def test_declaration_on_a_spec_changes_a_copy(subjects):
     assert (spec.tolerance, spec.trained) == (1e-5, False)
 
 
-def test_undefined_attribute_is_refused(subjects):
-    with pytest.raises(TypeError, match="vocab"):
-        ModelSpec.of(subjects.gru, vocab=50)
+@pytest.mark.parametrize(
+    ("name", "hint"), [("casual", "did you mean causal="), ("batch_size", "allowed: .*make_batch, ")]
+)
+def test_undefined_attribute_is_refused(subjects, name, hint):
+    for subject in (subjects.gru, subjects.causal_encoder):
+        with pytest.raises(TypeError, match=f"{name}: unknown field of ModelSpec; {hint}"):
+            ModelSpec.of(subject, **{name: 3})
+
+
+FLAGS = ["causal", "per_position", "trained", "tied", "positionless", "never_waits"]
+TUPLES = ["padding_sides", "unused", "frozen", "assumed"]
+FUNCTIONS = ["forward", "masked", "decode", "loss", "optimizer", "make_batch", "at_width", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -435,17 +444,36 @@ def test_undefined_attribute_is_refused(subjects):
     [
         ({"inputs": "ids"}, "inputs: got 'ids'; allowed: 'tokens', 'vectors'"),
         ({"width": 0}, "width: got 0"),
+        ({"width": "100"}, "width: got '100'"),
         ({"width": 2.0}, "width: got 2.0"),
         ({"seq_len": 0}, "seq_len: got 0"),
         ({"max_length": 0}, "max_length: got 0"),
         ({"tolerance": 0.0}, "tolerance: got 0.0"),
         ({"tolerance": float("nan")}, "tolerance: got nan"),
-        ({"build": nn.Linear(2, 2).weight}, "build: got "),
+        *(({name: "no"}, f"{name}: got 'no'; allowed: True, False") for name in FLAGS),
+        ({"causal": 1}, "causal: got 1; allowed: True, False or None"),
+        *(({name: "left"}, f"{name}: got 'left'; allowed: a tuple of") for name in TUPLES),
+        ({"padding_sides": ("up",)}, r"padding_sides: got \('up',\); allowed: a tuple of 'right', 'left'"),
+        *(({"window": window}, "window: got .*; allowed: ") for window in ("4", 0, True, (1,), (-1, 0))),
+        *(({name: 3}, f"{name}: got 3; allowed: a function") for name in FUNCTIONS),
+        ({"name": 3}, "name: got 3; allowed: a string"),
     ],
 )
-def test_invalid_attribute_is_refused(changes, message):
+def test_invalid_attribute_is_refused(subjects, changes, message):
     with pytest.raises(ValueError, match=message):
-        spec_of(**changes)
+        ModelSpec.of(subjects.gru, **changes)
+    fields = {"build": nn.Identity, "name": "same", "inputs": "vectors", "width": 3}
+    with pytest.raises(ValueError, match=message):
+        ModelSpec(**fields | changes)
+
+
+@pytest.mark.parametrize("made", [{"ids": torch.zeros(2, 4)}, (torch.zeros(2, 4),), None])
+def test_batch_that_is_no_tensor_is_refused(subjects, made):
+    message = f"make_batch: got {type(made).__name__}; allowed: a function that returns a tensor"
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.of(subjects.gru, make_batch=lambda b, t, generator: made)
+    with pytest.raises(ValueError, match=message):
+        spec_of(make_batch=lambda b, t, generator: made).batch(2, 4)
 
 
 # Factories and modules
@@ -649,7 +677,7 @@ def names_weights_of_a_hub():
     return AutoModelForCausalLM.from_pretrained("nobody/has-such-a-model")
 
 
-NETWORK = "(?s:.*) wants the network: build"
+NETWORK = "(?s:.*) tried to download something: build"
 LOOP = types.SimpleNamespace(model=nn.Linear(2, 2), optimizer=None, step=None)
 
 
@@ -665,7 +693,7 @@ LOOP = types.SimpleNamespace(model=nn.Linear(2, 2), optimizer=None, step=None)
         (downloads, FactoryError, f"model: downloads raised .*{NETWORK}"),
         (wraps_a_download, FactoryError, f"model: wraps_a_download raised .*{NETWORK}"),
         (names_weights_of_a_hub, FactoryError, f"model: names_weights_of_a_hub raised OSError: {NETWORK}"),
-        (once(nn.Linear(2, 2)), FactoryError, "StopIteration.*second time"),
+        (once(nn.Linear(2, 2)), FactoryError, "StopIteration.*on its second call"),
         (once(nn.Linear(2, 2), None), TypeError, "called again, the function returned NoneType"),
         (lambda: LOOP, TypeError, "a training loop is checked with TrainerSpec"),
     ],

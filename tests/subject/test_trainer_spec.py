@@ -200,6 +200,12 @@ class NoBatch(Loop):
         pass
 
 
+class NoStep:
+    def __init__(self):
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+
+
 @pytest.mark.parametrize(
     ("subject", "declared", "error", "message"),
     [
@@ -210,6 +216,21 @@ class NoBatch(Loop):
         (NoBatch, {}, ValueError, r"TypeError: .*step\(\) takes 1 positional argument"),
         *((Loop, {name: 0}, ValueError, name) for name in ("batch_size", "total_steps", "seq_len")),
         (Loop, {"max_norm": -1.0}, ValueError, "max_norm"),
+        (Loop, {"frozen": "emb"}, ValueError, "frozen: got 'emb'; allowed: a tuple of strings"),
+        (Loop, {"never_waits": "no"}, ValueError, "never_waits: got 'no'; allowed: True, False or None"),
+        (Loop, {"ignored_label": "x"}, ValueError, "ignored_label: got 'x'; allowed: an integer or None"),
+        (Loop, {"decayed": 3}, ValueError, "decayed: got 3; allowed: a function"),
+        (Loop, {"factory": 3}, ValueError, "factory: got 3; allowed: a string"),
+        (
+            Loop,
+            {"batchsize": 3},
+            TypeError,
+            "batchsize: unknown field of TrainerSpec; did you mean batch_size=",
+        ),
+        (bare_step, {}, TypeError, "bare_step: missing a required argument: 'model'.*from_function"),
+        (NoStep, {}, TypeError, r"trainer: got NoStep, which has no step\(batch\); wanted"),
+        (NoStep(), {}, TypeError, r"trainer: got NoStep, which has no step\(batch\); wanted"),
+        (Loop(), {}, TypeError, r"trainer: got a Loop that is built already; .*TrainerSpec.of\(Loop\)"),
     ],
 )
 def test_subject_that_cannot_train_is_refused(subject, declared, error, message):
@@ -228,7 +249,7 @@ def test_model_without_an_embedding_needs_make_batch():
     ("declared", "message"),
     [
         ({}, r"too many values to unpack .* input_ids \(4, 16\).* make_batch="),
-        ({"make_batch": lambda b, t, generator: 1}, "it got what make_batch made; wanted batches"),
+        ({"make_batch": lambda b, t, generator: 1}, "make_batch must return a batch that step"),
     ],
 )
 def test_batch_that_the_step_cannot_use_is_refused(declared, message):

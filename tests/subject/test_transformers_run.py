@@ -76,7 +76,7 @@ def test_trainer_is_described(trainer_of):
 
 
 def test_trainer_that_is_built_already_is_refused(trainer_of):
-    with pytest.raises(TypeError, match=r"got a Trainer that is built already; .* lambda: Trainer\(\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"got a Trainer that is built already; .*lambda: Trainer\(\.\.\.\)"):
         TrainerSpec.of(trainer_of())
 
 

@@ -1,11 +1,23 @@
 """Errors about arguments: the key, the value seen and the values allowed, in one line of readable length."""
 
 import math
+import re
+from functools import partial
 
 import pytest
 
 from stackwise.config import ConfigError, StackWiseConfig
-from stackwise.support.arguments import check_choice, check_number, check_range, check_sizes, require
+from stackwise.support.arguments import (
+    check_choice,
+    check_fields,
+    check_flags,
+    check_functions,
+    check_number,
+    check_range,
+    check_sizes,
+    check_texts,
+    require,
+)
 
 HUGE = 10**5000  # Python does not print integers of more than 4300 digits
 SHOWN = {
@@ -76,3 +88,29 @@ def test_range_lies_within_the_count(start, end, key):
 def test_configuration_refuses_an_integer_that_python_does_not_print():
     with pytest.raises(ConfigError, match=r"training\.max_steps: got .*allowed: less than"):
         StackWiseConfig.from_dict({"training": {"max_steps": HUGE}})
+
+
+@pytest.mark.parametrize(
+    ("check", "accepted", "refused", "allowed"),
+    [
+        (check_flags, [True, False], [None, 1, "no"], "True, False"),
+        (partial(check_flags, optional=True), [True, None], [0, "no"], "True, False or None"),
+        (check_texts, [(), ("a", "b"), ["a"]], ["a", ("a", 1), None], "a tuple of strings"),
+        (partial(check_texts, ("x", "y")), [("x",), ()], [("z",), "x"], "a tuple of 'x', 'y'"),
+        (check_functions, [None, len], [3, "len"], "a function or None"),
+    ],
+)
+def test_value_of_a_field_is_checked(check, accepted, refused, allowed):
+    for value in accepted:
+        check(key=value)
+    for value in refused:
+        with pytest.raises(ValueError, match=re.escape(f"key: got {value!r}; allowed: {allowed}")):
+            check(key=value)
+
+
+def test_unknown_field_is_refused_with_the_closest_one():
+    check_fields("Spec", ["width"], ["width", "name"])
+    with pytest.raises(TypeError, match=r"widht: unknown field of Spec; did you mean width=\?"):
+        check_fields("Spec", ["width", "widht"], ["width", "name"])
+    with pytest.raises(TypeError, match="x: unknown field of Spec; allowed: width, name"):
+        check_fields("Spec", ["x"], ["width", "name"])

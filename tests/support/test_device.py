@@ -47,7 +47,8 @@ def test_device_is_resolved_by_its_name(monkeypatch, count, name, device):
 @pytest.mark.parametrize("count, name", [(0, "cuda"), (0, "cuda:0"), (1, "cuda:1"), (3, "cuda:3")])
 def test_device_that_the_machine_lacks_is_refused(monkeypatch, count, name):
     pretend(monkeypatch, count)
-    with pytest.raises(ValueError, match=f"device: got '{name}'; this machine has {count} CUDA devices"):
+    allowed = f"cuda:0 to cuda:{count - 1}" if count else "cpu, because this machine has no CUDA device"
+    with pytest.raises(ValueError, match=f"device: got '{name}'; allowed: {allowed}"):
         resolve_device(name)
 
 

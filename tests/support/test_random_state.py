@@ -76,7 +76,7 @@ def test_seeds_are_counted_or_given(arguments, seeds):
         (True, "others: got True"),
         (2.0, "others: got 2.0"),
         ((), r"others: got \(\); allowed: at least one"),
-        ((1, 1), r"others: got \(1, 1\); allowed: each once"),
+        ((1, 1), r"others: got \(1, 1\); allowed: distinct seeds"),
         ((0, -1), "others: got -1; allowed: an integer >= 0"),
         ("01", "others: got '0'"),
     ],

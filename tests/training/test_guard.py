@@ -580,14 +580,20 @@ def test_policy_of_the_configuration(make_config):
         ),
         (
             {"guard": {"logit_limit": 9.0}},
-            "training.guard.logit_limit: got 9.0 (float); is for watch_logits=true",
+            "training.guard.logit_limit: got 9.0 (float); has an effect only with watch_logits=True",
         ),
         (
             {"guard": {"logit_factor": 9.0}},
-            "training.guard.logit_factor: got 9.0 (float); is for watch_logits=true",
+            "training.guard.logit_factor: got 9.0 (float); has an effect only with watch_logits=True",
         ),
-        ({"watch_logits": True}, "training.watch_logits: got True (bool); is for guard, which is null"),
-        ({"bundle_dir": "bundles"}, "training.bundle_dir: got 'bundles' (str); is for guard, which is null"),
+        (
+            {"watch_logits": True},
+            "training.watch_logits: got True (bool); has an effect only with guard=not null; now guard=null",
+        ),
+        (
+            {"bundle_dir": "bundles"},
+            "training.bundle_dir: got 'bundles' (str); has an effect only with guard=not null",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_together(training, message):

@@ -35,7 +35,7 @@ _MOST_PER_SECOND = 40_000
 
 @dataclass(frozen=True)
 class Measurement(Conditions):
-    """Raw samples of a workload, with the conditions of the measurement.
+    """Times of each call of a workload, and the conditions of the measurement.
 
     Attributes:
         workload: its name.
@@ -266,7 +266,7 @@ def measure(
     cache: str = "warm",
     calls_per_sample: int | None = None,
 ) -> Measurement:
-    """Time a workload call by call, after a warm-up until its time is steady.
+    """Warm up until the time is steady, then time each call of a workload.
 
     The warm-up ends when in two windows of calls in a row nothing was compiled, no memory was taken from the
     device, and their fastest calls agree within `steady_within`, or with the window in which

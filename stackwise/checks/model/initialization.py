@@ -37,6 +37,8 @@ def initial_loss(subject: Subject) -> CheckResult:
         return subject.not_applicable("the weights are trained")
     if spec.inputs != "tokens":
         return subject.not_applicable("needs token ids and logits over a vocabulary")
+    if not spec.per_position:
+        return subject.not_applicable("needs an output per position")
     logits = subject.logits(subject.model(), subject.inputs(4)).float()
     if logits.shape[-1] < spec.width:
         return subject.not_applicable(f"{logits.shape[-1]} outputs are no logits over {spec.width} tokens")

@@ -35,10 +35,24 @@ def batch_invariance(subject: Subject) -> CheckResult:
                 found.limit,
                 where=f"row {row} of {BATCH_SIZE}" + (" (zero weights made random)" if fill_zeros else ""),
                 meaning="A row's output depends on the other rows of its batch.",
-                advice="Look for a softmax, mean or norm over the batch dimension, BatchNorm in train mode, "
+                advice=_positions_first(subject.model())
+                + "Look for a softmax, mean or norm over the batch dimension, BatchNorm in train mode, "
                 "and reshape or view across it.",
             )
     return subject.passed(found.value, found.limit, meaning=found.meaning)
+
+
+def _positions_first(model: nn.Module) -> str:
+    """Return advice about the first layer that reads (T, B, ...), or ""."""
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    layers = ((n, m) for n, m in model.named_modules() if isinstance(m, kinds) and not m.batch_first)
+    name = next((n for n, _ in layers), None)
+    if name is None:
+        return ""
+    return (
+        f"{name or 'The model'} has batch_first=False, so it reads (T, B, ...): use batch_first=True, or "
+        "declare forward=lambda m, x: m(x.transpose(0, 1)).transpose(0, 1). Otherwise: "
+    )
 
 
 @check

@@ -26,6 +26,8 @@ def tying(subject: Subject) -> CheckResult:
     spec = subject.spec
     if spec.inputs != "tokens":
         return subject.not_applicable("needs token ids")
+    if not spec.per_position:
+        return subject.not_applicable("needs an output per position")
     model = subject.model()
     logits = subject.logits(model, subject.inputs(1))
     if logits.shape[-1] < spec.width:

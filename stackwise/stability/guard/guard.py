@@ -67,7 +67,7 @@ class _Made:
 
 
 class Guard:
-    """Guard over the training of any model with any torch optimizer.
+    """Detects broken training steps and skips or rewinds them, for any model and torch optimizer.
 
     Args:
         model: whose parameters are trained.

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from stackwise.subject.call_form import attempt, can_generate
+from stackwise.subject.call_form import attempt, can_generate, forward_parameters
 from stackwise.subject.inference.inputs import example_batch
 from stackwise.subject.output import logits_of
 from stackwise.support.random_state import seeded
@@ -46,9 +46,30 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
         if (setting := _setting_against_causality(model, known)) is not None:
             return False, f"not causal, as configured: {setting}"
         return True, "causal, since it can generate"
+    if known["inputs"] == "tokens" and _gets_ids_twice(model, known):
+        return None, "no claim about causality: it gets the ids twice (declare causal=True to check it)"
     if known["inputs"] == "tokens":
         return True, ASSUMED_CAUSAL
     return None, "no claim about causality (declare causal=True to check it)"
+
+
+def _gets_ids_twice(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return True if two required arguments get the same ids, such as source and target."""
+    inputs, names = example_batch(model, known), set[str]()
+    required = [name for name, each in forward_parameters(model).items() if each.default is each.empty]
+
+    def see(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        by_name = dict(zip(forward_parameters(model), given, strict=False)) | named
+        names.update(n for n in required if isinstance(by_name.get(n), Tensor) and by_name[n].equal(inputs))
+
+    if len(required) < 2 or "forward" not in known:
+        return False
+    handle = model.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        attempt(lambda: known["forward"](model, inputs))
+    finally:
+        handle.remove()
+    return len(names) > 1
 
 
 def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, C channels or features, H height, W width, L sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ __all__ = [
     "image_channels",
     "is_sequence",
     "length_limit",
+    "made_batch",
     "random_batches",
     "reads_images_or_audio",
     "takes_more",
     "vocabulary_candidates",
+    "vocabulary_read",
     "width_candidates",
 ]
 
@@ -132,6 +134,25 @@ def vocabulary_candidates(model: nn.Module) -> list[int]:
     return sorted({v for v in (*named, *seen) if isinstance(v, int) and v > 0})
 
 
+def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> int | None:
+    """Return the size of the embedding that reads `ids` (B, T) or their transpose; None: there is none."""
+    sizes: list[int] = []
+
+    def see(module: nn.Module, given: tuple[Any, ...]) -> None:
+        read = next((each for each in given if isinstance(each, Tensor)), None)
+        if read is not None and (torch.equal(read, ids) or torch.equal(read, ids.transpose(0, 1))):
+            sizes.append(module.num_embeddings)  # type: ignore[arg-type]
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    handles = [module.register_forward_pre_hook(see) for module in embeddings]
+    try:
+        attempt(lambda: call(model, ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(iter(sizes), None)
+
+
 def width_candidates(model: nn.Module) -> list[int]:
     """Return possible widths of input vectors, the likeliest first."""
     widths: list[Any] = [getattr(model, name, None) for name in ("d_model", "dim", "hidden_size")]
@@ -184,11 +205,28 @@ def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     shape = (2, known["seq_len"])
     if "make_batch" in known:
-        inputs: Tensor = known["make_batch"](*shape, torch.Generator().manual_seed(0))
+        inputs = made_batch(known["make_batch"], *shape, torch.Generator().manual_seed(0))
         return cast(inputs.to(device), model)
     if known["inputs"] == "tokens":
         return torch.randint(known["width"], shape, device=device)
     return cast(torch.randn(*shape, known["width"], device=device), model)
+
+
+def made_batch(
+    make_batch: Callable[..., Any], batch_size: int, seq_len: int, generator: torch.Generator
+) -> Tensor:
+    """Return the batch of a user's function.
+
+    Raises:
+        ValueError: it is no tensor.
+    """
+    batch = make_batch(batch_size, seq_len, generator)
+    if not isinstance(batch, Tensor):
+        raise ValueError(
+            f"make_batch: got {type(batch).__name__}; allowed: a function that returns a tensor. A model of "
+            "several tensors gets the others from forward="
+        )
+    return batch
 
 
 def is_sequence(inputs: Tensor) -> bool:

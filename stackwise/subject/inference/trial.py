@@ -5,6 +5,7 @@ Shapes: B batch, T positions, C width.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, attempt, call_forms
 from stackwise.subject.inference.example_code import (
-    examples_by_missing,
+    example_with_key,
+    examples_by_keys,
     examples_by_output,
     examples_by_signature,
+    returns_loss,
 )
 from stackwise.subject.inference.inputs import (
     example_batch,
@@ -26,6 +29,7 @@ from stackwise.subject.inference.inputs import (
     random_batches,
     reads_images_or_audio,
     vocabulary_candidates,
+    vocabulary_read,
     width_candidates,
 )
 from stackwise.subject.output import cast, logit_places, logits_of, part_of
@@ -35,6 +39,8 @@ __all__ = ["InferenceError", "Trial", "try_calls"]
 
 _TRIAL_LENGTHS = (16, 8, 4)
 _LONGEST_ERROR = 160
+_MOST_ERRORS = 4
+_MOST_INPUTS = 3
 
 
 class InferenceError(ValueError):
@@ -89,7 +95,7 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
                 return calls.per_row[0]
         if calls.one_length:
             return calls.one_length[0]
-    raise InferenceError(calls.failure())
+        raise InferenceError(calls.failure())
 
 
 class _Calls:
@@ -103,7 +109,7 @@ class _Calls:
     def __init__(self, model: nn.Module, known: dict[str, Any]) -> None:
         self._model, self._known = model, known
         self._errors: dict[str, list[str]] = {}
-        self._missing: dict[str, str] = {}  # name of the inputs in a dict -> another key that the model read
+        self._misses_key = False  # a dict was passed without a key that the model reads
         self._examples: list[tuple[int, str]] = []  # ModelSpecs as code, with a priority
         self._returns_loss = False
         self.per_row: list[Trial] = []
@@ -128,7 +134,8 @@ class _Calls:
         if inputs.is_floating_point():
             trial.attributes |= {"inputs": "vectors", "width": inputs.shape[-1], "seq_len": seq_len}
         else:
-            width = max(vocabulary_candidates(self._model), default=trial.output_shape[-1])
+            width = vocabulary_read(self._model, self._forward(form), inputs)
+            width = width or max(vocabulary_candidates(self._model), default=trial.output_shape[-1])
             trial.attributes |= {"inputs": "tokens", "width": width, "seq_len": seq_len}
         return trial
 
@@ -174,18 +181,27 @@ class _Calls:
 
     def _tokens(self, form: CallForm | None, seq_len: int) -> Trial | None:
         """Return the call whose output has the width of the vocabulary, otherwise the first one."""
-        known, accepted = self._known, None
+        known = self._known
+        accepted: Trial | None = None
+        read: int | None = None
+        tables = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
         for vocabulary in (known["width"],) if "width" in known else vocabulary_candidates(self._model):
-            inputs = torch.randint(vocabulary, (2, seq_len))
+            inputs = self._moved(torch.randint(vocabulary, (2, seq_len)))
+            if read is not None and vocabulary > read:
+                break
             if (trial := self._call(form, inputs)) is None:
                 continue
             trial.attributes["width"] = vocabulary
-            if trial.output_shape[-1:] == (vocabulary,) and "per_position" not in trial.attributes:
+            if "width" in known:
                 return trial
-            if accepted is None and form is not None and "width" not in known:
-                # The smallest embedding may be one of token types or positions.
-                trial.attributes["width"] = _vocabulary_read(self._model, form, inputs) or vocabulary
-            accepted = accepted or trial
+            # The smallest embedding may be one of token types or positions. Ids that are all 0 do not tell.
+            read = vocabulary_read(self._model, self._forward(form), inputs) if vocabulary > 1 else None
+            is_other_table = read not in (None, vocabulary) and vocabulary in tables
+            is_per_position = "per_position" not in trial.attributes
+            if trial.output_shape[-1:] == (vocabulary,) and is_per_position and not is_other_table:
+                return trial
+            trial.attributes["width"] = read or vocabulary
+            accepted = trial if accepted is None or read is not None else accepted
         return accepted
 
     def _vectors(self, form: CallForm | None, seq_len: int) -> Trial | None:
@@ -221,7 +237,7 @@ class _Calls:
             self._add_error(error, form, inputs, output)
             return None
         self._returns_loss |= logits.ndim == 0
-        if form is not None and logits.shape == inputs.shape[:2]:
+        if logits.shape == inputs.shape[:2]:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
         return None
@@ -247,10 +263,13 @@ class _Calls:
     def _add_error(self, error: Exception, form: CallForm | None, inputs: Tensor, output: Any) -> None:
         text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
         self._errors.setdefault(text, []).append(_describe(inputs))
-        if form is not None and output is not None:
+        if output is not None:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
-        elif form is not None and form.in_batch and isinstance(error, KeyError):
-            self._missing[str(form.keyword)] = str(next(iter(error.args), ""))
+        elif isinstance(error, KeyError) and form is None:
+            if not _is_raised_in(error, self._known["forward"]):
+                self._examples += example_with_key(self._model, self._known, error.args[0])
+        elif isinstance(error, KeyError) and form is not None:
+            self._misses_key |= form.in_batch
 
     @staticmethod
     def _is_per_position(logits: Tensor, inputs: Tensor) -> bool:
@@ -281,23 +300,39 @@ class _Calls:
 
     def failure(self) -> str:
         """Return the message of an InferenceError."""
-        known, examples = self._known, list(self._examples)
-        lines = [f"{', '.join(dict.fromkeys(inputs))}: {error}" for error, inputs in self._errors.items()]
+        model, known, examples = self._model, self._known, list(self._examples)
         if "forward" not in known:
-            examples += examples_by_missing(self._model, known, self._missing)
-            examples += examples_by_signature(self._model, known)
+            self._returns_loss |= returns_loss(model)
+            if self._misses_key:
+                examples += examples_by_keys(model, known)
+            if not self._returns_loss:
+                examples += examples_by_signature(model, known)
         example = max(examples, key=lambda each: each[0], default=(0, ""))[1]
-        text = (
-            f"{known['name']}: no call was found that gives an output per position or per row. Declare "
-            "inputs= and width=, or make_batch=, and forward= in ModelSpec.of(factory, ...). Tried:\n  "
-        )
-        text += "\n  ".join(lines or ["nothing: no layers seen"])
+        has_inputs = "make_batch" in known or known.keys() >= {"inputs", "width"}
+        missing = ["inputs= and width=, or make_batch="] * (not has_inputs)
+        missing += ["forward="] * ("forward" not in known)
+        advice = f"Declare {'; and '.join(missing)}" if missing else "Correct the declared inputs or forward="
+        text = f"{known['name']}: no call gives an output per position or per row. {advice}. Tried:\n  "
+        text += "\n  ".join(self._error_lines() or ["nothing: no layers seen"])
         if self._returns_loss:
             text += (
                 "\nThe model returns a loss. forward= has to return logits; a training loop is checked with "
                 "TrainerSpec.of or check_trainer."
             )
-        return text + (f"\nFor example: {example}" if example else "")
+        return text + (f"\n\nFor example: {example}" if example else "")
+
+    def _error_lines(self) -> list[str]:
+        """Return the first errors, each with inputs. Errors that differ only in numbers share a line."""
+        groups = dict[str, tuple[str, dict[str, None]]]()
+        for error, inputs in self._errors.items():
+            _, seen = groups.setdefault(re.sub(r"\d+", "#", error), (error, {}))
+            seen |= dict.fromkeys(inputs)
+        lines = []
+        for error, seen in groups.values():
+            more = f" and {len(seen) - _MOST_INPUTS} more" if len(seen) > _MOST_INPUTS else ""
+            lines.append(f"{', '.join(list(seen)[:_MOST_INPUTS])}{more}: {error}")
+        rest = len(lines) - _MOST_ERRORS
+        return lines[:_MOST_ERRORS] + [f"and {rest} more"] * (rest > 0)
 
 
 def _place_of_logits(
@@ -306,7 +341,7 @@ def _place_of_logits(
     """Return the index of the first output with the width of the vocabulary, otherwise the first index."""
     if len(places) == 1 or inputs.is_floating_point():
         return places[0]
-    read = _vocabulary_read(model, form, inputs)
+    read = vocabulary_read(model, form, inputs)
     known = [size for size in reversed(vocabulary_candidates(model)) if size != read]
     for size in (read, *known):
         for place in places:
@@ -315,22 +350,12 @@ def _place_of_logits(
     return places[0]
 
 
-def _vocabulary_read(model: nn.Module, form: CallForm, inputs: Tensor) -> int | None:
-    """Return the size of the embedding that reads the ids themselves."""
-    sizes: list[int] = []
-
-    def see(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], Tensor) and torch.equal(given[0], inputs):
-            sizes.append(module.num_embeddings)  # type: ignore[arg-type]
-
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    handles = [module.register_forward_pre_hook(see) for module in embeddings]
-    try:
-        form(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return next(iter(sizes), None)
+def _is_raised_in(error: Exception, function: Any) -> bool:
+    """Return True if a function raised an error itself, not a function that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is getattr(function, "__code__", None)
 
 
 def _describe(inputs: Tensor) -> str:

@@ -102,6 +102,17 @@ def test_missing_final_norm(subjects):
     assert subjects.ask(lambda: FinalNorm(nn.LayerNorm(32)), "initial_loss").status == "passed"
 
 
+@pytest.mark.parametrize("check", ["initial_loss", "tying"])
+def test_classes_of_a_row_are_no_logits_over_tokens(subjects, check):
+    class Classifier(Bigram):
+        """As many classes as tokens, for each row."""
+
+        def forward(self, ids):
+            return super().forward(ids).mean(1)
+
+    assert subjects.ask(lambda: Classifier(0.1), check).status == "not applicable"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite(subjects, value):
     class Broken(Bigram):

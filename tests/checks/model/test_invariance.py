@@ -134,6 +134,26 @@ def test_vectors(subjects):
     assert subjects.ask(swapped, "batch_invariance").status == "failed"
 
 
+class PositionsFirst(nn.Module):
+    """Language model whose recurrent layer reads (T, B)."""
+
+    def __init__(self, *, batch_first=False):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.recurrence = nn.GRU(16, 16, batch_first=batch_first)
+
+    def forward(self, ids):
+        return self.head(self.recurrence(self.embedding(ids))[0])
+
+
+def test_advice_names_the_layer_that_takes_rows_for_positions(subjects):
+    result = subjects.ask(PositionsFirst, "batch_invariance")
+    assert result.status == "failed" and "recurrence has batch_first=False" in result.advice
+    transposed = ModelSpec.of(PositionsFirst, forward=lambda m, x: m(x.transpose(0, 1)).transpose(0, 1))
+    for model in (transposed, lambda: PositionsFirst(batch_first=True)):
+        assert subjects.ask(model, "batch_invariance").status == "passed"
+
+
 def test_rounding_is_no_dependence(subjects):
     class Rounding(subjects.TinyLM):
         def mix(self, x):

@@ -281,7 +281,7 @@ def test_fresh_seeds_are_others():
         ({"step": 5}, "step: got 5; allowed: a divisor of high - low, 12"),
         ({"seeds": 0}, "seeds: got 0"),
         ({"seeds": []}, r"seeds: got \(\); allowed: at least one"),
-        ({"seeds": [3, 3]}, r"seeds: got \(3, 3\); allowed: each once"),
+        ({"seeds": [3, 3]}, r"seeds: got \(3, 3\); allowed: distinct seeds"),
         ({"seeds": [3], "fresh_seeds": [3]}, r"fresh_seeds: got \[3\]; allowed: other ones than seeds"),
         (
             {"tokens_per_step": 15},

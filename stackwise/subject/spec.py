@@ -274,7 +274,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
 
     for name, value in some("build", "forward", "optimizer").items():
         require(callable(value), name, value, "a function")
-    check_functions(**some(*_CALLS, "make_batch", "at_width", "reference"))
+    check_functions(**some(*_CALLS, "make_batch", "visible", "at_width", "reference"))
     for name, value in some("name", "notes", "cache_problem").items():
         require(isinstance(value, str), name, value, "a string")
     for name, value in some("inputs").items():

@@ -46,7 +46,8 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
         return subject.not_applicable(reason)
     count = exploration.asked[frozenset({variation.name})]
     largest = exploration.largest.get(variation.name)
-    return subject.passed(largest, exploration.limit, meaning=f"{count} compositions with it")
+    limit = None if largest is None else exploration.limit
+    return subject.passed(largest, limit, meaning=f"{count} compositions with it")
 
 
 def _check_of(variation: Variation) -> Check:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stackwise.checks.check import known_checks
+
 __all__ = ["CHANGES", "RENAMES"]
 
 # Old name -> new name, as whole parts of an observation's name: checks, markers, options, public names.
@@ -17,3 +19,8 @@ CHANGES: dict[str, str] = {
     "names/public/stackwise.inference.*": "inference is a part of stackwise.subject",
     "names/public/stackwise.subject.*": "inference is a part of stackwise.subject",
 }
+# Checks that the base does not have.
+for _check in known_checks().values():
+    if _check.family in ("equivalence", "sensitivity"):
+        for _group in ("healthy", "zoo"):
+            CHANGES[f"{_group}/*/{_check.name}"] = "new checks: equivalent ways to ask, effect of each token"

@@ -195,7 +195,7 @@ def find_cached_call(
     for call in _candidates(trial, capacity or _CAPACITY):
         verdict, named, takes_cache = trial.verdict(call), _is_named(call), call.parameter is not None
         if verdict == "equal":
-            return CacheSearch(_with_mask(call, model))
+            return CacheSearch(_with_mask(call, trial))
         if named and (verdict == "remembers" or (verdict == "ignored" and takes_cache)):
             likely = likely or call
         if not named and verdict == "remembers" and takes_cache:
@@ -203,7 +203,7 @@ def find_cached_call(
         if named and not reason:
             reason = f"{call}: {trial.last_error}"
     if likely is not None:
-        return CacheSearch(_with_mask(likely, model))
+        return CacheSearch(_with_mask(likely, trial))
     if unnamed is not None:
         return CacheSearch(None, f"calls with {unnamed} give other logits than a full pass")
     return CacheSearch(None, _problem(model, form, reason))
@@ -478,14 +478,24 @@ def _make_cache(own: Any, maker: str, inputs: Tensor, capacity: int) -> Any:
     return method(**given)
 
 
-def _with_mask(call: CachedCall, model: nn.Module) -> CachedCall:
+def _with_mask(call: CachedCall, trial: _Trial) -> CachedCall:
     """Return `call`, with a mask for padding if the model takes one."""
-    named = _named_parameters(model, call.form)
+    named = _named_parameters(trial.model, call.form)
     if "attention_mask" not in named:
         return call
     whole = call.maker is None
     values = {each.name: getattr(call, each.name) for each in fields(call)}
-    return _MaskedCachedCall(**values, positions=whole and "position_ids" in named, whole=whole)
+    masked = _MaskedCachedCall(**values, positions=whole and "position_ids" in named, whole=whole)
+    ones = torch.ones(trial.inputs.shape[:2], dtype=torch.bool, device=trial.inputs.device)
+    plain, with_ones = (
+        trial.attempt(lambda: logits_of(masked(trial.model, trial.inputs, None, keep)[0]))  # noqa: B023
+        for keep in (None, ones)
+    )
+    if plain is None or with_ones is None or not masked.positions:
+        return masked
+    # The positions of some models, such as RoBERTa, do not start at 0.
+    starts_at_0 = (plain - with_ones).abs().max() <= 1e-3 * plain.abs().max()
+    return replace(masked, positions=bool(starts_at_0))
 
 
 def _problem(model: nn.Module, form: CallForm, reason: str) -> str:

@@ -70,8 +70,9 @@ def positions_from_ids(kind):
 def test_mask_of_ones_keeps_the_output_of_a_model_with_own_positions(kind):
     spec = ModelSpec.of(positions_from_ids(kind))
     model, ids = spec.create().eval(), spec.batch(2, 9)
-    masked = spec.masked(model, ids, torch.ones(2, 9, dtype=torch.bool))
-    torch.testing.assert_close(logits_of(masked), spec.logits(model, ids))
+    ones = torch.ones(2, 9, dtype=torch.bool)
+    torch.testing.assert_close(logits_of(spec.masked(model, ids, ones)), spec.logits(model, ids))
+    torch.testing.assert_close(logits_of(spec.decode(model, ids, None, ones)[0]), spec.logits(model, ids))
     assert spec.padding_sides == ("right",)
 
 

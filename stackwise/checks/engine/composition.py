@@ -92,13 +92,18 @@ class Plan:
         return Composition(values, length, gradients)
 
 
-def plans(names: list[str], variations: Variations, seed: int, count: int) -> Iterator[Plan]:
+def plans(
+    names: list[str], variations: Variations, seed: int, count: int, *, is_large: bool = False
+) -> Iterator[Plan]:
     """Yield a plain call, each variation alone, each pair that can be combined, then random sets.
 
     A variation is asked alone with several values. A new variation leaves the plans of the others unchanged,
-    apart from random sets that contain it.
+    apart from random sets that contain it. If the model is large, each variation is asked once, alone.
     """
     yield Plan((), "plain")
+    if is_large:
+        yield from (Plan((name,), f"{name} 0") for name in names)
+        return
     alone = [Plan((name,), f"{name} {number}") for name in names for number in range(_DRAWS_ALONE)]
     pairs = [
         Plan(pair, " ".join(sorted(pair))) for pair in combinations(names, 2) if _compatible(pair, variations)

@@ -72,10 +72,8 @@ class Examination:
     @cached_property
     def base(self) -> nn.Module:
         """Return the model that `model` copies. It is never called."""
-        for dtype in () if self.native else (torch.float64,):
-            if self._runs(self._built(dtype)):
-                return self._built(dtype)
-        return self._built(None)
+        runs_in_float64 = not self.native and self._runs(torch.float64)
+        return self._built(torch.float64 if runs_in_float64 else None)
 
     @cached_property
     def in_own_dtype(self) -> Examination:
@@ -142,12 +140,12 @@ class Examination:
             return False
         return True
 
-    def _runs(self, model: nn.Module) -> bool:
-        """Return True if a float64 model gives an output with finite values."""
+    def _runs(self, dtype: torch.dtype) -> bool:
+        """Return True if a model of this dtype gives an output with finite values."""
         try:
             with torch.no_grad():
-                output = self.spec.logits(model, self.subject.inputs(1))
-        except Exception:  # any exception means: not in float64
+                output = self.spec.logits(self._built(dtype), self.subject.inputs(1))
+        except Exception:  # any exception means: not in this dtype
             return False
         return bool(output.isfinite().any())
 

@@ -36,6 +36,9 @@ __all__ = ["Exploration", "Finding", "compare", "explore"]
 _SHRINKING = 60
 # Draws of the values of a pair, until the model takes them.
 _ATTEMPTS = 4
+# Numbers of parameters above which variations are not combined, and above which nothing is asked, because
+# copies in float64 need too much time and memory.
+_LARGE, _TOO_LARGE = 20_000_000, 500_000_000
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,14 @@ def explore(subject: Subject, variations: Variations, count: int = 150) -> Explo
     Raises:
         Exception: the plain call raises.
     """
+    size = subject.spec.n_parameters
+    if size > _TOO_LARGE:
+        gigabytes = 4 * 8 * size / 1e9
+        reason = (
+            f"needs a model of at most {_TOO_LARGE / 1e6:.0f} million parameters: copies of this one in "
+            f"float64 need {gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
+        )
+        return Exploration(missing=dict.fromkeys(variations, reason))
     exam, result = Examination(subject), Exploration()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,7 +132,7 @@ def explore(subject: Subject, variations: Variations, count: int = 150) -> Explo
                 result.missing[name] = reason
             else:
                 names.append(name)
-        for plan in plans(names, variations, subject.seed, count):
+        for plan in plans(names, variations, subject.seed, count, is_large=size > _LARGE):
             attempts = _ATTEMPTS if len(plan.names) == 2 else 1
             # The values of a pair may exclude each other, such as a side of padding and a cache.
             for attempt in range(attempts):

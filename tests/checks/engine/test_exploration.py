@@ -87,6 +87,19 @@ def test_a_new_variation_changes_no_other_composition():
     assert drawn(names) == [each for each in drawn([*names, "copies"]) if "copies" not in each.names]
 
 
+def test_large_model_is_asked_each_variation_alone(monkeypatch):
+    monkeypatch.setattr("stackwise.checks.engine.exploration._LARGE", 10)
+    asked = explore(Subject(gpt(), CPU), SOME).asked
+    assert asked and all(len(names) == 1 and count == 1 for names, count in asked.items())
+
+
+def test_model_that_is_too_large_for_copies_does_not_apply(monkeypatch):
+    monkeypatch.setattr("stackwise.checks.engine.exploration._TOO_LARGE", 10)
+    exploration = explore(Subject(gpt(), CPU), SOME)
+    assert exploration.missing.keys() == SOME.keys()
+    assert all("GB" in reason and "fewer layers" in reason for reason in exploration.missing.values())
+
+
 def test_same_seed_gives_the_same_result():
     first, second = (explore(Subject(spec_of(StateLost), CPU, 3), SOME, count=100) for _ in range(2))
     assert [each.composition for each in first.findings] == [each.composition for each in second.findings]

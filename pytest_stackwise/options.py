@@ -49,7 +49,7 @@ _GATE = (
     "history",
 )
 _GATE_SECONDS = 600.0
-_GPU_HELP = "run the tests marked gpu, and measure on CUDA; without a CUDA device the run stops"
+_GPU_HELP = "run the tests marked gpu and measure on CUDA; an error if there is no CUDA device"
 
 
 def add_options(parser: pytest.Parser) -> None:

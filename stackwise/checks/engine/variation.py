@@ -36,6 +36,9 @@ class Variation:
             a lower rank change the question first.
         excludes: names of variations that cannot be combined with this one.
         includes: names of variations that this one contains.
+        explained_by: names of variations whose findings also explain those of this one.
+        single_checks: names of checks that ask for this variation alone. If one of them has a finding, it
+            reports the difference, because it describes it better.
         advice: common causes of a difference.
     """
 
@@ -46,6 +49,8 @@ class Variation:
     rank: ClassVar[int]
     excludes: ClassVar[frozenset[str]] = frozenset()
     includes: ClassVar[frozenset[str]] = frozenset()
+    explained_by: ClassVar[frozenset[str]] = frozenset()
+    single_checks: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[str]
 
     def missing(self, exam: Examination) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stackwise.checks.check import Check, enter
-from stackwise.checks.engine.exploration import Exploration, explore
+from stackwise.checks.check import Check, enter, known_checks
+from stackwise.checks.engine.exploration import Exploration, Finding, explore
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -32,6 +32,8 @@ def _explored(subject: Subject) -> Exploration:
 def _result(subject: Subject, variation: Variation, exploration: Exploration) -> CheckResult:
     """Return the result of a variation: its simplest failure, or its simplest warning."""
     found = [each for each in exploration.findings if each.variation == variation.name]
+    if found and (other := _reported_elsewhere(subject, variation, exploration, found)):
+        return subject.not_applicable(other)
     if found:
         first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
         return subject.failed_unless(
@@ -48,6 +50,20 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
     largest = exploration.largest.get(variation.name)
     limit = None if largest is None else exploration.limit
     return subject.passed(largest, limit, meaning=f"{count} compositions with it")
+
+
+def _reported_elsewhere(
+    subject: Subject, variation: Variation, exploration: Exploration, found: list[Finding]
+) -> str:
+    """Return why the findings of a variation are reported by another check, or ""."""
+    alone = all(each.composition.names <= {variation.name} for each in found)
+    for name in sorted(variation.explained_by):
+        if alone and any(each.composition.names == {name} for each in exploration.findings):
+            return f"needs a model without the finding of {name}"
+    for name in variation.single_checks if alone else ():
+        if known_checks()[name].function(subject).status in ("failed", "warned"):
+            return f"the difference is reported by {name}"
+    return ""
 
 
 def _check_of(variation: Variation) -> Check:

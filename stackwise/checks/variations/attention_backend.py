@@ -25,6 +25,7 @@ class AttentionBackend(Variation):
     name = "attention_backend"
     question = "Is the output the same with another attention backend?"
     rank = 52
+    explained_by = frozenset({"later_tokens"})
     advice = (
         "Look for branches on the backend: a mask or a window that one of them drops, is_causal beside a "
         "mask, and another scale."

@@ -16,6 +16,7 @@ class Batch(Variation):
     name = "batch"
     question = "Does a row give the same output in a batch as alone?"
     rank = 10
+    single_checks = ("batch_invariance",)
     advice = "Look for a softmax, mean or norm over the batch dimension, and for reshape and view across it."
 
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:

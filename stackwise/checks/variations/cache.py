@@ -18,6 +18,8 @@ class Cache(Variation):
     name = "cache_parts"
     question = "Does a sequence give the same output in parts of any size through the cache?"
     rank = 33
+    explained_by = frozenset({"later_tokens", "hidden_tokens"})
+    single_checks = ("cache_decoding", "cache_chunks")
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (
         "Look for positions that start again, a mask of the wrong offset, a state that is used for single "

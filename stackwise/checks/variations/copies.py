@@ -19,6 +19,7 @@ class Copies(Variation):
     name = "copies"
     question = "Does a copy of the model give the same output?"
     rank = 65
+    single_checks = ("load_round_trip",)
     advice = (
         "Look for tensors that are neither parameters nor buffers, and for references to the first model."
     )

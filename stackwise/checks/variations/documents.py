@@ -16,6 +16,7 @@ class Documents(Variation):
     name = "documents"
     question = "Does a document give the same output in a packed row as alone?"
     rank = 20
+    single_checks = ("packing_isolation", "packing_alone")
     excludes = frozenset({"padded_rows", "cache_parts"})
     advice = (
         "Look for a mask without the rule of equal documents, for a second argument that replaces the "

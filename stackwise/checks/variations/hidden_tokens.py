@@ -21,6 +21,7 @@ class HiddenTokens(Variation):
     name = "hidden_tokens"
     question = "Does an input change only the outputs of positions that may see it?"
     rank = 28
+    single_checks = ("causality",)
     excludes = frozenset({"labels", "recomputation"})
     advice = (
         "Look for a mask that shows too much, and for norms, convolutions and pooling over positions. For an "

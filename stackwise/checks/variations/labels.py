@@ -18,6 +18,7 @@ class Labels(Variation):
         "Is the own loss the mean negative log likelihood, and its gradient the derivative of this mean?"
     )
     rank = 32
+    single_checks = ("loss_formula", "label_shift", "loss_reduction", "ignored_labels")
     excludes = frozenset({"cache_parts"})
     advice = (
         "The loss should be the mean negative log likelihood of the labels that are not -100, and its "

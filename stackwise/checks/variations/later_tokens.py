@@ -16,6 +16,8 @@ class LaterTokens(Variation):
     name = "later_tokens"
     question = "Does a sequence give the same output if more tokens follow?"
     rank = 30
+    explained_by = frozenset({"hidden_tokens"})
+    single_checks = ("causality",)
     advice = (
         "Look for attention without a causal mask, convolutions that are centred, and statistics over all "
         "positions. For an encoder, declare causal=False."

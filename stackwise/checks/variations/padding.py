@@ -19,6 +19,8 @@ class Padding(Variation):
     name = "padded_rows"
     question = "Does a row give the same output with padding?"
     rank = 40
+    explained_by = frozenset({"later_tokens", "hidden_tokens"})
+    single_checks = ("padding_content", "padding_amount")
     advice = (
         "Look for attention without the mask, positions that count padding, a state or convolution that "
         "reads padding, and pooling at an index that is counted from the other side."

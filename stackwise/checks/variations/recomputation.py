@@ -18,6 +18,7 @@ class Recomputation(Variation):
     name = "recomputation"
     question = "Are output and gradients the same if activations are recomputed?"
     rank = 70
+    single_checks = ("recompute_gradients",)
     excludes = includes = frozenset({"train_mode"})
     advice = (
         "Look for tensors that reach the recomputed part by an attribute or a closure, for arguments that "

@@ -21,6 +21,7 @@ class StaticCache(Variation):
     name = "static_cache"
     question = "Does a static cache give the same output as no cache?"
     rank = 34
+    explained_by = frozenset({"later_tokens", "hidden_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation", "extra_outputs"})
     advice = "Look for a mask of the length of the tokens so far, in place of the length of the cache."
 

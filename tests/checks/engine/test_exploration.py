@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from stackwise.checks import check_model, compare
@@ -189,6 +190,19 @@ def test_checks_report_the_exploration():
     assert "compare(model, {" in results["mask_of_ones"].advice
     assert results["embeddings"].status == "not applicable"
     assert results["batch"].status == "passed"
+
+
+def test_finding_of_a_single_check_is_reported_once():
+    class NextTokenRead(GPT):
+        def embed(self, input_ids):
+            x = super().embed(input_ids)
+            return x + F.pad(x[:, 1:], (0, 0, 0, 1))
+
+    results = {result.check: result for result in check_model(spec_of(NextTokenRead))}
+    assert results["causality"].status == "failed"
+    assert "causality" in results["hidden_tokens"].meaning
+    failed = {name for name, result in results.items() if result.status == "failed"}
+    assert not failed & set(KNOWN)
 
 
 def test_model_with_an_output_per_row():

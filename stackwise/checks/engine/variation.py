@@ -37,8 +37,8 @@ class Variation:
         excludes: names of variations that cannot be combined with this one.
         includes: names of variations that this one contains.
         explained_by: names of variations whose findings also explain those of this one.
-        single_checks: names of checks that ask for this variation alone. If one of them has a finding, it
-            reports the difference, because it describes it better.
+        single_checks: names of checks that ask for this variation alone. If one of them fails, it reports the
+            difference, because it describes it better.
         advice: common causes of a difference.
     """
 

@@ -111,8 +111,10 @@ class Examination:
 
     @cached_property
     def longest(self) -> int:
-        """Return the longest sequence of the examination."""
-        return min(_LONGEST, self.spec.max_length or _LONGEST)
+        """Return the longest sequence of the examination that the model takes."""
+        most = min(_LONGEST, self.spec.max_length or _LONGEST)
+        lengths = (most, self.subject.seq_len, 8, 4)
+        return next((n for n in lengths if n <= most and self._takes(n)), self.subject.seq_len)
 
     @cached_property
     def shortest(self) -> int:

@@ -24,6 +24,7 @@ from stackwise.checks.engine.execution import (
 from stackwise.checks.engine.location import first_difference
 from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.call import reason_of
+from stackwise.checks.probe.difference import NOT_REPEATED
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
@@ -83,7 +84,7 @@ class Exploration:
         findings: the differences.
         missing: reason why a variation does not apply, by its name.
         asked: number of executed compositions of each variation, and of each pair.
-        refused: number of compositions that the model did not take, and the last reason.
+        refused: reason why the model did not take a set of variations, the last one.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
         limit: largest difference of outputs that is rounding.
@@ -123,7 +124,7 @@ def explore(subject: Subject, variations: Variations, count: int = 150) -> Explo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not exam.is_repeatable:
-            return Exploration(missing=dict.fromkeys(variations, "needs a model that repeats itself"))
+            return Exploration(missing=dict.fromkeys(variations, NOT_REPEATED))
         exam.answer(0, exam.lengths[-1])
         result.limit = exam.limit
         names = []

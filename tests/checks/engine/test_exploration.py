@@ -15,7 +15,7 @@ from stackwise.checks.engine.location import first_difference
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
-from tests.zoo.gpt import GPT, encoder, gpt, placed, spec_of, windowed
+from tests.zoo.gpt import GPT, Placed, encoder, gpt, placed, spec_of, windowed
 
 CPU = torch.device("cpu")
 KNOWN = known_variations()
@@ -203,6 +203,17 @@ def test_finding_of_a_single_check_is_reported_once():
     assert "causality" in results["hidden_tokens"].meaning
     failed = {name for name, result in results.items() if result.status == "failed"}
     assert not failed & set(KNOWN)
+
+
+def test_model_with_a_length_limit_that_is_not_declared():
+    class Short(Placed):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(16, self.width)
+
+    exam = exam_of(spec_of(Short))
+    assert exam.longest == 16
+    assert not explore(Subject(spec_of(Short), CPU), SOME, count=0).findings
 
 
 def test_model_with_an_output_per_row():

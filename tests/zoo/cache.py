@@ -75,9 +75,12 @@ class Fused(GPT):
         y = self.fused(q, self.repeat(k), self.repeat(v), visible)
         return layer["out"](self.merge(y)), (k, v)
 
+    def visible(self, T, past, keep, documents):
+        self.has_mask = keep is not None or documents is not None
+        return super().visible(T, past, keep, documents)
+
     def fused(self, q, k, v, visible):
-        causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-        plain = visible.shape[0] == 1 and torch.equal(visible[0, 0], causal)
+        plain = not self.has_mask and q.shape[2] == k.shape[2]
         mask = None if plain else visible
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain)
 

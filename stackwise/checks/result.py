@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 __all__ = ["CheckResult", "Examined", "Status", "listed"]
 
@@ -62,6 +62,14 @@ class CheckResult:
         return "\n".join(lines)
 
 
+class _Text(TypedDict, total=False):
+    """Texts of a result, all optional."""
+
+    where: str
+    meaning: str
+    advice: str
+
+
 class Examined:
     """Base of the objects that checks examine: the ways to build a result."""
 
@@ -71,28 +79,16 @@ class Examined:
         raise NotImplementedError
 
     def passed(
-        self,
-        value: float | None = None,
-        limit: float | None = None,
-        *,
-        where: str = "",
-        meaning: str = "",
-        advice: str = "",
+        self, value: float | None = None, limit: float | None = None, **text: Unpack[_Text]
     ) -> CheckResult:
         """Return a result without a finding."""
-        return CheckResult("", self.name, "passed", value, limit, where, meaning, advice)
+        return CheckResult("", self.name, "passed", value, limit, **text)
 
     def failed(
-        self,
-        value: float | None = None,
-        limit: float | None = None,
-        *,
-        where: str = "",
-        meaning: str = "",
-        advice: str = "",
+        self, value: float | None = None, limit: float | None = None, **text: Unpack[_Text]
     ) -> CheckResult:
         """Return a result that shows a defect."""
-        return CheckResult("", self.name, "failed", value, limit, where, meaning, advice)
+        return CheckResult("", self.name, "failed", value, limit, **text)
 
     def warned(
         self,
@@ -135,7 +131,7 @@ class Examined:
             return self.failed(value, limit, meaning=meaning, advice=advice, where=where)
         return self.warned(value, limit, meaning=meaning, correct_if=correct_if, advice=advice, where=where)
 
-    def at_most(self, value: float, limit: float, **text: str) -> CheckResult:
+    def at_most(self, value: float, limit: float, **text: Unpack[_Text]) -> CheckResult:
         """Return "passed" if `value` is at most `limit`, otherwise "failed" with `text`."""
         return self.passed(value, limit) if value <= limit else self.failed(value, limit, **text)
 

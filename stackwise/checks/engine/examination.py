@@ -1,4 +1,4 @@
-"""Examination: a model with lively weights, its plain answers, and the rounding of these answers.
+"""Examination: the model under test, its plain answers, and their rounding.
 
 Shapes: T positions, V outputs.
 """
@@ -101,7 +101,7 @@ class Examination:
 
     def _built(self, dtype: torch.dtype | None) -> nn.Module:
         model = self.subject.model(dtype=dtype)
-        _enliven(model, self.subject.seed)
+        _randomize_constants(model, self.subject.seed)
         return model
 
     @property
@@ -118,7 +118,7 @@ class Examination:
 
     @cached_property
     def shortest(self) -> int:
-        """Return the shortest sequence. It is `longest` if the inputs have one length only."""
+        """Return the shortest length of 1, 2 and 4 that the model takes, otherwise that of the checks."""
         for length in (1, 2, 4):
             if length <= self.longest and self._takes(length):
                 return length
@@ -327,7 +327,7 @@ class Examination:
         return output.detach(), gradients_in(model)
 
 
-def _enliven(model: nn.Module, seed: int) -> None:
+def _randomize_constants(model: nn.Module, seed: int) -> None:
     """Make weights and buffers random that are constant."""
     generator = torch.Generator().manual_seed(seed + 77)
     statistics = {

@@ -145,7 +145,7 @@ class Execution:
 
     @torch.no_grad()
     def next_call(self) -> Difference:
-        """Ask the same model a plain question afterwards: a call may not leave traces."""
+        """Ask the same model a plain question afterwards: a call must not change the next one."""
         exam, key = self.exam, (90, self.exam.lengths[len(self.exam.lengths) // 2])
         output = exam.plain(self.model.eval(), exam.sequence(*key))
         return Difference(NEXT_CALL, _gap(exam.answer(*key), output), exam.limit)

@@ -65,15 +65,10 @@ class Finding:
     @property
     def code(self) -> str:
         """Return Python code that repeats the composition; `model` is the subject."""
-        more = "".join(
-            f", {name}={value}"
-            for name, value, usual in (
-                ("gradients", self.composition.gradients, False),
-                ("after", self.composition.after, False),
-            )
-            if value != usual
-        )
-        return f"compare(model, {dict(self.composition.values)}, length={self.composition.length}{more})"
+        gradients = ", gradients=True" if self.composition.gradients else ""
+        after = ", after=True" if self.composition.after else ""
+        values, length = dict(self.composition.values), self.composition.length
+        return f"compare(model, {values}, length={length}{gradients}{after})"
 
 
 @dataclass

@@ -20,7 +20,7 @@ class Segment:
 
     Attributes:
         kind: "sequence" is compared with its answer. "padding" is hidden by the mask. "later" is real input
-            behind a sequence, which may not change its outputs.
+            after a sequence, which must not change its outputs.
         length: number of positions.
     """
 

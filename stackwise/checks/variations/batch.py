@@ -1,4 +1,4 @@
-"""Batch: further rows beside the first one."""
+"""Batch: more rows in the same call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies: the weights in another model, or the model after a copy."""
+"""Copies: a copy of the model, or another model that loads its weights."""
 
 from __future__ import annotations
 

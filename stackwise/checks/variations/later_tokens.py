@@ -1,4 +1,4 @@
-"""Later tokens: inputs behind the sequence, which a causal model may not read."""
+"""Later tokens: inputs after the sequence, which a causal model must not read."""
 
 from __future__ import annotations
 

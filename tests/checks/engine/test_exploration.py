@@ -234,9 +234,6 @@ def test_model_whose_copies_use_the_original_is_built_again():
         return model
 
     spec = replace(gpt(), build=build)
-    exam = exam_of(spec)
-    assert not exam._can_copy
-    assert exam_of(gpt())._can_copy
     assert not explore(
         Subject(spec, CPU), {"copies": KNOWN["copies"], "batch": KNOWN["batch"]}, count=0
     ).findings

@@ -279,7 +279,7 @@ def test_variation_finds_its_bug(name):
     assert not explored(healthy, [name, *others]).findings
 
 
-# Every way that puts tokens behind others shows that they are read, and every call shows traces of it.
+# Every way that puts tokens after others shows that they are read, and every call shows traces of it.
 SHOWN_BY_OTHERS = {"later_tokens", "history"}
 
 

@@ -27,6 +27,7 @@ from bench import rivals, third_party
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated, isolated
 from bench.mutations import measure_mutations, mutation_bars
+from bench.reports import measure_reports, report_bars
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.checks.run import broken_off
@@ -34,64 +35,83 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("catalogue", "rivals", "third_party", "cost", "mutations")
+PARTS = ("catalogue", "rivals", "third_party", "reports", "cost", "mutations")
 SECONDS = 240.0  # of one subject
-# FAILs that are right: what the model does, and why that is no bug of ours. They are counted apart.
-EXPLAINED = {
-    "transformers/bigbird_pegasus": {
-        "tying": "its configuration ties the head by default, its class does not"
-    },
-    "transformers/cpmant": {
-        "causality": "a prefix model: all that it is given is context, and sees itself",
-        "initialization": "embeddings of standard deviation 1, and the head tied to them",
-    },
-    "transformers/git": {
-        "cache": "decoding with a mask, it makes room in the mask for an image that is not there"
-    },
-    "transformers/prophetnet": {
-        "causality": "relative positions of the n-gram stream are permuted to (batch, position, n-gram, "
-        "head) and read as (batch, n-gram, head, position)"
-    },
-    "litgpt/Gemma-2-2b": {
-        "cache": "it adds the boolean mask of its cache to soft-capped scores, which hides nothing"
-    },
-    "x-transformers/decoder shifted tokens": {"cache": "it does not keep the token that shifts in next"},
-}
-# FAILs of the family equivalence: at most ten entries, each with one cause.
-_EQUIVALENCE = {
-    "a prefix model: all that it is given is context, and sees itself": ("transformers/cpmant",),
-    "decoding with a mask, it makes room in the mask for an image that is not there": ("transformers/git",),
-    "with output_attentions and sdpa, a boolean mask is added to the scores": ("transformers/falcon",),
-    "a layer uses its cached state for single tokens only (transformers#45513)": (
-        "transformers/mamba",
-        "transformers/falcon_mamba",
-        "transformers/jamba",
+# Correct FAILs: (families, reason, models). They are counted separately. A name without " is_decoder"
+# includes the decoder of the same kind.
+_CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (
+        ("tying",),
+        "its configuration ties the head by default, its class does not",
+        ("transformers/bigbird_pegasus",),
     ),
-    "without ids there are no per-layer embeddings": ("transformers/gemma3n_text",),
-    "positions of inputs_embeds start again with each part (create_position_ids_from_inputs_embeds)": (
-        *(f"transformers/{name} is_decoder" for name in ("camembert", "data2vec-text", "roberta")),
-        *(f"transformers/{name} is_decoder" for name in ("roberta-prelayernorm", "xlm-roberta")),
-        "transformers/xlm-roberta-xl is_decoder",
+    (
+        ("causality", "equivalence"),
+        "a prefix model: all that it is given is context, and sees itself",
+        ("transformers/cpmant",),
     ),
-    "relative positions of the n-gram stream are read in another order than they are written": (
-        "transformers/prophetnet",
-        "transformers/prophetnet is_decoder",
+    (
+        ("initialization",),
+        "embeddings of standard deviation 1, and the head tied to them",
+        ("transformers/cpmant",),
     ),
-    "it does not keep the token that shifts in next": ("x-transformers/decoder shifted tokens",),
-}
-for _reason, _names in _EQUIVALENCE.items():
+    (
+        ("padding",),
+        "decoding with a mask, it makes room in the mask for an image that is not there",
+        ("transformers/git",),
+    ),
+    (
+        ("causality", "equivalence"),
+        "relative positions of the n-gram stream are read in another order than they are written",
+        ("transformers/prophetnet",),
+    ),
+    (
+        ("equivalence",),
+        "with output_attentions and sdpa, a boolean mask is added to the scores",
+        ("transformers/falcon",),
+    ),
+    (
+        ("cache",),
+        "a layer uses its cached state for single tokens only (transformers#45513)",
+        ("transformers/mamba", "transformers/falcon_mamba", "transformers/jamba"),
+    ),
+    (
+        ("equivalence",),
+        "without ids there are no per-layer embeddings",
+        ("transformers/gemma3n_text",),
+    ),
+    (
+        ("equivalence",),
+        "positions of inputs_embeds start again with each part (create_position_ids_from_inputs_embeds)",
+        (
+            *("transformers/camembert", "transformers/data2vec-text", "transformers/roberta"),
+            *("transformers/roberta-prelayernorm", "transformers/xlm-roberta", "transformers/xlm-roberta-xl"),
+        ),
+    ),
+    (
+        ("cache",),
+        "it does not keep the token that shifts in next",
+        ("x-transformers/decoder shifted tokens",),
+    ),
+    (
+        ("cache",),
+        "it adds the boolean mask of its cache to soft-capped scores, which hides nothing",
+        ("litgpt/Gemma-2-2b",),
+    ),
+    (
+        ("cache",),
+        "where several tokens go beyond its ring buffer, the mask is that of other positions",
+        (
+            *("litgpt/Gemma-3-1b-it", "litgpt/Gemma-3-4b-it", "litgpt/Phi-3-mini-4k-instruct"),
+            *("litgpt/Phi-3-mini-128k-instruct", "litgpt/Phi-4-mini-instruct", "litgpt/Mathstral-7B-v0.1"),
+        ),
+    ),
+)
+# Model -> family -> reason.
+EXPLAINED: dict[str, dict[str, str]] = {}
+for _families, _reason, _names in _CAUSES:
     for _name in _names:
-        EXPLAINED.setdefault(_name, {})["equivalence"] = _reason
-# litgpt's models with sliding windows.
-EXPLAINED |= {
-    f"litgpt/{name}": {
-        "cache": "where several tokens go beyond its ring buffer, the mask is that of other positions"
-    }
-    for name in (
-        *("Gemma-3-1b-it", "Gemma-3-4b-it", "Phi-3-mini-4k-instruct"),
-        *("Phi-3-mini-128k-instruct", "Phi-4-mini-instruct", "Mathstral-7B-v0.1"),
-    )
-}
+        EXPLAINED.setdefault(_name, {}).update(dict.fromkeys(_families, _reason))
 
 
 def main() -> int:
@@ -112,6 +132,8 @@ def main() -> int:
         before_rivals(claim)
     if "third_party" in parts:
         third_parties(claim, arguments.jobs)
+    if "reports" in parts:
+        measure_reports(claim, arguments.jobs, functools.partial(answers, suite="fast"))
     if "cost" in parts:
         cost(claim)
     if "mutations" in parts:
@@ -383,7 +405,7 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         for name in ("llama", "gpt2")
         if name in figures.get("cost", {})
     ]
-    return found + mutation_bars(figures.get("mutations", {}))
+    return found + report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
 
 
 def _without(new: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

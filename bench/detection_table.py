@@ -5,6 +5,7 @@ Each table stands between two marks, which `MARKS` names. docs/background/zoo.md
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 from bench.detection import zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
+from bench.reports import FIRST_RESULT, found, modules
 
 __all__ = ["MARKS", "written"]
 
@@ -77,6 +79,29 @@ def third_party(record: Mapping[str, Any]) -> str:
     return "\n".join([*rows, "", "Failed:", "", *sorted(failed), "", f"Warned: {listed}."])
 
 
+def reports(record: Mapping[str, Any]) -> str:
+    """Return a table with one row per public report: what is wrong, first result, present result."""
+    first, now = json.loads(FIRST_RESULT.read_text()), record["figures"]["reports"]
+    rows = ["| report | what is wrong | first result | now |", "| --- " * 4 + "|"]
+    for name, module in modules().items():
+        title = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+        report, _, text = title.partition(": ")
+        results = (_result(figures, name) for figures in (first, now))
+        rows.append(f"| {report.partition(' (')[0]} | {text.replace('|', '/')} | {' | '.join(results)} |")
+    return "\n".join(rows)
+
+
+def _result(figures: Mapping[str, Any], name: str) -> str:
+    """Return the worst status of a buggy form, and "declared" if only that form has it."""
+    undeclared = {key: value for key, value in figures.items() if not key.endswith("_declared")}
+    for status, text in (("failed", "FAIL"), ("warned", "WARN")):
+        if found(undeclared, status, name):
+            return text
+        if found(figures, status, name):
+            return f"{text}, declared"
+    return "-"
+
+
 def cost(record: Mapping[str, Any]) -> str:
     """One row a size: parameters, seconds of the fast suite."""
     rows = ["| model | parameters | seconds | of these the slowest check |", "| --- | --- | --- | --- |"]
@@ -124,6 +149,7 @@ MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "families": families,
         "rivals": rivals,
         "third_party": third_party,
+        "reports": reports,
         "cost": cost,
         "mutations": mutations,
     },

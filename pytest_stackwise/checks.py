@@ -139,11 +139,12 @@ def _select(names: Iterable[str] | None, suite: Suite, asks: Asks) -> list[Check
 
 
 def _names(asks: Asks) -> dict[str, None]:
-    """Of all checks, and of their families."""
-    from stackwise.checks.check import select_checks
+    """Return the names of all checks, of their families, and the other names of checks."""
+    from stackwise.checks.check import OTHER_NAMES, select_checks
 
     checks = select_checks(suite="full", asks=asks)
-    return dict.fromkeys([*(c.name for c in checks), *(c.family for c in checks)])
+    others = OTHER_NAMES if asks == "model" else ()
+    return dict.fromkeys([*(c.name for c in checks), *(c.family for c in checks), *others])
 
 
 def _refuse_unknown(names: Iterable[str] | None, kinds: Iterable[Asks]) -> None:

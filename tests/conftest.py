@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def subjects():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def few_compositions(monkeypatch):
+    """The engine asks each variation and each pair, and skips the random compositions."""
+    from stackwise.checks.model import equivalence
+
+    monkeypatch.setattr(equivalence, "explore", partial(equivalence.explore, count=0))
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from stackwise.support.arguments import check_choice, require
 from stackwise.support.device import threads_for
 
 __all__ = [
+    "OTHER_NAMES",
     "Check",
     "Suite",
     "check",
@@ -38,6 +39,16 @@ __all__ = [
 ]
 
 Suite = Literal["fast", "full"]
+# Names that selections and declarations may also use -> the check that asks the same question.
+OTHER_NAMES = {
+    "cache_chunks": "cache_decoding",
+    "cache_padding": "padding_amount",
+    "causality_far": "long_sequences",
+    "packing_isolation": "packing_alone",
+    "padding_content": "padding_amount",
+    "padding_finite": "half_precision",
+    "padding_gradients": "padding_empty_row",
+}
 Question = TypeVar("Question", bound=Callable[..., CheckResult])
 
 
@@ -148,6 +159,7 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
     kinds: dict[str, dict[str, None]] = {"model": {}, "trainer": {}}
     for one in known_checks().values():
         kinds[one.asks].update(dict.fromkeys((one.name, one.family)))
+    kinds["model"].update(dict.fromkeys(OTHER_NAMES))
     known = {name: None for kind, some in kinds.items() if asks in (None, kind) for name in some}
     refused = sorted(wanted - known.keys())
     elsewhere = [name for name in refused if any(name in some for some in kinds.values())]
@@ -190,4 +202,5 @@ def select_checks(
         return in_suite
     wanted = set(names)
     refuse_unknown(wanted, asks=asks)
+    wanted = {OTHER_NAMES.get(name, name) for name in wanted}
     return [c for c in known.values() if c.name in wanted or (c.family in wanted and c in in_suite)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stackwise.checks.check import Check, Suite, select_checks
+from stackwise.checks.check import OTHER_NAMES, Check, Suite, select_checks
 from stackwise.checks.output import shown_once
 from stackwise.checks.result import CheckResult, Status
 from stackwise.subject.spec import ModelSpec
@@ -119,6 +119,11 @@ class Declared:
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     accepted_warnings: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("expected_failures", "accepted_warnings"):
+            reasons = {OTHER_NAMES.get(check, check): why for check, why in getattr(self, name).items()}
+            object.__setattr__(self, name, reasons)
 
     def refuse_unmatched(self, names: Iterable[str]) -> None:
         """Raise if a declaration is for a check other than `names`, or if a check has two.

@@ -35,6 +35,11 @@ _MASKS: dict[str, tuple[bool, ...]] = {
     "mask": (True, False),
 }
 
+# Names of the claim that the head is the embedding.
+_TIED = ("tie_embeddings", "tie_word_embeddings", "tie_weights", "use_weight_tying", "weight_tying")
+# Names of the document of each position, beside `document_ids`.
+_DOCUMENTS = ("documents", "doc_ids", "segment_ids", "sequence_ids", "seq_idx", "example_ids")
+
 
 def capabilities(
     model: nn.Module,
@@ -63,9 +68,7 @@ def capabilities(
     named = _further_arguments(model, form)
     shape = inputs.shape[:2]
     found = _padding(model, inputs, form, shape)
-    packed = partial(_packed, form=form)
-    one_document = torch.ones(shape, dtype=torch.long, device=inputs.device)
-    if "document_ids" in named and _works(lambda: packed(model, inputs, one_document), shape):
+    if (packed := _packing(model, inputs, form, named)) is not None:
         found["packed"] = packed
     if cached:
         search = find_cached_call(model, inputs, form, capacity=capacity)
@@ -100,10 +103,10 @@ def padding_of_rows(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[st
 
 
 def padding_id(model: nn.Module) -> int | None:
-    """Return the pad id of the configuration; None if there is no pad id, or it exceeds all embeddings."""
+    """Return the pad id of the configuration or the model; None if there is none, or no embedding has it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    named = [getattr(each, "pad_token_id", None) for each in (config, text)]
+    named = [getattr(each, "pad_token_id", None) for each in (config, text, model)]
     rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     return next((each for each in named if isinstance(each, int) and 0 <= each < rows), None)
 
@@ -216,8 +219,53 @@ def _pads(masked: Callable[..., Any], side: str, model: nn.Module, inputs: Tenso
     return torch.allclose(padded, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
 
 
-def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
-    return form(model, inputs, document_ids=documents)
+# Packed documents
+
+
+def _packing(
+    model: nn.Module, inputs: Tensor, form: CallForm, named: Collection[str]
+) -> Callable[..., Any] | None:
+    """Return the function that calls the model with packed documents. None: there is none.
+
+    `document_ids` is believed by its name. Other arguments have several meanings, so they count only if a
+    change of one document leaves the outputs of the next one as they were, bit by bit.
+    """
+    documents = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+    by_name = partial(_packed, form=form, name="document_ids")
+    if "document_ids" in named and _works(lambda: by_name(model, inputs, documents), inputs.shape[:2]):
+        return by_name
+    ways = [partial(_packed, form=form, name=name) for name in _DOCUMENTS if name in named]
+    if "position_ids" in named:
+        ways.append(partial(_packed_by_positions, form=form))
+    return next((way for way in ways if _isolates(way, model, inputs)), None)
+
+
+def _isolates(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
+    """Return True if the first document changes its own outputs, and none of the second document."""
+    half = inputs.shape[1] // 2
+    documents = (torch.arange(inputs.shape[1], device=inputs.device) >= half).long().expand(inputs.shape[:2])
+    changed = inputs.clone()
+    changed[:, :half] = inputs[:, :half].flip(0)
+    one, two = (attempt(partial(_output, packed, model, x, documents)) for x in (inputs, changed))
+    if one is None or two is None or one.shape[:2] != inputs.shape[:2] or one.shape != two.shape or not half:
+        return False
+    return torch.equal(one[:, half:], two[:, half:]) and not torch.equal(one[:, :half], two[:, :half])
+
+
+def _output(packed: Callable[..., Any], model: nn.Module, inputs: Tensor, documents: Tensor) -> Tensor:
+    return logits_of(packed(model, inputs, documents))
+
+
+def _packed(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm, name: str) -> Any:
+    return form(model, inputs, **{name: documents})
+
+
+def _packed_by_positions(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
+    """Call a model with positions that start again at each document."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    positions = places - torch.where(is_first, places, 0).cummax(dim=1).values
+    return form(model, inputs, position_ids=positions)
 
 
 # The model's own loss
@@ -343,11 +391,9 @@ def _auxiliary_loss(
 def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the claims of the model's configuration: tied head, padding sides and window."""
     config = getattr(model, "config", None)
-    for owner, name in ((model, "tie_embeddings"), (config, "tie_word_embeddings")):
-        claim = getattr(owner, name, None)
-        if isinstance(claim, bool):
-            yield "tied", claim
-            break
+    claims = (getattr(owner, name, None) for owner in (model, config) for name in _TIED)
+    if (claim := next((each for each in claims if isinstance(each, bool)), None)) is not None:
+        yield "tied", claim
     if isinstance(sides := getattr(model, "padding_sides", None), tuple):
         yield "padding_sides", sides
     windows: set[Any] = {m.sliding_window for m in model.modules() if hasattr(m, "sliding_window")}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-__all__ = ["is_out_of_memory", "safetensors_as_os_error"]
+__all__ = ["is_out_of_memory", "reraise_if_out_of_memory", "safetensors_as_os_error"]
 
 _IO_ERROR = re.compile(r"I/O error(.*\(os error (?P<number>\d+)\))?", re.DOTALL)
 # Texts of allocators that do not raise torch.OutOfMemoryError.
@@ -27,6 +27,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return any(phrase in text for phrase in _OUT_OF_MEMORY)
+
+
+def reraise_if_out_of_memory(error: Exception) -> None:
+    """Raise `error` again if it means that memory was exhausted."""
+    if is_out_of_memory(error):
+        raise error
 
 
 @contextmanager

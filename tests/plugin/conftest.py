@@ -159,7 +159,7 @@ def _machine_without_gpu(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def folder(pytester, monkeypatch, _machine_without_gpu):
+def folder(pytester, monkeypatch, _machine_without_gpu, few_compositions):
     """The folder of the nested run: `models.py` can be imported from it and from its tests."""
     monkeypatch.setenv("PYTEST_ADDOPTS", f"--stackwise-checks={CORE}")
     pytester.makepyfile(models=MODELS)

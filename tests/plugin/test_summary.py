@@ -34,7 +34,7 @@ def test_section_has_every_kind_of_record(pytester, run):
             "*= stackwise =*",
             "checks of leaky",
             "  FAIL  causality  measured *",
-            "        where: position * reads token *",
+            "        where: row *, position *",
             "stability",
             "  caught *plain  T=16, 4 steps, nan_injection(step=2*",
             " *step 2: non-finite loss nan in *; update skipped",

@@ -2,10 +2,12 @@
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("every_check")
+
 WARNS = """
 import models, pytest
 from pytest_stackwise import parametrize_with_checks
-@parametrize_with_checks([models.plain], checks=["causality", "determinism"]{arguments})
+@parametrize_with_checks([models.plain], checks=["token_effect", "determinism"]{arguments})
 def test_model(spec, check): check(spec)
 """
 UNSTABLE = """
@@ -51,7 +53,7 @@ def test_finding_of_a_test_that_passes_is_one_warning(write, run, report, source
 def test_warning_says_first_what_is_wrong_then_when_it_is_correct(write, run):
     write(WARNS)
     run().stdout.fnmatch_lines(
-        ["*StackwiseWarning: plain: causality warned; *No position reads any other*This is correct if*"]
+        ["*StackwiseWarning: plain: token_effect warned; *have no effect*This is correct if*"]
     )
 
 
@@ -70,7 +72,7 @@ def test_zero_code_check_that_warns(pytester, run, ending):
         """
     )
     kind, factory = ending.split(":")
-    asked = (f"--stackwise-{kind}=more:{factory}", "--stackwise-checks=causality,scheduler_order")
+    asked = (f"--stackwise-{kind}=more:{factory}", "--stackwise-checks=token_effect,scheduler_order")
     result = run(*asked)
     result.assert_outcomes(passed=2, warnings=1)
     result.stdout.fnmatch_lines(
@@ -96,7 +98,7 @@ def test_strict_of_one_test(write, run):
     result = run()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["E *CheckFailedError: plain: causality failed*", "E *Strict: a warning fails*"]
+        ["E *CheckFailedError: plain: token_effect failed*", "E *Strict: a warning fails*"]
     )
 
 
@@ -121,18 +123,18 @@ def test_filter_that_ignores_warnings_leaves_the_verdict(write, run):
 
 @pytest.mark.parametrize("form", ["{reasons}", "lambda spec: {reasons}"], ids=["mapping", "function"])
 def test_accepted_warning_passes_and_is_shown_with_its_reason(write, run, report, form):
-    reasons = "{'causality': 'no memory by design'}"
+    reasons = "{'token_effect': 'no memory by design'}"
     write(WARNS, f", accepted_warnings={form.format(reasons=reasons)}")
     result = run("--stackwise-strict", "--stackwise-report=out.json")
     result.assert_outcomes(passed=2, warnings=0)
     result.stdout.fnmatch_lines(
-        ["  XWARN causality*declared: no memory by design", "verdict: PASS (*1 accepted warning*"]
+        ["  XWARN token_effect*declared: no memory by design", "verdict: PASS (*1 accepted warning*"]
     )
     assert report()["verdict"] == "PASS"
 
 
 def test_accepted_warning_that_does_not_occur_fails(write, run):
-    write(WARNS.replace("models.plain", "models.conv"), ", accepted_warnings={'causality': 'long ago'}")
+    write(WARNS.replace("models.plain", "models.rack"), ", accepted_warnings={'token_effect': 'long ago'}")
     result = run()
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["E*declared as an accepted warning, but passed*", "E*long ago*"])
@@ -142,7 +144,7 @@ def test_accepted_warning_of_an_unknown_check_is_a_collection_error(write, run):
     write(WARNS, ", accepted_warnings={'casuality': 'typo'}")
     result = run()
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["E *accepted_warnings: got casuality*allowed: determinism, causality*"])
+    result.stdout.fnmatch_lines(["E *accepted_warnings: got casuality*allowed: determinism, token_effect*"])
 
 
 @pytest.mark.parametrize(
@@ -154,20 +156,22 @@ def test_section_by_verbosity(pytester, run, options, passes, warns, accepted):
         """
         import models
         from pytest_stackwise import parametrize_with_checks
-        @parametrize_with_checks([models.plain], checks=["causality", "determinism"])
+        @parametrize_with_checks([models.plain], checks=["token_effect", "determinism"])
         def test_model(spec, check): check(spec)
-        @parametrize_with_checks([models.Plain], checks=["causality"], accepted_warnings={"causality": "ok"})
+        accepted = {"token_effect": "ok"}
+        @parametrize_with_checks([models.Plain], checks=["token_effect"], accepted_warnings=accepted)
         def test_other(spec, check): check(spec)
         """
     )
     text = run(*options).stdout.str()
-    found = [mark in text for mark in ("  PASS  determinism", "  WARN  causality", "  XWARN causality")]
+    found = [mark in text for mark in ("  PASS  determinism", "  WARN  token_effect", "  XWARN token_effect")]
     assert found == [passes, warns, accepted]
     assert "verdict: WARN (checks: 1 warned, 1 passed, 1 accepted warning)" in text
 
 
 def test_run_in_which_nothing_applies_is_empty(write, run, report):
-    write(WARNS.replace("models.plain", "models.vectors").replace('"determinism"', '"initial_loss"'))
+    source = WARNS.replace("models.plain", "models.vectors")
+    write(source.replace("token_effect", "causality").replace("determinism", "initial_loss"))
     run("--stackwise-report=out.json").assert_outcomes(skipped=2)
     assert report()["verdict"] == "EMPTY"
 
@@ -178,7 +182,7 @@ def test_warnings_come_through_workers(write, run_apart):
     write(WARNS)
     result = run_apart("-n", "2")
     result.assert_outcomes(passed=2, warnings=1)
-    result.stdout.fnmatch_lines(["*StackwiseWarning: plain: causality warned*", "verdict: WARN (*"])
+    result.stdout.fnmatch_lines(["*StackwiseWarning: plain: token_effect warned*", "verdict: WARN (*"])
 
 
 def test_wrong_value_of_the_strict_setting_is_a_usage_error(pytester, run):

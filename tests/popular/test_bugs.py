@@ -225,7 +225,7 @@ def image_classifier(kind, **settings):
         (transposed_targets, "loss_formula"),
         (untied, "tying"),
         (lambda: cached(PositionsFromZero), "cache_decoding"),
-        (lambda: cached(TopLeftGPT, smear=False), "cache_chunks"),
+        (lambda: cached(TopLeftGPT, smear=False), "cache_decoding"),
         (lambda: cached(PreviousEmbeddingLost), "cache_decoding"),
         (lambda: image_classifier(RandomInEval), "determinism"),
         (lambda: image_classifier(BatchStatistics, convolutional_stem=True), "batch_invariance"),
@@ -243,7 +243,7 @@ def image_classifier(kind, **settings):
         "vit-mixed-images",
     ],
 )
-def test_model_with_bug_fails(subject, check):
+def test_model_with_bug_fails(few_compositions, subject, check):
     [result] = check_model(subject, checks=[check])
 
     assert result.status == "failed", result

@@ -242,14 +242,14 @@ def test_lines_of_checks_without_numbers():
 
 
 def test_checks_that_could_not_be_asked_stand_together():
-    named = {"cache_limit": "needs decode", "horizon": "needs window=", "cache_chunks": "needs decode"}
+    named = {"cache_limit": "needs decode", "horizon": "needs window=", "cache_decoding": "needs decode"}
     rows = [{**check("not applicable", meaning=text), "check": name} for name, text in named.items()]
     report = Report(checks=[rows[0], check("passed"), *rows[1:]])
     lines = [line.split(maxsplit=1) for line in report.lines(1)]
     assert [mark for mark, _ in lines] == ["checks", "PASS", "n/a", "n/a", "verdict:"]
-    assert lines[2][1] == "cache_limit, cache_chunks  needs decode"
+    assert lines[2][1] == "cache_limit, cache_decoding  needs decode"
     assert lines[3][1] == "horizon  needs window="
-    assert "| n/a | cache_limit, cache_chunks |  |  | needs decode |" in report.markdown()
+    assert "| n/a | cache_limit, cache_decoding |  |  | needs decode |" in report.markdown()
 
 
 @pytest.mark.parametrize(

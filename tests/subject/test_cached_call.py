@@ -297,17 +297,17 @@ class Uncounted(Core):
 
 
 @pytest.mark.parametrize(
-    ("build", "call", "problem", "status"),
+    ("build", "call", "problem", "check", "status"),
     [
-        (ShiftedCache, "kv_store_cache=", "", "failed"),
-        (ShiftedBank, "None", "calls with bank= give other logits than a full pass", "warned"),
-        (Uncounted, "cache=", "", "failed"),
+        (ShiftedCache, "kv_store_cache=", "", "cache_decoding", "failed"),
+        (ShiftedBank, "None", "calls with bank= give other logits than a full pass", "cache_call", "warned"),
+        (Uncounted, "cache=", "", "cache_decoding", "failed"),
     ],
 )
-def test_cache_with_a_bug_is_reported(subjects, build, call, problem, status):
+def test_cache_with_a_bug_is_reported(subjects, build, call, problem, check, status):
     spec = ModelSpec.of(build)
     assert (str(spec.decode), spec.cache_problem) == (call, problem)
-    assert subjects.ask(spec, "cache_decoding").status == status
+    assert subjects.ask(spec, check).status == status
 
 
 @pytest.mark.parametrize(

@@ -336,3 +336,54 @@ def test_compiled_model_has_the_capabilities_of_the_model():
     assert compiled.decode is not None
     assert compiled.padding_sides == spec.padding_sides == ("right", "left")
     assert isinstance(compiled.create(), torch._dynamo.OptimizedModule)
+
+
+class Packable(Averages):
+    """Running sums. A new document begins where an argument says so."""
+
+    def __init__(self, separates=True):
+        super().__init__()
+        self.separates = separates
+
+    def forward(self, ids, attention_mask=None, position_ids=None, segment_ids=None):
+        x = self.embedding(ids)
+        if position_ids is not None:
+            segment_ids = (position_ids == 0).long().cumsum(-1)
+        if segment_ids is None or not self.separates:
+            return x.cumsum(1)
+        same = segment_ids[:, :, None] == segment_ids[:, None]
+        return same.tril().to(x) @ x
+
+
+class BySegments(Packable):
+    def forward(self, ids, segment_ids=None):
+        return super().forward(ids, segment_ids=segment_ids)
+
+
+class ByPositions(Packable):
+    def forward(self, ids, position_ids=None):
+        return super().forward(ids, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("build", [Packable, BySegments, ByPositions])
+def test_packed_documents_are_found_by_their_independence(build):
+    spec = ModelSpec.of(build)
+    model, ids = spec.create().eval(), spec.batch(1, 6)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    alone = torch.cat([spec.logits(model, part) for part in (ids[:, :2], ids[:, 2:])], dim=1)
+    torch.testing.assert_close(spec.packed(model, ids, documents), alone)
+
+
+@pytest.mark.parametrize("build", [Packable, BySegments, ByPositions])
+def test_argument_that_separates_no_documents_is_not_used(build):
+    assert ModelSpec.of(lambda: build(separates=False)).packed is None
+
+
+@pytest.mark.parametrize("name", ["tie_embeddings", "use_weight_tying", "weight_tying"])
+def test_claim_of_a_tied_head_is_found(name):
+    def build():
+        model = TrueIsReal()
+        setattr(model, name, True)
+        return model
+
+    assert ModelSpec.of(build).tied is True

@@ -255,6 +255,11 @@ class Layers(nn.Module):
         return self.then(self.layers(x))
 
 
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
 def of_transformers(config, head):
     def build():
         import transformers
@@ -284,6 +289,16 @@ PER_ROW = {
         (10,),
     ),
     "image to image": (lambda: nn.Conv2d(3, 3, 3, padding=1), (3, 32, 32), (3, 32, 32)),
+    "patches without a convolution": (
+        lambda: Layers(nn.Unfold(4, stride=4), Transposed(), nn.Linear(48, 10), then=lambda x: x.mean(1)),
+        (3, 32, 32),
+        (10,),
+    ),
+    "video": (
+        lambda: Layers(nn.Conv3d(3, 8, (2, 8, 8), (2, 8, 8)), then=lambda x: x.flatten(2).mean(-1)),
+        (3, 4, 32, 32),
+        (8,),
+    ),
     "audio": (lambda: Layers(nn.Conv1d(1, 8, 80, 16), then=lambda x: x.mean(-1)), (1, 400), (8,)),
     "features": (lambda: Layers(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), (10,), (2,)),
     "text classes": (
@@ -548,3 +563,12 @@ def test_configuration_of_transformers_is_a_subject(name, is_per_position, causa
     config = getattr(transformers, name)(**sizes, vocab_size=V, image_size=32, patch_size=8)
     spec = ModelSpec.of(wrap(config))
     assert (spec.per_position, spec.causal) == (is_per_position, causal)
+
+
+def test_model_without_a_head_has_hidden_states_as_output():
+    import transformers
+
+    config = transformers.BertConfig(vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    config.num_attention_heads = 2
+    spec = ModelSpec.of(lambda: transformers.BertModel(config))
+    assert spec.logits(spec.create().eval(), spec.batch(2, 8)).shape == (2, 8, 16)

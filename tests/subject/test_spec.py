@@ -162,7 +162,8 @@ def test_layers_with_positions_first_are_transposed(kind):
         direct = model(vectors.transpose(0, 1))
         direct = direct[0] if kind == "gru" else direct
         torch.testing.assert_close(spec.logits(model, vectors), direct.transpose(0, 1))
-    assert {r.check: r.status for r in check_model(spec)}["batch_invariance"] == "passed"
+    [result] = check_model(spec, checks=["batch_invariance"])
+    assert result.status == "passed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -197,8 +198,13 @@ def test_longest_sequence_has_many_names(name, on_model, limit):
     spec = ModelSpec.of(lambda: Limited(name, limit, on_model=on_model, n_places=limit))
     assert spec.max_length == limit and f"at most {limit} positions" in spec.notes
     assert spec.seq_len <= limit
-    results = check_model(spec, checks=["causality", "causality_far"])
-    assert {r.status for r in results} == {"passed", "not applicable"}
+
+
+@pytest.mark.parametrize(("limit", "status"), [(6, "not applicable"), (24, "passed")])
+def test_checks_stay_within_the_longest_sequence(few_compositions, limit, status):
+    spec = ModelSpec.of(lambda: Limited("block_size", limit, n_places=limit))
+    causality, long_sequences = check_model(spec, checks=["causality", "long_sequences"])
+    assert (causality.status, long_sequences.status) == ("passed", status)
 
 
 @pytest.mark.parametrize("value", [4, True, 0, None, "16"])

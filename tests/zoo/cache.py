@@ -141,7 +141,7 @@ def position_is_not_moved_on():
 
 
 @mutant(
-    "93", twin=placed, family="cache", source="unslothai/unsloth#3699", observable=continued_behind_padding
+    "93", twin=placed, family="padding", source="unslothai/unsloth#3699", observable=continued_behind_padding
 )
 def padded_rows_share_a_position():
     """While decoding, every row is at the length of the cache, however much of it is padding."""
@@ -153,7 +153,7 @@ def padded_rows_share_a_position():
     return spec_of(Mutant, max_length=64)
 
 
-@mutant("93", twin=gpt, family="cache", source="ndif-team/nnsight#673", observable=continued_behind_padding)
+@mutant("93", twin=gpt, family="padding", source="ndif-team/nnsight#673", observable=continued_behind_padding)
 def padding_is_seen_from_the_cache():
     """The mask hides padding among the new tokens, not in the cache."""
 

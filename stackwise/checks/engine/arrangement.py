@@ -22,9 +22,12 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
     rows: list[Tensor] = []
     keeps: list[Tensor] = []
     documents: list[Tensor] = []
-    filler = None
-    if any(segment.kind != "sequence" for row in question.rows for segment in row):
-        filler = exam.filler(len(question.rows), question.width)
+    kinds = {segment.kind for row in question.rows for segment in row}
+    shape = len(question.rows), question.width
+    fillers = {
+        kind: exam.padding(*shape) if kind == "padding" else exam.filler(*shape)
+        for kind in kinds - {"sequence"}
+    }
     for index, row in enumerate(question.rows):
         parts: list[Tensor] = []
         keep: list[bool] = []
@@ -39,8 +42,7 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
                 sequences.append(exam.sequence(*key))
                 parts.append(sequences[-1])
             else:
-                assert filler is not None
-                parts.append(filler[index, start:end])
+                parts.append(fillers[segment.kind][index, start:end])
             keep += [segment.kind != "padding"] * segment.length
             is_first = segment.kind == "sequence" and start > 0
             document += [(document[-1] if document else 0) + is_first] * segment.length
@@ -57,6 +59,7 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
     if question.parts:
         call.parts = _filled(question.parts, question.width)
         call.first_cache = question.first_cache
+        call.others = exam.filler(*shape) if question.in_turns else None
     if question.ignored is not None:
         call.labels = _labels(call, question.ignored, exam)
     return call, numbers

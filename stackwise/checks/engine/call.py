@@ -73,7 +73,7 @@ def accepts(model: nn.Module, name: str) -> bool:
 
 def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> Tensor:
     decode = _needed(spec.decode)
-    cache = None if call.first_cache is None else call.first_cache(model)
+    cache, other_cache = None if call.first_cache is None else call.first_cache(model), None
     end, outputs = 0, []
     for size in call.parts:
         start, end = end, end + size
@@ -84,6 +84,9 @@ def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> 
         }
         with _added(model, arguments):
             output, cache = decode(model, inputs[:, start:end].contiguous(), cache, *mask)
+            if call.others is not None:
+                others = cast(call.others[:, start:end].contiguous(), model)
+                _, other_cache = decode(model, others, other_cache, *mask)
         outputs.append(logits_of(output))
         if outputs[-1].shape[1] != size:
             raise Refused(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")

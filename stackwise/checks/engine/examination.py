@@ -9,8 +9,9 @@ import copy
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,21 @@ from stackwise.checks.probe.call import dtype_of, real_inputs
 from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.subject import Subject
+from stackwise.subject.capability import padding_id
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.random_state import seeded
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["LOSS_LIMIT", "Examination", "Gradients", "gradients_in", "largest_gap", "projection", "stream"]
+__all__ = [
+    "HALF_PRECISION",
+    "LOSS_LIMIT",
+    "Examination",
+    "Gradients",
+    "gradients_in",
+    "largest_gap",
+    "projection",
+    "stream",
+]
 
 # Largest differences of sound models in float64, relative to the variation of the output and to the norm of a
 # gradient. Other shapes change the order of sums.
@@ -40,9 +52,10 @@ LOSS_LIMIT = 1e-5
 _FLOOR, _NARROW_FLOOR = 1e-6, 1e-4
 # Sums of gradients in float32 that cancel, such as those of a router's weights.
 _NARROW_GRADIENT_LIMIT = 3e-3
-_LONGEST = 24
+_LONGEST_WINDOW = 64
 # Constants beyond this size are masks, not weights.
 _LARGE = 1e3
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 Gradients = Mapping[str, Tensor]
 
@@ -56,13 +69,17 @@ class Examination:
 
     Attributes:
         subject: the model, its device and its seed.
-        native: keep the dtype of the model.
+        dtype: dtype of the model, or "own" for that of the model itself. None: float64 if the model runs in
+            it, otherwise its own.
+        most: longest sequence to ask, in positions.
     """
 
     subject: Subject
-    native: bool = False
+    dtype: torch.dtype | Literal["own"] | None = None
+    most: int = 24
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
+    _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
 
     @property
     def spec(self) -> ModelSpec:
@@ -72,17 +89,33 @@ class Examination:
     @cached_property
     def base(self) -> nn.Module:
         """Return the model that `model` copies. It is never called."""
-        runs_in_float64 = not self.native and self._runs(torch.float64)
-        return self._built(torch.float64 if runs_in_float64 else None)
+        return self._built(self._cast_to)
 
     @cached_property
-    def in_own_dtype(self) -> Examination:
-        """Return the examination of the same model in its own dtype."""
-        return Examination(self.subject, native=True)
+    def _cast_to(self) -> torch.dtype | None:
+        """Return the dtype to which a new model is cast. None: it stays as it is."""
+        if self.dtype is None:
+            return torch.float64 if self._runs(torch.float64) else None
+        return None if self.dtype == "own" else self.dtype
+
+    def other_model(self) -> nn.Module:
+        """Return a model of another seed in eval mode."""
+        return replace(self.subject, seed=self.subject.seed + 1).model(dtype=self._cast_to)
+
+    def in_dtype(self, dtype: torch.dtype | Literal["own"]) -> Examination:
+        """Return the examination of the same model in another dtype."""
+        if dtype not in self._others:
+            self._others[dtype] = Examination(self.subject, dtype, self.most)
+        return self._others[dtype]
+
+    @property
+    def compares_values(self) -> bool:
+        """Return False if rounding is too coarse to compare values, so that only NaN and inf count."""
+        return self.dtype not in HALF_PRECISION
 
     def model(self) -> nn.Module:
         """Return a new model in eval mode: a copy, or built again if copies are not independent."""
-        return copy.deepcopy(self.base) if self._can_copy else self._built(dtype_of(self.base))
+        return copy.deepcopy(self.base) if self._can_copy else self._built(self._cast_to)
 
     @cached_property
     def _can_copy(self) -> bool:
@@ -93,7 +126,8 @@ class Examination:
                 output = self.spec.logits(model, self.subject.inputs(1))
                 if output.requires_grad:
                     output.sum().backward()  # type: ignore[no-untyped-call]
-        except Exception:  # any exception means: built again
+        except Exception as error:  # any other exception means: built again
+            reraise_if_out_of_memory(error)
             return False
         uses_original = bool(gradients_in(self.base))
         self.base.zero_grad(set_to_none=True)
@@ -112,9 +146,13 @@ class Examination:
     @cached_property
     def longest(self) -> int:
         """Return the longest sequence of the examination that the model takes."""
-        most = min(_LONGEST, self.spec.max_length or _LONGEST)
-        lengths = (most, self.subject.seq_len, 8, 4)
-        return next((n for n in lengths if n <= most and self._takes(n)), self.subject.seq_len)
+        most = self.most
+        if isinstance(self.spec.window, int) and self.spec.window <= _LONGEST_WINDOW:
+            most = max(most, 2 * self.spec.window + 3)  # a cache of this window rolls
+        most = min(most, self.spec.max_length or most)
+        lengths = {most, most // 2, most // 4, self.subject.seq_len, 8, 4}
+        taken = (n for n in sorted(lengths, reverse=True) if 0 < n <= most and self._takes(n))
+        return next(taken, self.subject.seq_len)
 
     @cached_property
     def shortest(self) -> int:
@@ -138,7 +176,8 @@ class Examination:
             if inputs.ndim < 2 or inputs.shape[1] != length:
                 return False
             self.subject.logits(self.subject.model(), inputs)
-        except Exception:  # any exception means: another length
+        except Exception as error:  # any other exception means: another length
+            reraise_if_out_of_memory(error)
             return False
         return True
 
@@ -147,7 +186,8 @@ class Examination:
         try:
             with torch.no_grad():
                 output = self.spec.logits(self._built(dtype), self.subject.inputs(1))
-        except Exception:  # any exception means: not in this dtype
+        except Exception as error:  # any other exception means: not in this dtype
+            reraise_if_out_of_memory(error)
             return False
         return bool(output.isfinite().any())
 
@@ -156,8 +196,24 @@ class Examination:
         return real_inputs(self.subject, 1, length, shift=1 + number, model=self.base)[0]
 
     def filler(self, n_rows: int, width: int) -> Tensor:
-        """Return inputs for padding and later tokens, (B, W) or (B, W, C)."""
+        """Return other inputs, such as those after a sequence, (B, W) or (B, W, C)."""
         return real_inputs(self.subject, n_rows, width, shift=1000, model=self.base)
+
+    def padding(self, n_rows: int, width: int) -> Tensor:
+        """Return inputs for padding: other inputs, or the padding id of a text classifier.
+
+        Classifiers with a decoder find the last token of a row by the padding id.
+        """
+        filler = self.filler(n_rows, width)
+        is_classifier = self.spec.inputs == "tokens" and not self.spec.per_position
+        token = padding_id(self.base) if is_classifier else None
+        return filler if token is None else torch.full_like(filler, token)
+
+    def unlike(self, inputs: Tensor, others: Tensor) -> Tensor:
+        """Return `others`, with the next id in place of each id that is equal to that of `inputs`."""
+        if inputs.is_floating_point():
+            return others
+        return torch.where(others == inputs, (others + 1) % self.spec.width, others)
 
     @torch.no_grad()
     def answer(self, number: int, length: int) -> Tensor:
@@ -170,7 +226,7 @@ class Examination:
     def plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
         """Return the output of a plain call, (T, V), or (1, V) of an output per row."""
         with self.subject.fixed_randomness():
-            output = self.spec.logits(model, sequence[None])
+            output = self.spec.logits(model, sequence[None].clone())
         return output[0] if self.spec.per_position else output.flatten(1)
 
     def answer_gradients(self, number: int, length: int) -> Gradients:
@@ -239,6 +295,15 @@ class Examination:
         return self._agree(train=False)
 
     @cached_property
+    def is_finite(self) -> bool:
+        """Return True if the model runs in the dtype of the examination, with a finite plain answer."""
+        try:
+            return bool(self.answer(0, self.lengths[-1]).isfinite().all())
+        except Exception as error:  # any other exception means: not in this dtype
+            reraise_if_out_of_memory(error)
+            return False
+
+    @cached_property
     def has_train_mode(self) -> bool:
         """Return True if plain calls in train mode agree, with dropout off, and update no statistics."""
         model = self.model().train()
@@ -250,7 +315,8 @@ class Examination:
             ):
                 return False
             return self._agree(train=True)
-        except Exception:  # such as a batch norm of one row
+        except Exception as error:  # such as a batch norm of one row
+            reraise_if_out_of_memory(error)
             return False
 
     @cached_property
@@ -270,7 +336,7 @@ class Examination:
             model = self.model().train(train)
             dropout = WithoutDropout() if train else nullcontext()
             with seeded(seed, self.subject.device), dropout:
-                outputs.append(self.spec.logits(model, sequence[None]))
+                outputs.append(self.spec.logits(model, sequence[None].clone()))
         return bool(relative_difference(*outputs).max() <= self.limit)
 
     @property

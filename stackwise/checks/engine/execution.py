@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def differences(composition: Composition, variations: Variations, exam: Examinat
     """
     execution = Execution(composition, variations, exam)
     found = list(execution.compare())
-    if composition.after and not execution.question.train:
+    if composition.after and not execution.question.train and execution.exam.compares_values:
         found.append(execution.next_call())
     return found
 
@@ -98,6 +99,8 @@ class Execution:
         for variation, value in self._variations:
             variation.change(self.question, value, exam)
         self.question.cut_to_shortest()
+        if self.question.dtype is not None:
+            self.exam = exam = exam.in_dtype(self.question.dtype)
         if self.question.gradients and not self.question.train:
             self.question.train = exam.gradients_in_train_mode
         self.call, self.numbers = arranged(self.question, exam)
@@ -140,8 +143,9 @@ class Execution:
 
     @property
     def _compares_gradients(self) -> bool:
-        """Return True if the gradients are taken in the mode of the expected ones."""
-        return self.question.gradients and self.question.train == self.exam.gradients_in_train_mode
+        """Return True if the gradients are those of all outputs, in the mode of the expected ones."""
+        same_mode = self.question.train == self.exam.gradients_in_train_mode
+        return self.question.gradients and same_mode and not self.call.compared
 
     @torch.no_grad()
     def next_call(self) -> Difference:
@@ -161,7 +165,7 @@ class Execution:
             answer = self.exam.answer(*key)
             if row.shape != answer.shape:
                 raise Refused(f"an output of shape {tuple(row.shape)} in place of {tuple(answer.shape)}")
-            gaps = relative_difference(answer, row).amax(dim=-1)
+            gaps = self._gaps(answer, row)
             if number in self.call.compared:
                 gaps = gaps.where(self.call.compared[number], 0.0)
             if not float(gaps.max()) <= worst:
@@ -169,7 +173,21 @@ class Execution:
                 where = f"row {place.row}, position {place.start + position}"
         return Difference("output", worst, self.exam.limit, where)
 
+    def _gaps(self, answer: Tensor, row: Tensor) -> Tensor:
+        """Return the difference of each position (T,)."""
+        if self.exam.compares_values:
+            return relative_difference(answer, row).amax(dim=-1)
+        is_bad = answer.isfinite() & ~row.isfinite()
+        return torch.zeros(len(row)).masked_fill(is_bad.flatten(1).any(dim=1), torch.inf)
+
     def _of_gradients(self, expected: Gradients, found: Gradients) -> Difference:
+        if not self.exam.compares_values:
+            bad = [
+                name
+                for name, gradient in found.items()
+                if not gradient.isfinite().all() and name in expected and expected[name].isfinite().all()
+            ]
+            return Difference("gradient", math.inf if bad else 0.0, 0.0, bad[0] if bad else "")
         value, where = largest_gap(expected, found, self.exam.gradient_floor)
         return Difference("gradient", value, self.exam.gradient_limit, where)
 
@@ -196,6 +214,10 @@ class Execution:
             # A mean over no labels is NaN in torch; the check empty_loss reports it.
             largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
             yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
+            return
+        if not self.exam.compares_values:
+            is_bad = math.isfinite(float(expected)) and not math.isfinite(float(loss.detach()))
+            yield Difference("loss", math.inf if is_bad else 0.0, 0.0)
             return
         gap = abs(float(loss.detach()) - float(expected)) / max(abs(float(expected)), 1e-9)
         yield Difference("loss", gap, max(LOSS_LIMIT, self.exam.limit))

@@ -29,7 +29,7 @@ from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
-from stackwise.support.system_errors import is_out_of_memory
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["Exploration", "Finding", "compare", "explore"]
 
@@ -52,6 +52,7 @@ class Finding:
         variation: the variation that reports it.
         where: place of the difference, and the first module that differs.
         meaning: the finding as a sentence.
+        advice: common causes.
         correct_if: condition under which the difference is correct. None: it never is.
     """
 
@@ -60,6 +61,7 @@ class Finding:
     variation: str
     where: str
     meaning: str
+    advice: str
     correct_if: str | None = None
 
     @property
@@ -101,8 +103,16 @@ class Exploration:
         return {other: count for (other,), count in pairs}
 
 
-def explore(subject: Subject, variations: Variations, count: int = 150) -> Exploration:
+def explore(
+    subject: Subject, variations: Variations, count: int = 150, *, longest: int | None = None
+) -> Exploration:
     """Execute `count` compositions of the variations that apply to a model.
+
+    Args:
+        subject: the model.
+        variations: the variations, by name.
+        count: number of compositions, at least one of each variation and of each pair.
+        longest: longest sequence to ask, in positions. None: that of `Examination`.
 
     Raises:
         Exception: the plain call raises.
@@ -115,12 +125,14 @@ def explore(subject: Subject, variations: Variations, count: int = 150) -> Explo
             f"float64 need {gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
         )
         return Exploration(missing=dict.fromkeys(variations, reason))
-    exam, result = Examination(subject), Exploration()
+    exam = Examination(subject) if longest is None else Examination(subject, most=longest)
+    result = Exploration()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not exam.is_repeatable:
             return Exploration(missing=dict.fromkeys(variations, NOT_REPEATED))
-        exam.answer(0, exam.lengths[-1])
+        if not exam.answer(0, exam.lengths[-1]).isfinite().any():
+            return Exploration(missing=dict.fromkeys(variations, "needs a finite output; see finite_logits"))
         result.limit = exam.limit
         names = []
         for name, variation in variations.items():
@@ -202,9 +214,8 @@ def _worst(
     """Return the first real difference, or the largest one. None: the composition was refused."""
     try:
         found = differences(composition, variations, exam)
-    except Exception as error:  # any exception means: refused
-        if is_out_of_memory(error):
-            raise
+    except Exception as error:  # any other exception means: refused
+        reraise_if_out_of_memory(error)
         if result is not None:
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
@@ -218,7 +229,7 @@ def _worst(
     real = [each for each in found if each.is_real]
     if real and exam.is_float64 and not math.isfinite(real[0].value):
         # The lowest float64 is infinite in a softmax in float32, and the own dtype decides.
-        return _worst(composition, variations, exam.in_own_dtype)
+        return _worst(composition, variations, exam.in_dtype("own"))
     if real:
         return real[0]
     nothing = Difference("output", 0.0, exam.limit)
@@ -255,8 +266,7 @@ def _finding(
         try:
             module = first_difference(composition, variations, exam)
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
+            reraise_if_out_of_memory(error)
     where = ", ".join(filter(None, [worst.place, f"first difference: {module}" if module else ""]))
     text = composition.text(variations)
     if is_trace:
@@ -271,4 +281,5 @@ def _finding(
         meaning = f"The {worst.observable} changes if {text}."
     conditions = [variations[name].correct_if(exam, value) for name, value in composition.values.items()]
     correct_if = next((each for each in conditions if each is not None), None)
-    return Finding(composition, worst, reporter, where, meaning, correct_if)
+    advice = variations[reporter].advice_for(exam) if reporter in variations else ""
+    return Finding(composition, worst, reporter, where, meaning, advice, correct_if)

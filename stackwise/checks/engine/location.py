@@ -24,7 +24,7 @@ Record = dict[str, list[Tensor]]
 def first_difference(composition: Composition, variations: Variations, exam: Examination) -> str:
     """Return the name of the first module whose output differs, or "" if none can be compared.
 
-    Only modules are compared that give one tensor (B, T, ...) for each call of the model.
+    Only modules are compared that give one tensor (B, T, ...) or (B, C, T) for each call of the model.
     """
     if not exam.spec.per_position:
         return ""
@@ -40,9 +40,13 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
     for name, parts in composed.items():
         if any(len(record.get(name, ())) != 1 for record in plain):
             continue
+        is_last = parts[0].ndim == 3 and _is_last(parts[0], execution.question.width)
+        if is_last:
+            parts = [part.transpose(1, 2) for part in parts]
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         for number, (place, record) in enumerate(zip(execution.call.places, plain, strict=True)):
             [expected] = record[name]
+            expected = expected.transpose(1, 2) if is_last else expected
             found = whole[place.row : place.row + 1, place.start : place.end]
             if whole.shape[1] != execution.question.width or found.shape != expected.shape:
                 break
@@ -52,6 +56,11 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
             if not float(gaps.max()) <= exam.limit:
                 return name
     return ""
+
+
+def _is_last(output: Tensor, width: int) -> bool:
+    """Return True if positions are the last dimension of (B, C, T), as after a convolution."""
+    return output.shape[1] != width == output.shape[2]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["Call", "Place", "Question", "Segment"]
@@ -39,7 +40,9 @@ class Question:
         ignored: share of the labels that are ignored, if the own loss is asked. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache. The last one repeats. (): one call.
         first_cache: returns the cache of the first part for a model. None: the model creates it.
+        in_turns: decode other rows in turns with these, with a cache of their own.
         train: ask in train mode.
+        dtype: dtype of the model. None: that of the examination.
         gradients: also compare the gradients. They are those of train mode, if the model has one.
     """
 
@@ -49,7 +52,9 @@ class Question:
     ignored: float | None = None
     parts: tuple[int, ...] = ()
     first_cache: Callable[[nn.Module], Any] | None = None
+    in_turns: bool = False
     train: bool = False
+    dtype: torch.dtype | None = None
     gradients: bool = False
 
     @property
@@ -61,8 +66,9 @@ class Question:
         """Shorten the last sequence of each row, so that all rows have the same width."""
         widths = [sum(segment.length for segment in row) for row in self.rows]
         for row, width in zip(self.rows, widths, strict=True):
-            last = max(index for index, segment in enumerate(row) if segment.kind == "sequence")
-            row[last] = Segment("sequence", row[last].length - (width - min(widths)))
+            sequences = [index for index, segment in enumerate(row) if segment.kind == "sequence"]
+            last = sequences[-1] if sequences else 0  # a row of padding
+            row[last] = Segment(row[last].kind, row[last].length - (width - min(widths)))
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Call:
         labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache, W in all. (): one call.
         first_cache: as in the question.
+        others: inputs that are decoded in turns with `inputs`. None: nothing else is.
         arguments: further keyword arguments. Tensors have W columns.
         compared: positions (T,), bool, whose outputs are compared, by sequence. Others: all positions.
     """
@@ -99,5 +106,6 @@ class Call:
     labels: Tensor | None = None
     parts: tuple[int, ...] = ()
     first_cache: Callable[[nn.Module], Any] | None = None
+    others: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     compared: dict[int, Tensor] = field(default_factory=dict)

@@ -73,6 +73,10 @@ class Variation:
         """Return the condition under which a difference is correct (a WARN), or None (a FAIL)."""
         return None
 
+    def advice_for(self, exam: Examination) -> str:
+        """Return common causes of a difference for a model."""
+        return self.advice
+
     def change(self, question: Question, value: Any, exam: Examination) -> None:
         """Change the layout or the arguments of a question.
 

@@ -27,6 +27,8 @@ _BATCH_SIZE = 8
 _MASKED = -1e3
 # Std of the scores that a key's content makes: of a sound fresh model it is 1 at most.
 SOFT, SATURATED = 2.0, 10.0
+# Relative error of a scale that is measured by the RMS of queries and keys.
+_SAME_WIDTH = 0.2
 
 
 @check
@@ -67,6 +69,15 @@ def attention_scale(subject: Subject) -> CheckResult:
         f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}, as by a factor "
         f"of about 1 / sqrt({D / value**2:.2g})"
     )
+    scale, width = unit[mildest].scale, unit[mildest].n_heads * D
+    if width > D and scale > 0 and math.isclose(scale**-2, width, rel_tol=_SAME_WIDTH):
+        return subject.warned(
+            scale * math.sqrt(D),
+            1.0,
+            meaning=f"Scores are divided by the root of the width ({width}), not of the head size ({D}).",
+            correct_if="scores of this architecture are small on purpose",
+            advice="Divide by the root of the head size. More heads make attention uniform here.",
+        )
     if value <= limit:
         return subject.passed(value, limit, meaning=f"{meaning}; 1 is usual.")
     if not _follows(subject):
@@ -136,11 +147,19 @@ class _Scores:
         scores: (..., T, S), masked ones at -inf or a large negative constant.
         axis: of the softmax, from the end.
         head_dim: D of the product that made them; 0: unknown.
+        scale: factor of the product, for queries and keys of RMS 1; 0: unknown.
     """
 
     scores: Tensor
     axis: int
     head_dim: int
+    scale: float = 0.0
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads; 0: unknown."""
+        rows = self.scores[..., 0, 0].numel()
+        return rows // _BATCH_SIZE if rows % _BATCH_SIZE == 0 else 0
 
     def spread(self) -> float:
         """The std over rows of the batch, for each head, query and visible key: biases do not count."""
@@ -172,9 +191,10 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
         unit: give the result of each product with a weight this RMS, so that queries and keys have it.
     """
     T = min(_LENGTH, subject.spec.max_length or _LENGTH)
+    is_sequence = subject.spec.make_batch is None
     for length in dict.fromkeys((T, subject.seq_len)):
         model = subject.model(fill_zeros=True)
-        mode = _Watch(length, unit)
+        mode = _Watch(length if is_sequence else None, unit)
         try:
             # With gradients on, torch's layers do not take their fused path, which shows nothing.
             with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]), mode:
@@ -186,26 +206,51 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, length: int, unit: float | None) -> None:
+    """Records each softmax over (T, S) scores. Without a length T, such as of an image, T = S >= 4."""
+
+    def __init__(self, length: int | None, unit: float | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.length, self.unit = length, unit
         self.head_dim = 0
+        self.operands = 0.0  # RMS of queries times that of keys
+        self.product: Tensor | None = None
         self.seen: list[_Scores] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        name, T = function.overloadpacket.__name__, self.length
+        name = function.overloadpacket.__name__
         if name in ("mm", "addmm") and self.unit is not None and output.is_floating_point():
             if name == "addmm":
                 output.sub_(args[0])  # the content alone is to be of that size, not a bias
             size = output.double().square().mean().sqrt().item()
             if math.isfinite(size) and size > 0:
                 output.mul_(self.unit / size)
-        elif name in ("bmm", "baddbmm") and output.shape[-2:] == (T, T):
-            self.head_dim = args[0 if name == "bmm" else 1].shape[-1]
+        elif name in ("bmm", "baddbmm") and self._is_over_positions(output, square=True):
+            queries, keys = args[-2:]
+            self.head_dim = queries.shape[-1]
+            self.operands = (queries.double().square().mean() * keys.double().square().mean()).sqrt().item()
+            self.product = output.detach().clone()
         elif name in ("_softmax", "_safe_softmax"):
             scores, axis = args[0], args[1]
-            if scores.ndim >= 3 and scores.shape[-2] == T and scores.shape[-1] >= T:
+            if self._is_over_positions(scores):
                 axis = axis - scores.ndim if axis >= 0 else axis
-                self.seen.append(_Scores(scores.detach().clone(), axis, self.head_dim))
+                scale = self.operands * _ratio(self.product, scores.detach())
+                self.seen.append(_Scores(scores.detach().clone(), axis, self.head_dim, scale))
         return output
+
+    def _is_over_positions(self, scores: Tensor, *, square: bool = False) -> bool:
+        if scores.ndim < 3:
+            return False
+        T, S = scores.shape[-2:]
+        if self.length is None:
+            return T == S >= 4
+        return self.length == T and (S == T if square else S >= T)
+
+
+def _ratio(product: Tensor | None, scores: Tensor) -> float:
+    """Return the factor between a product and the scores made of it; 0: unknown."""
+    if product is None or product.numel() != scores.numel():
+        return 0.0
+    product, scores = product.flatten().double(), scores.flatten().double()
+    visible = (scores > _MASKED) & scores.isfinite() & (product.abs() > product.abs().median())
+    return (scores[visible] / product[visible]).median().item() if visible.any() else 0.0

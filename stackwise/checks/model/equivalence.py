@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stackwise.checks.check import Check, enter, known_checks
+from stackwise.checks.check import Check, check, enter, known_checks
+from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.exploration import Exploration, Finding, explore
 from stackwise.checks.engine.variation import Variation
+from stackwise.checks.probe.difference import NOT_REPEATED
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
+
+# Positions beyond common chunks, blocks and windows; no multiple of them.
+_FAR = 273
 
 # The last subject and its exploration, which the checks share.
 _last: list[tuple[Subject, Exploration]] = []
@@ -35,21 +40,26 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
     if found and (other := _reported_elsewhere(subject, variation, exploration, found)):
         return subject.not_applicable(other)
     if found:
-        first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
-        return subject.failed_unless(
-            first.correct_if,
-            first.difference.value,
-            first.difference.limit,
-            meaning=first.meaning,
-            where=first.where,
-            advice=f"{variation.advice} To repeat it: {first.code}",
-        )
+        return _simplest(subject, found)
     if reason := exploration.missing.get(variation.name):
         return subject.not_applicable(reason)
     count = exploration.asked[frozenset({variation.name})]
     largest = exploration.largest.get(variation.name)
     limit = None if largest is None else exploration.limit
     return subject.passed(largest, limit, meaning=f"{count} compositions with it")
+
+
+def _simplest(subject: Subject, found: list[Finding]) -> CheckResult:
+    """Return the result for several findings: a failure, if there is one, of the fewest variations."""
+    first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
+    return subject.failed_unless(
+        first.correct_if,
+        first.difference.value,
+        first.difference.limit,
+        meaning=first.meaning,
+        where=first.where,
+        advice=f"{first.advice} To repeat it: {first.code}",
+    )
 
 
 def _reported_elsewhere(
@@ -59,11 +69,27 @@ def _reported_elsewhere(
     alone = all(each.composition.names <= {variation.name} for each in found)
     for name in sorted(variation.explained_by):
         if alone and any(each.composition.names == {name} for each in exploration.findings):
-            return f"needs a model without the finding of {name}"
+            other = known_variations()[name]
+            return f"needs a model without the finding of {other.check or name}"
     for name in variation.single_checks if alone else ():
         if known_checks()[name].function(subject).status == "failed":
             return f"the difference is reported by {name}"
     return ""
+
+
+@check(suite="full")
+def long_sequences(subject: Subject) -> CheckResult:
+    """Do all equivalent ways to ask agree on sequences beyond common chunks, blocks and windows?"""
+    if Examination(subject, most=_FAR).longest <= Examination(subject).longest:
+        return subject.not_applicable("needs a model that takes longer sequences")
+    exploration = explore(subject, known_variations(), longest=_FAR)
+    short = {each.composition.names for each in _explored(subject).findings}
+    found = [each for each in exploration.findings if each.composition.names not in short]
+    if found:
+        return _simplest(subject, found)
+    if not exploration.asked:
+        return subject.not_applicable(NOT_REPEATED)
+    return subject.passed(max(exploration.largest.values(), default=None), exploration.limit)
 
 
 def _check_of(variation: Variation) -> Check:

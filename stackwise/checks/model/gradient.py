@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.check import check
+from stackwise.checks.engine.examination import Examination, gradients_in
 from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
 _STEPS = 3
+_STATES = 4  # positions of an encoder
 # Finite differences of a smooth function in float64 are good to 1e-7; a branch that is cut off, to 1.
 _EXACT = 1e-5
 _VAGUE = 0.05
@@ -49,6 +52,12 @@ def gradient_flow(subject: Subject) -> CheckResult:
     n = len(trainable)
     if not missing:
         return subject.passed(0.0, 0.0, meaning=f"All {n} parameters have a gradient that is not 0.")
+    only_with_encoder = _trained_with_encoder(subject)
+    missing = [name for name in missing if name not in only_with_encoder]
+    if not missing:
+        return subject.passed(
+            0.0, 0.0, meaning="Some parameters have a gradient only if encoder_hidden_states are passed."
+        )
     influence = _influence(subject, missing)
     cut = [name for name in missing if influence[name] == "smooth"]
     if cut:
@@ -217,6 +226,18 @@ def _trainable(subject: Subject, model: nn.Module) -> dict[str, nn.Parameter]:
         for name, p in model.named_parameters()
         if p.requires_grad and p.is_floating_point() and p.numel() and not name.startswith(unused or "\0")
     }
+
+
+def _trained_with_encoder(subject: Subject) -> set[str]:
+    """Return the parameters that have a gradient if encoder_hidden_states are passed."""
+    exam = Examination(subject)
+    states = encoder_states(exam, _STATES)
+    if states is None:
+        return set()
+    model = exam.model()
+    with torch.enable_grad():
+        output_with_encoder(exam, states, model=model).square().sum().backward()  # type: ignore[no-untyped-call]
+    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
 
 
 def _without_gradient(

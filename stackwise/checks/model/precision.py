@@ -22,7 +22,7 @@ _LENGTH = 320
 # Elements that the long call may compute: some tenths of a second. Beyond, the usual length is asked alone.
 _BUDGET = 4e7
 # In eps of the format. Of sound models, measured: tables and parameters 0.3, activations 1 to 3, at most 15.
-_TABLE, _PARAMETER, _ACTIVATION = 4.0, 4.0, 16.0
+_TABLE, _PARAMETER, _ACTIVATION = 2.0, 4.0, 16.0
 # Of the logits, where terms cancelled on the way: what is lost there need not matter.
 _HARMLESS = 6.0
 # In eps of float32: float16, the finest narrow format, rounds by 1700. Of sound models, measured: at most 15.

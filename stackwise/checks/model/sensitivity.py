@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from stackwise.checks.check import check
+from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.subject.capability import padding_id
 
 _ADVICE = (
     "Look for a window that is applied although it is switched off, a mask that hides too much, and a state "
@@ -61,4 +64,68 @@ def token_effect(subject: Subject) -> CheckResult:
         correct_if="the model has a window, or reads selected inputs only; if all layers have one, declare "
         "window=",
         advice=_ADVICE,
+    )
+
+
+@check
+def text_after_padding_id(subject: Subject) -> CheckResult:
+    """Does a classifier read what follows a padding id inside a text, if the mask keeps it?"""
+    spec = subject.spec
+    if spec.per_position or spec.inputs != "tokens" or spec.masked is None:
+        return subject.not_applicable("needs a text classifier with masked")
+    exam = Examination(subject)
+    token, length = padding_id(exam.base), exam.lengths[-1]
+    if token is None or length < 3:
+        return subject.not_applicable("needs the id of a padding token, and at least 3 positions")
+    if not exam.is_repeatable:
+        return subject.not_applicable(NOT_REPEATED)
+    text = exam.sequence(0, length)
+    text[length // 2] = token
+    other = text.clone()
+    other[-1] = exam.unlike(text, exam.filler(1, length)[0])[-1]
+    keep = torch.ones(1, length, dtype=torch.bool, device=text.device)
+    with torch.no_grad():
+        one, two = (
+            execute(spec, exam.model(), Call(each[None], [], [], keep=keep)) for each in (text, other)
+        )
+    if not torch.equal(one, two):
+        return subject.passed(float(relative_difference(one, two).max()))
+    return subject.failed(
+        0.0,
+        where=f"padding id {token} at position {length // 2} of {length}",
+        meaning="The output does not depend on the last token if a padding id stands before it, although the "
+        "mask keeps all tokens. The end token is often the padding token, and stands inside of chats.",
+        advice="Pool at the last position that the mask keeps, or at the last token that is no padding id.",
+    )
+
+
+@check
+def mask_effect(subject: Subject) -> CheckResult:
+    """Does a padding mask that hides a token change the output?"""
+    spec = subject.spec
+    if spec.masked is None:
+        return subject.not_applicable(
+            "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+        )
+    exam = Examination(subject)
+    inputs = exam.sequence(0, exam.lengths[-1])[None]
+    if inputs.shape[1] < 2 or not exam.is_repeatable:
+        return subject.not_applicable("needs at least 2 positions, and outputs that repeat themselves")
+    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    but_first = keep.clone()
+    but_first[:, 0] = False
+    with torch.no_grad():
+        one, two = (
+            execute(spec, exam.model(), Call(inputs, [], [], keep=each)) for each in (keep, but_first)
+        )
+    if spec.per_position:
+        one, two = one[:, 1:], two[:, 1:]
+    if not torch.equal(one, two):
+        return subject.passed(float(relative_difference(one, two).max()))
+    return subject.warned(
+        0.0,
+        meaning="The model takes a padding mask and ignores it.",
+        correct_if="padding is always on the right of a causal model, or only callers need the argument; "
+        "then declare masked=None",
+        advice="Look for a mask that is not passed on to attention, or that another mask replaces.",
     )

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.variation import Refused, Variation
-from stackwise.checks.model.backend import AttentionCalls
 
 
 class AttentionBackend(Variation):
@@ -23,6 +24,7 @@ class AttentionBackend(Variation):
     """
 
     name = "attention_backend"
+    check, family = "backend_gradients", "backend"
     question = "Is the output the same with another attention backend?"
     rank = 52
     explained_by = frozenset({"later_tokens"})
@@ -59,9 +61,19 @@ class AttentionBackend(Variation):
 
 
 def _backends(exam: Examination) -> list[str]:
-    calls = AttentionCalls()
+    calls = _AttentionCalls()
     with calls, torch.no_grad():
         exam.spec.logits(exam.model(), exam.sequence(0, exam.lengths[-1])[None])
     if not calls.seen:
         return []
     return ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
+
+
+class _AttentionCalls(TorchFunctionMode):
+    """Notes if the attention of torch is called."""
+
+    seen = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or function is F.scaled_dot_product_attention
+        return function(*args, **(kwargs or {}))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from torch import nn
+
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
 from stackwise.checks.engine.variation import Variation
@@ -14,9 +16,9 @@ class Batch(Variation):
     """Add one or two rows. Value: their lengths, which count only if there is padding."""
 
     name = "batch"
+    check, family = "batch_invariance", "invariance"
     question = "Does a row give the same output in a batch as alone?"
     rank = 10
-    single_checks = ("batch_invariance",)
     advice = "Look for a softmax, mean or norm over the batch dimension, and for reshape and view across it."
 
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:
@@ -31,6 +33,22 @@ class Batch(Variation):
     def text(self, value: list[int]) -> str:
         """Return the number of rows."""
         return f"the batch has {1 + len(value)} rows"
+
+    def advice_for(self, exam: Examination) -> str:
+        """Name a layer that takes rows in the second dimension, which is the usual cause."""
+        kinds = (nn.RNNBase, nn.MultiheadAttention)
+        layers = (
+            (name, each)
+            for name, each in exam.base.named_modules()
+            if isinstance(each, kinds) and not each.batch_first
+        )
+        name = next((name for name, _ in layers), None)
+        if name is None:
+            return self.advice
+        return (
+            f"{name or 'The model'} has batch_first=False, so it reads (T, B, ...): use batch_first=True, or "
+            "declare forward=lambda m, x: m(x.transpose(0, 1)).transpose(0, 1). Otherwise: " + self.advice
+        )
 
     def change(self, question: Question, value: list[int], exam: Examination) -> None:
         """Add the rows."""

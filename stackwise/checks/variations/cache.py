@@ -16,10 +16,10 @@ class Cache(Variation):
     """Pass the tokens in parts through the cache. Value: sizes of the parts; the last one repeats."""
 
     name = "cache_parts"
+    check, family = "cache_decoding", "cache"
     question = "Does a sequence give the same output in parts of any size through the cache?"
     rank = 33
     explained_by = frozenset({"later_tokens", "hidden_tokens"})
-    single_checks = ("cache_decoding", "cache_chunks")
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (
         "Look for positions that start again, a mask of the wrong offset, a state that is used for single "

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import pickle
 import random
+import tempfile
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +18,7 @@ from stackwise.checks.probe.call import dtype_of
 
 
 class Copies(Variation):
-    """Ask a copy of the model. Value: "state_dict", "deepcopy" or "pickle"."""
+    """Ask a copy of the model. Value: "state_dict", "deepcopy", "pickle" or "save_pretrained"."""
 
     name = "copies"
     question = "Does a copy of the model give the same output?"
@@ -26,12 +30,17 @@ class Copies(Variation):
 
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a way."""
-        return rng.choice(("state_dict", "deepcopy", "pickle"))
+        ways = ["state_dict", "deepcopy", "pickle"]
+        if all(hasattr(exam.base, name) for name in ("save_pretrained", "from_pretrained")):
+            ways.append("save_pretrained")
+        return rng.choice(ways)
 
     def text(self, value: str) -> str:
         """Return the variation in words."""
         if value == "state_dict":
             return "its state_dict is loaded into a new model"
+        if value == "save_pretrained":
+            return "the model is saved by save_pretrained and loaded by from_pretrained"
         return f"the model is copied with {value}"
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
@@ -45,7 +54,21 @@ class Copies(Variation):
                 raise Refused("the model cannot be pickled") from error
             other: nn.Module = pickle.loads(data)  # noqa: S301  made in the line above
             return other
+        if value == "save_pretrained":
+            return _saved_and_loaded(model)
         # Built with another seed, so that a weight that is not saved differs.
-        other = exam.spec.create(exam.subject.device, exam.subject.seed + 1).to(dtype_of(model)).eval()
+        other = exam.other_model()
         other.load_state_dict(copy.deepcopy(model.state_dict()))
         return other
+
+
+def _saved_and_loaded(model: Any) -> nn.Module:
+    """Return a transformers model that was written to files and read again."""
+    # Progress bars go to stderr.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model.save_pretrained(folder)
+            other: nn.Module = type(model).from_pretrained(folder, dtype=dtype_of(model))
+        except Exception as error:
+            raise Refused("the model cannot be saved and loaded") from error
+    return other.to(next(model.parameters()).device).eval()

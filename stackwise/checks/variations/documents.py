@@ -14,9 +14,10 @@ class Documents(Variation):
     """Put documents in front of the sequence of each row. Value: their lengths."""
 
     name = "documents"
+    check, family = "packing_alone", "packing"
     question = "Does a document give the same output in a packed row as alone?"
     rank = 20
-    single_checks = ("packing_isolation", "packing_alone")
+    explained_by = frozenset({"later_tokens"})
     excludes = frozenset({"padded_rows", "cache_parts"})
     advice = (
         "Look for a mask without the rule of equal documents, for a second argument that replaces the "

@@ -21,20 +21,14 @@ class HiddenTokens(Variation):
     name = "hidden_tokens"
     question = "Does an input change only the outputs of positions that may see it?"
     rank = 28
-    single_checks = ("causality",)
     excludes = frozenset({"labels", "recomputation"})
-    advice = (
-        "Look for a mask that shows too much, and for norms, convolutions and pooling over positions. For an "
-        "encoder, declare causal=False."
-    )
+    advice = "Look for a mask that shows too much, and for norms, convolutions and pooling over positions."
 
     def missing(self, exam: Examination) -> str:
-        """Require a claim about visibility."""
+        """Require `visible`."""
         if not exam.spec.per_position:
             return "needs an output per position"
-        if exam.spec.visible is None and not exam.spec.causal:
-            return "needs visible=, (inputs) -> which position may see which, or causal=True"
-        return ""
+        return "" if exam.spec.visible is not None else "needs visible=, (inputs) -> which may see which"
 
     def draw(self, exam: Examination, rng: random.Random) -> float:
         """Draw a place."""
@@ -54,15 +48,13 @@ class HiddenTokens(Variation):
         reached = _reaching(_visible(exam, sequence)).to(sequence.device)
         hidden = ~reached[round(value * (len(sequence) - 1))]
         row = call.inputs[place.row, place.start : place.end]
-        row[hidden] = exam.filler(1, len(sequence))[0][hidden]
+        row[hidden] = exam.unlike(row, exam.filler(1, len(sequence))[0])[hidden]
         call.compared[0] = ~(reached & hidden).any(dim=1)
 
 
 def _visible(exam: Examination, sequence: Tensor) -> Tensor:
     """Return which position may see which, (T, T)."""
-    length = len(sequence)
-    if exam.spec.visible is None:
-        return torch.ones(length, length, dtype=torch.bool).tril()
+    assert exam.spec.visible is not None
     visible = exam.spec.visible(sequence[None])
     return (visible[0] if visible.ndim == 3 else visible).bool()
 

@@ -1,4 +1,4 @@
-"""Later tokens: inputs after the sequence, which a causal model must not read."""
+"""Later tokens: inputs after a position, which a causal model must not read there."""
 
 from __future__ import annotations
 
@@ -6,47 +6,95 @@ import random
 from collections.abc import Iterator
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question, Segment
+from stackwise.checks.engine.question import Call, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.ties import chooses_among_equals
+
+_Value = tuple[str, int]
 
 
 class LaterTokens(Variation):
-    """Append tokens to each row. Value: their number."""
+    """Append tokens to each row, or replace the last tokens of the first one. Value: which, and how many."""
 
     name = "later_tokens"
-    question = "Does a sequence give the same output if more tokens follow?"
+    check, family = "causality", "causality"
+    question = "Does each output stay the same if later tokens change or are missing?"
     rank = 30
-    explained_by = frozenset({"hidden_tokens"})
-    single_checks = ("causality",)
     advice = (
-        "Look for attention without a causal mask, convolutions that are centred, and statistics over all "
-        "positions. For an encoder, declare causal=False."
+        "Look for a missing or shifted causal mask (tril(diagonal=1)), a mask that padding or eval mode "
+        "replaces, view() where transpose() is meant, positions that are counted from the end, and any mean, "
+        "norm or convolution over positions."
     )
 
     def missing(self, exam: Examination) -> str:
-        """Require a causal model of several lengths."""
-        if not exam.spec.causal or not exam.spec.per_position:
-            return "needs a causal model with an output per position"
-        return "" if len(exam.lengths) > 1 else "needs a model that takes several lengths"
+        """Require a causal model of at least 2 positions."""
+        if exam.spec.causal is None:
+            return "needs the claim: causal=True"
+        if not exam.spec.causal:
+            return "the model claims no causality"
+        if not exam.spec.per_position:
+            return "needs an output per position"
+        return "" if exam.longest > 1 else "needs at least 2 positions"
 
-    def draw(self, exam: Examination, rng: random.Random) -> int:
+    def draw(self, exam: Examination, rng: random.Random) -> _Value:
         """Draw a number from 1 to 6."""
-        return rng.randint(1, 6)
+        return (rng.choice(("append", "replace")) if len(exam.lengths) > 1 else "replace"), rng.randint(1, 6)
 
-    def simpler(self, value: int) -> Iterator[int]:
+    def simpler(self, value: _Value) -> Iterator[_Value]:
         """Yield one token."""
-        if value > 1:
-            yield 1
+        if value[1] > 1:
+            yield value[0], 1
 
-    def text(self, value: int) -> str:
+    def text(self, value: _Value) -> str:
         """Return the number of tokens."""
-        return f"{value} later token{'s follow' if value > 1 else ' follows'}"
+        how, count = value
+        if how == "replace":
+            return "the last token is replaced" if count == 1 else f"the last {count} tokens are replaced"
+        return f"{count} later token{'s follow' if count > 1 else ' follows'}"
 
-    def change(self, question: Question, value: int, exam: Examination) -> None:
+    def correct_if(self, exam: Examination, value: _Value) -> str | None:
+        """A choice among equal scores may depend on the length."""
+        inputs = exam.sequence(0, exam.longest)[None]
+        if chooses_among_equals(lambda: exam.subject.logits(exam.model(), inputs)):
+            return "only the order of equal scores changes: a top-k of this model chooses among equal scores"
+        return None
+
+    def advice_for(self, exam: Examination) -> str:
+        """Add how to declare an encoder, if causality was assumed."""
+        if "causal" not in exam.spec.assumed:
+            return self.advice
+        return (
+            f"{self.advice} Causality was assumed: for an encoder, declare causal=False (stackwise check "
+            "--no-causal)."
+        )
+
+    def change(self, question: Question, value: _Value, exam: Examination) -> None:
         """Append the tokens, after shortening the rows so that they fit."""
-        room = exam.longest - value
+        how, count = value
+        if how == "replace":
+            question.gradients = False  # replaced inputs have other gradients
+            return
+        room = exam.longest - count
         if room < exam.lengths[0] or any(len(row) > 1 for row in question.rows):
             raise Refused("there is no room for later tokens")
         question.rows = [
-            [Segment("sequence", min(row[0].length, room)), Segment("later", value)] for row in question.rows
+            [Segment("sequence", min(row[0].length, room)), Segment("later", count)] for row in question.rows
         ]
+
+    def edit(self, call: Call, value: _Value, exam: Examination) -> None:
+        """Replace the last tokens, and compare the outputs before them."""
+        how, count = value
+        if how != "replace":
+            return
+        if call.labels is not None:
+            raise Refused("labels are the tokens")
+        sequence, place = call.sequences[0], call.places[0]
+        first = max(1, len(sequence) - count)
+        if first == len(sequence):
+            raise Refused("there is no output before a later token")
+        row = call.inputs[place.row, place.start + first : place.end]
+        others = exam.filler(1, len(sequence))[0][first:]
+        row[:] = exam.unlike(row, others)
+        compared = call.compared.get(0, sequence.new_ones(len(sequence)).bool()).clone()
+        compared[first:] = False
+        call.compared[0] = compared

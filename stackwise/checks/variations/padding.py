@@ -17,10 +17,10 @@ class Padding(Variation):
     """Pad each row on one side. Value: the side, and the padding of the longest row."""
 
     name = "padded_rows"
+    check, family = "padding_amount", "padding"
     question = "Does a row give the same output with padding?"
     rank = 40
     explained_by = frozenset({"later_tokens", "hidden_tokens"})
-    single_checks = ("padding_content", "padding_amount")
     advice = (
         "Look for attention without the mask, positions that count padding, a state or convolution that "
         "reads padding, and pooling at an index that is counted from the other side."

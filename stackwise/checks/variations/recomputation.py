@@ -28,7 +28,7 @@ class Recomputation(Variation):
     def missing(self, exam: Examination) -> str:
         """Require a switch or layers, and a model that repeats itself in train mode."""
         if not exam.has_train_mode:
-            return "needs a model without randomness and batch statistics in train mode, apart from dropout"
+            return "needs a train mode that is random only by dropout, and without batch statistics"
         return "" if _way(exam) else "needs gradient_checkpointing_enable(), or layers that are called"
 
     def draw(self, exam: Examination, rng: random.Random) -> str:

@@ -19,7 +19,7 @@ class TrainMode(Switch):
         """Require a model that repeats itself in train mode."""
         if exam.has_train_mode:
             return ""
-        return "needs a model without randomness and batch statistics in train mode, apart from dropout"
+        return "needs a train mode that is random only by dropout, and without batch statistics"
 
     def text(self, value: bool) -> str:
         """Return the variation in words."""

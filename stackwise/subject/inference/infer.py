@@ -117,7 +117,8 @@ def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]
     if form.in_batch or hasattr(getattr(model, "config", None), "model_type"):
         return []
     used = {form.keyword, *("labels", "targets", "is_causal")}
-    used |= {"document_ids"} if "packed" in found else set()
+    if "packed" in found:
+        used.add(found["packed"].keywords.get("name", "position_ids"))
     if "labelled_loss" in found:
         used.add(found["labelled_loss"].keywords["name"])
     decode = str(found.get("decode", ""))

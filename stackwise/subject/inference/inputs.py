@@ -51,10 +51,11 @@ _LIMITS = (
 _SETTINGS = ("config", "cfg", "args", "params")
 _IMAGE_SIZES = ("image_size", "img_size", "input_size", "resolution")
 # If no setting names the size: small ones first, and those of MNIST and ImageNet.
-_TRIAL_SIZES = (32, 28, 64, 96, 224, 256, 8, 48, 84, 128)
+_TRIAL_SIZES = (32, 28, 64, 96, 224, 256, 8, 48, 84, 128, 16)
 _LARGEST_IMAGE = 1024
+_TRIAL_FRAMES, _MOST_VIDEO_SIZES = (4, 8, 16), 8
 _TRIAL_SAMPLES = (64, 400, 1600, 4000, 16_000)
-_READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Linear, nn.RNNBase)
+_READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.RNNBase)
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,17 @@ class RandomBatch:
 
 
 def reads_images_or_audio(model: nn.Module) -> bool:
-    """Return True if the first layer is a convolution over images, or if transformers names such inputs."""
+    """Return True if the first layer is a convolution of images or videos, or if transformers names such."""
     first = next((m for m in model.modules() if isinstance(m, _READERS)), None)
     named = getattr(model, "main_input_name", "") in ("pixel_values", "input_values", "input_features")
-    return named or isinstance(first, nn.Conv2d)
+    return named or isinstance(first, nn.Conv2d | nn.Conv3d)
 
 
 def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
-    """Yield images (C, H, W), audio (L) or (C, L), spectrograms and features (C), the likeliest first."""
+    """Yield images (C, H, W), videos (C, frames, H, W), audio (L) or (C, L), spectrograms and features (C).
+
+    The likeliest come first.
+    """
     config, channels = getattr(model, "config", None), image_channels(model)
     mels, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
     if getattr(model, "main_input_name", "") == "input_values":
@@ -89,6 +93,15 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
         yield from (RandomBatch((size,)) for size in _TRIAL_SAMPLES[1:])
     if channels is not None:
         yield from (RandomBatch((channels, *size)) for size in _image_sizes(model))
+    video = next((m for m in model.modules() if isinstance(m, nn.Conv3d)), None)
+    if video is not None:
+        frames = (getattr(model, "num_frames", None), 2 * video.stride[0], *_TRIAL_FRAMES)
+        named_frames = [each for each in frames if isinstance(each, int)]
+        yield from (
+            RandomBatch((video.in_channels, n, *size))
+            for size in _image_sizes(model)[:_MOST_VIDEO_SIZES]
+            for n in dict.fromkeys(named_frames)
+        )
     conv = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
     if conv is not None:
         for size in _TRIAL_SAMPLES:
@@ -96,6 +109,8 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
             if conv.in_channels == 1:
                 yield RandomBatch((size,))
     yield from (RandomBatch((width,)) for width in width_candidates(model))
+    if channels is None and conv is None and video is None:  # patches that are cut without a convolution
+        yield from (RandomBatch((n, *size)) for n in (3, 1) for size in _image_sizes(model))
 
 
 def image_channels(model: nn.Module) -> int | None:

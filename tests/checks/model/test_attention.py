@@ -79,6 +79,29 @@ def test_scaled(subjects, models, name):
     assert result.limit == 8**0.35
 
 
+class Patches(nn.Module):
+    """Image classifier whose scores are divided by the root of a size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.embed, self.qkv = nn.Conv2d(3, 48, 8, 8), nn.Linear(48, 144)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, images):
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        q, k, v = (t.unflatten(-1, (8, 6)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        scores = q @ k.transpose(-2, -1) / self.size**0.5
+        return self.head((scores.softmax(-1) @ v).transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.parametrize("size, status", [(6, "passed"), (36, "passed"), (48, "warned"), (1, "warned")])
+def test_scale_by_the_width_in_place_of_the_head_size(subjects, size, status):
+    result = subjects.ask(lambda: Patches(size), "attention_scale")
+    assert result.status == status
+    assert ("root of the width (48)" in result.meaning) == (size == 48)
+
+
 @pytest.mark.parametrize("name", ["NotScaled", "ByKernelNotScaled"])
 def test_not_scaled(subjects, models, name):
     result = subjects.ask(models[name], "attention_scale")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.zoo.gpt import GPT, Windowed, encoder, gpt, placed, spec_of, windowed
 
@@ -42,3 +43,50 @@ def test_inputs_without_an_effect_are_a_warning(subjects, build, count, last):
 )
 def test_declared_visibility_is_left_to_other_checks(subjects, make):
     assert subjects.ask(make(), "token_effect").status == "not applicable"
+
+
+class Pooled(nn.Module):
+    """Text classifier that pools at one token. The padding id is 2."""
+
+    pad_token_id = 2
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        x = (self.embedding(input_ids) * attention_mask[..., None]).cumsum(1)
+        return self.head(x[torch.arange(len(x)), self.last(input_ids, attention_mask)])
+
+    def last(self, input_ids, attention_mask):
+        return (attention_mask * torch.arange(input_ids.shape[1])).argmax(-1)
+
+
+class BeforeFirstPadding(Pooled):
+    def last(self, input_ids, attention_mask):
+        return (input_ids == 2).int().argmax(-1) - 1
+
+
+class LastOfAnotherId(Pooled):
+    def last(self, input_ids, attention_mask):
+        return ((input_ids != 2) * torch.arange(input_ids.shape[1])).argmax(-1)
+
+
+class NoPaddingId(BeforeFirstPadding):
+    pad_token_id = None
+
+
+@pytest.mark.parametrize(
+    "build, status",
+    [
+        (BeforeFirstPadding, "failed"),
+        (LastOfAnotherId, "passed"),
+        (Pooled, "passed"),
+        (NoPaddingId, "not applicable"),
+        (GPT, "not applicable"),
+    ],
+)
+def test_text_after_a_padding_id_is_read(subjects, build, status):
+    assert subjects.ask(build, "text_after_padding_id").status == status

@@ -1,0 +1,67 @@
+"""Modes: causality in train mode, in half precision, and with random outputs.
+
+The variation `later_tokens` asks about causality in evaluation mode and in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from stackwise.checks.check import check
+from stackwise.checks.engine.examination import HALF_PRECISION, Examination
+from stackwise.checks.probe.call import dtype_of
+from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+# Largest difference in eps of the dtype, of float32 and of half precision. A router changes the order of sums
+# if it sends tokens elsewhere.
+_LIMIT, _HALF_LIMIT = 16.0, 1.0
+
+
+@check
+def causality_modes(subject: Subject) -> CheckResult:
+    """Does each output stay the same in train mode and in half precision if later tokens change?"""
+    if not subject.spec.causal or not subject.spec.per_position:
+        return subject.not_applicable("needs a causal model with an output per position")
+    found = []
+    own = Examination(subject, "own")
+    for exam, train in _modes(own):
+        length = exam.longest
+        if length < 2:
+            return subject.not_applicable("needs at least 2 positions")
+        first = length - max(1, length // 3)
+        sequence = exam.sequence(0, length)
+        changed = sequence.clone()
+        changed[first:] = exam.unlike(sequence, exam.filler(1, length)[0])[first:]
+        # Both calls draw the same random numbers, such as those of dropout.
+        one, two = (
+            subject.logits(exam.model().train(train), each[None])[0, :first] for each in (sequence, changed)
+        )
+        gaps = relative_difference(one, two).amax(dim=-1)
+        limit = (_LIMIT if exam.compares_values else _HALF_LIMIT) * torch.finfo(dtype_of(exam.base)).eps
+        if not float(gaps.max()) <= limit and exam is own and not train and own.is_repeatable:
+            return subject.not_applicable("needs a model without the finding of causality")
+        if not float(gaps.max()) <= limit:
+            dtype = str(dtype_of(exam.base)).removeprefix("torch.")
+            return subject.failed(
+                float(gaps.max()),
+                limit,
+                where=f"position {int(gaps.argmax())}, {'train' if train else 'eval'} mode, {dtype}",
+                meaning=f"The output changes if the tokens from {first} on are replaced.",
+                advice="Look for statistics over positions that only train mode computes, such as those of a "
+                "batch norm, and for a kernel without the causal mask that only half precision uses.",
+            )
+        found.append(float(gaps.max()) / limit)
+    return subject.passed(max(found), 1.0, meaning="share of the limit")
+
+
+def _modes(own: Examination) -> Iterator[tuple[Examination, bool]]:
+    """Yield examinations, and True for train mode."""
+    yield own, False
+    yield own, True
+    for dtype in HALF_PRECISION:
+        if own.in_dtype(dtype).is_finite:
+            yield own.in_dtype(dtype), False

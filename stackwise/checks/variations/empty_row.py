@@ -1,0 +1,41 @@
+"""Empty row: a row of nothing but padding beside the others."""
+
+from __future__ import annotations
+
+from stackwise.checks.engine.call import decode_takes_mask
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question, Segment
+from stackwise.checks.engine.variation import Refused, Switch
+
+
+class EmptyRow(Switch):
+    """Add a row of which the mask keeps nothing."""
+
+    name = "empty_row"
+    check, family = "padding_empty_row", "padding"
+    question = "Does a row of nothing but padding leave the other rows and all gradients as they were?"
+    rank = 38
+    advice = (
+        "A query that may look at nothing has a softmax over nothing. Let padded queries see themselves, or "
+        "use a large finite number that is added once: two of the lowest numbers add up to -inf. A NaN times "
+        "a weight of 0 is still NaN in the backward pass."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `masked` and an output per position, because an empty row has no mean and no last token."""
+        if exam.spec.masked is None:
+            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+        if not exam.spec.padding_sides:
+            return "needs padding_sides: the model claims no side on which padding may be"
+        return "" if exam.spec.per_position else "needs an output per position"
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "a row of the batch is nothing but padding"
+
+    def change(self, question: Question, value: bool, exam: Examination) -> None:
+        """Add the row."""
+        if question.parts and not decode_takes_mask(exam.spec):
+            raise Refused("decode takes no mask")
+        question.rows.append([Segment("padding", question.width)])
+        question.mask = True

@@ -1,0 +1,43 @@
+"""Turns: other rows are decoded between the parts of these, with a cache of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.variation import Switch
+from stackwise.subject.cached_call import cache_tensors
+
+
+class Turns(Switch):
+    """Decode other rows after each part."""
+
+    name = "turns"
+    check, family = "cache_independence", "cache"
+    question = "Do sequences that are decoded in turns, each with a cache of its own, stay apart?"
+    rank = 36
+    explained_by = frozenset({"later_tokens", "cache_parts"})
+    excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
+    advice = (
+        "Keep positions, masks and lengths in the cache, not in the model: a counter on the module counts "
+        "the tokens of every sequence, and is wrong for a cache that was made elsewhere."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `decode`, a causal model, and a cache that contains tensors."""
+        if exam.spec.decode is None or not exam.spec.causal:
+            return "needs a causal model with decode"
+        with torch.no_grad():
+            _, cache = exam.spec.decode(exam.model(), exam.sequence(0, exam.lengths[0])[None], None)
+        has_tensors = any(True for _ in cache_tensors(cache))
+        return "" if has_tensors else "needs a cache that is returned; the model keeps it in itself"
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "another sequence is decoded in turns"
+
+    def change(self, question: Question, value: bool, exam: Examination) -> None:
+        """Divide the row into parts, if it is not divided yet."""
+        question.parts = question.parts or (2, 1)
+        question.gradients, question.in_turns = False, True

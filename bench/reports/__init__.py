@@ -1,11 +1,12 @@
 """Reports: public bug reports, each rebuilt as a small model with and without the bug.
 
-The reports were collected after the checks were frozen, by authors who did not know the checks, and the first
-ones that satisfied the rules were taken: a mistake in the code of a model or of its loss that raises no
-exception, one report per class of mistake. `first_result.json` is the result of the frozen checks. It is
-never written again. A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the
-bug without any check. `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user
-would state.
+The reports were collected after the checks were frozen at c1b02b3, by authors who did not know the checks.
+The mistake is in the code of a model or its loss and raises no exception. The first report of each class of
+mistake was taken. `first_result.json` is the result of the frozen checks. Do not overwrite it.
+
+A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
+`buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
+written after the freeze.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def found(figures: Mapping[str, Any], status: str, name: str) -> bool:
     """Return True if a check has this status on a buggy form of a report, and not on the healthy form."""
     for declared in ("", "_declared"):
         buggy, healthy = (figures.get(f"{name}:{form}{declared}", {}) for form in ("buggy", "healthy"))
-        if set(buggy.get(status, ())) - set(healthy.get(status, ())):
+        ran = bool(healthy) and healthy["exception"] is None
+        if ran and set(buggy.get(status, ())) - set(healthy.get(status, ())):
             return True
     return False
 

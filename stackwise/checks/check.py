@@ -170,7 +170,7 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
         problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
     if problems:
         text = "; ".join(problems)
-        matches = {name: get_close_matches(name, known, n=2) for name in unknown}
+        matches = {name: get_close_matches(name, known.keys() - OTHER_NAMES.keys(), n=2) for name in unknown}
         near = dict.fromkeys(match for found in matches.values() for match in found)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}

@@ -37,8 +37,8 @@ _MASKS: dict[str, tuple[bool, ...]] = {
 
 # Names of the claim that the head is the embedding.
 _TIED = ("tie_embeddings", "tie_word_embeddings", "tie_weights", "use_weight_tying", "weight_tying")
-# Names of the document of each position, beside `document_ids`.
-_DOCUMENTS = ("documents", "doc_ids", "segment_ids", "sequence_ids", "seq_idx", "example_ids")
+# Names of the document of each position.
+_DOCUMENTS = ("document_ids", "documents", "doc_ids", "sequence_ids", "seq_idx", "example_ids")
 
 
 def capabilities(
@@ -155,6 +155,8 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
     # Of two masks that work, use the one that hides the masked token, otherwise the first.
     hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs))
     masked, sides = next(hiding, usable[0])
+    if "left" not in sides and attempt(partial(_pads, masked, "left", model, inputs)):
+        sides = (*sides, "left")  # the model counts positions from the mask
     return {"masked": masked, "padding_sides": sides}
 
 
@@ -227,14 +229,16 @@ def _packing(
 ) -> Callable[..., Any] | None:
     """Return the function that calls the model with packed documents. None: there is none.
 
-    `document_ids` is believed by its name. Other arguments have several meanings, so they count only if a
-    change of one document leaves the outputs of the next one as they were, bit by bit.
+    Names such as `document_ids` are believed. `segment_ids` and `position_ids` have several meanings, so they
+    are used only if a change of one document leaves the outputs of the next one the same, bit by bit.
     """
     documents = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-    by_name = partial(_packed, form=form, name="document_ids")
-    if "document_ids" in named and _works(lambda: by_name(model, inputs, documents), inputs.shape[:2]):
-        return by_name
-    ways = [partial(_packed, form=form, name=name) for name in _DOCUMENTS if name in named]
+    for name in _DOCUMENTS:
+        by_name = partial(_packed, form=form, name=name)
+        if name in named and _works(partial(by_name, model, inputs, documents), inputs.shape[:2]):
+            return by_name
+    ways: list[Callable[..., Any]] = [partial(_packed, form=form, name="segment_ids")]
+    ways = ways if "segment_ids" in named else []
     if "position_ids" in named:
         ways.append(partial(_packed_by_positions, form=form))
     return next((way for way in ways if _isolates(way, model, inputs)), None)

@@ -55,8 +55,9 @@ def test_a_loop_trains_alike_whatever_is_kept_of_it(ids):
         assert list(gradient.parameter_norms.values()) == pytest.approx(norms, rel=1e-4)
         assert gradient.total_norm == pytest.approx(math.hypot(*norms), rel=1e-5)
     assert torch.equal(flat(plain.rack.parameters()), flat(items.rack.parameters()))
+    # Norms are summed in another order, and AdamW divides small gradients by their own size.
     torch.testing.assert_close(
-        flat(plain.rack.parameters()), flat(monitored.rack.parameters()), rtol=1e-5, atol=1e-6
+        flat(plain.rack.parameters()), flat(monitored.rack.parameters()), rtol=1e-5, atol=2e-5
     )
 
 

@@ -36,7 +36,8 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
         for segment in row:
             end = start + segment.length
             if segment.kind == "sequence":
-                key = (len(numbers), segment.length)
+                number = len(numbers) if segment.number is None else segment.number
+                key = (number, segment.length)
                 numbers.append(key)
                 places.append(Place(index, start, end))
                 sequences.append(exam.sequence(*key))

@@ -135,15 +135,21 @@ def _arguments_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Any]
 
 @contextmanager
 def _added(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, each call of the model gets further arguments, unless the caller passes them."""
+    """Inside, each call of the model gets further arguments, unless the caller passes them.
+
+    Raises:
+        Refused: the model itself was not called, such as by `forward=lambda m, x: m.decoder(x)`.
+    """
     if not arguments:
         yield
         return
     first = next(iter(forward_parameters(model)), "")
+    calls: list[bool] = []
 
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        calls.append(True)
         if args and isinstance(args[0], Mapping):
             return ({**arguments, **args[0]}, *args[1:]), kwargs
         if "inputs_embeds" in arguments:  # they replace the ids
@@ -155,3 +161,5 @@ def _added(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+    if not calls:
+        raise Refused("forward= does not call the model itself, so that arguments cannot be added")

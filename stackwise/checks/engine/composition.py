@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -16,9 +17,11 @@ Variations = Mapping[str, Variation]
 # Share of the compositions whose gradients are compared.
 _WITH_GRADIENTS = 0.3
 # Values of each variation that are asked alone.
-_DRAWS_ALONE = 3
+_DRAWS_ALONE = 2
 # Chance of each variation to be part of a random composition.
 _CHANCE = 0.3
+# Variations of a set that is planned for its pairs.
+_LARGEST_SET = 4
 
 
 @dataclass(frozen=True)
@@ -93,30 +96,76 @@ class Plan:
 
 
 def plans(
-    names: list[str], variations: Variations, seed: int, count: int, *, is_large: bool = False
+    names: list[str],
+    variations: Variations,
+    seed: int,
+    count: int,
+    asked: Counter[frozenset[str]],
+    *,
+    is_large: bool = False,
 ) -> Iterator[Plan]:
-    """Yield a plain call, each variation alone, each pair that can be combined, then random sets.
+    """Yield a plain call, each variation alone, sets that contain each pair, then random sets.
 
-    A variation is asked alone with several values. A new variation leaves the plans of the others unchanged,
-    apart from random sets that contain it. If the model is large, each variation is asked once, alone.
+    A variation is planned alone with several values. Pairs are planned in sets of up to four variations
+    (pairwise testing), then alone if the model refused all sets that contain them.
+
+    Args:
+        names: variations that apply to the model.
+        variations: all variations, by name.
+        seed: seed of the random sets.
+        count: number of plans. There are more if all variations and pairs need more.
+        asked: number of executions of each pair, which the caller updates.
+        is_large: plan each variation once, alone.
     """
     yield Plan((), "plain")
     if is_large:
         yield from (Plan((name,), f"{name} 0") for name in names)
         return
     alone = [Plan((name,), f"{name} {number}") for name in names for number in range(_DRAWS_ALONE)]
-    pairs = [
-        Plan(pair, " ".join(sorted(pair))) for pair in combinations(names, 2) if _compatible(pair, variations)
-    ]
-    yield from (*alone, *pairs)
-    for number in range(max(0, count - len(alone) - len(pairs))):
-        chosen = [name for name in names if stream(seed, number, name, "chosen").random() < _CHANCE]
+    yield from alone
+    sets = _covering(names, variations)
+    yield from (Plan(chosen, f"set {number}") for number, chosen in enumerate(sets))
+    n_pairs = 0
+    for pair in combinations(names, 2):
+        if not asked[frozenset(pair)] and _compatible(pair, variations):
+            n_pairs += 1
+            yield Plan(pair, " ".join(sorted(pair)))
+    for number in range(max(0, count - len(alone) - len(sets) - n_pairs)):
+        chosen = [
+            name
+            for name in names
+            if not variations[name].compares_less and stream(seed, number, name, "chosen").random() < _CHANCE
+        ]
         chosen.sort(key=lambda name: stream(seed, number, name, "order").random())
         group: tuple[str, ...] = ()
         for name in chosen:
             if _compatible((*group, name), variations):
                 group = (*group, name)
         yield Plan(group, f"random {number}")
+
+
+def _covering(names: list[str], variations: Variations) -> list[tuple[str, ...]]:
+    """Return sets of variations that contain each compatible pair at least once.
+
+    Each variation joins earlier sets first, and then forms new ones (in-parameter-order, Lei and Tai 1998,
+    "In-parameter-order: a test generation strategy for pairwise testing").
+    """
+    sets: list[tuple[str, ...]] = []
+    for index, name in enumerate(names):
+        missing = [other for other in names[:index] if _compatible((other, name), variations)]
+        for number, chosen in enumerate([] if variations[name].compares_less else sets):
+            fits = len(chosen) < _LARGEST_SET and _compatible((*chosen, name), variations)
+            if fits and any(other in missing for other in chosen):
+                sets[number] = (*chosen, name)
+                missing = [other for other in missing if other not in chosen]
+        while missing:
+            chosen = (missing.pop(0), name)
+            for other in list(missing):
+                if len(chosen) < _LARGEST_SET and _compatible((*chosen, other), variations):
+                    chosen = (*chosen, other)
+                    missing.remove(other)
+            sets.append(chosen)
+    return sets
 
 
 def _compatible(names: tuple[str, ...], variations: Variations) -> bool:

@@ -30,6 +30,7 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = [
     "HALF_PRECISION",
+    "LONGEST",
     "LOSS_LIMIT",
     "Examination",
     "Gradients",
@@ -52,6 +53,7 @@ LOSS_LIMIT = 1e-5
 _FLOOR, _NARROW_FLOOR = 1e-6, 1e-4
 # Sums of gradients in float32 that cancel, such as those of a router's weights.
 _NARROW_GRADIENT_LIMIT = 3e-3
+LONGEST = 24
 _LONGEST_WINDOW = 64
 # Constants beyond this size are masks, not weights.
 _LARGE = 1e3
@@ -76,7 +78,7 @@ class Examination:
 
     subject: Subject
     dtype: torch.dtype | Literal["own"] | None = None
-    most: int = 24
+    most: int = LONGEST
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
     _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class Examination:
 
     @property
     def compares_values(self) -> bool:
-        """Return False if rounding is too coarse to compare values, so that only NaN and inf count."""
+        """Return False if the model is cast to half precision, in which only NaN and inf are compared."""
         return self.dtype not in HALF_PRECISION
 
     def model(self) -> nn.Module:
@@ -300,6 +302,15 @@ class Examination:
         try:
             return bool(self.answer(0, self.lengths[-1]).isfinite().all())
         except Exception as error:  # any other exception means: not in this dtype
+            reraise_if_out_of_memory(error)
+            return False
+
+    @cached_property
+    def is_measurable(self) -> bool:
+        """Return True if the rounding of the model can be measured, which needs its gradients."""
+        try:
+            return self.limit < torch.inf
+        except Exception as error:  # such as a model that writes into its inputs
             reraise_if_out_of_memory(error)
             return False
 

@@ -49,7 +49,8 @@ class Difference:
 
     Attributes:
         observable: "output", "loss", "gradient", NEXT_CALL, WITHOUT_LABEL or WITHOUT_ANY_LABEL.
-        value: relative difference.
+        value: relative difference. Of gradients without labels: the size of the gradient. Of half precision:
+            inf for a value that is not finite.
         limit: largest difference that is rounding.
         place: position or parameter with the largest difference.
     """
@@ -178,7 +179,7 @@ class Execution:
         if self.exam.compares_values:
             return relative_difference(answer, row).amax(dim=-1)
         is_bad = answer.isfinite() & ~row.isfinite()
-        return torch.zeros(len(row)).masked_fill(is_bad.flatten(1).any(dim=1), torch.inf)
+        return torch.where(is_bad.flatten(1).any(dim=1), torch.inf, 0.0)
 
     def _of_gradients(self, expected: Gradients, found: Gradients) -> Difference:
         if not self.exam.compares_values:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from stackwise.checks.engine.composition import Composition, Variations, plans
-from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.composition import Composition, Plan, Variations, plans
+from stackwise.checks.engine.examination import LONGEST, Examination
 from stackwise.checks.engine.execution import (
     NEXT_CALL,
     WITHOUT_ANY_LABEL,
@@ -22,8 +22,8 @@ from stackwise.checks.engine.execution import (
     differences,
 )
 from stackwise.checks.engine.location import first_difference
-from stackwise.checks.engine.variation import Refused
-from stackwise.checks.probe.call import reason_of
+from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.call import dtype_of, reason_of
 from stackwise.checks.probe.difference import NOT_REPEATED
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
@@ -35,8 +35,10 @@ __all__ = ["Exploration", "Finding", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
+# Variations that choose a dtype themselves.
+_NOT_IN_OWN_DTYPE = ("half_precision",)
 # Draws of the values of a pair, until the model takes them.
-_ATTEMPTS = 4
+_ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
 # Numbers of parameters above which variations are not combined, and above which nothing is asked, because
 # copies in float64 need too much time and memory.
 _LARGE, _TOO_LARGE = 20_000_000, 500_000_000
@@ -48,12 +50,13 @@ class Finding:
 
     Attributes:
         composition: the composition.
-        difference: the largest difference.
+        difference: the first observable that differs by more than rounding.
         variation: the variation that reports it.
         where: place of the difference, and the first module that differs.
         meaning: the finding as a sentence.
         advice: common causes.
         correct_if: condition under which the difference is correct. None: it never is.
+        setting: further arguments of `compare`, if they are not the default: longest, seed, own_dtype.
     """
 
     composition: Composition
@@ -63,6 +66,7 @@ class Finding:
     meaning: str
     advice: str
     correct_if: str | None = None
+    setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def code(self) -> str:
@@ -70,7 +74,8 @@ class Finding:
         gradients = ", gradients=True" if self.composition.gradients else ""
         after = ", after=True" if self.composition.after else ""
         values, length = dict(self.composition.values), self.composition.length
-        return f"compare(model, {values}, length={length}{gradients}{after})"
+        setting = "".join(f", {name}={value}" for name, value in self.setting.items())
+        return f"compare(model, {values}, length={length}{gradients}{after}{setting})"
 
 
 @dataclass
@@ -104,15 +109,15 @@ class Exploration:
 
 
 def explore(
-    subject: Subject, variations: Variations, count: int = 150, *, longest: int | None = None
+    subject: Subject, variations: Variations, count: int = 110, *, longest: int = LONGEST
 ) -> Exploration:
     """Execute `count` compositions of the variations that apply to a model.
 
     Args:
         subject: the model.
         variations: the variations, by name.
-        count: number of compositions, at least one of each variation and of each pair.
-        longest: longest sequence to ask, in positions. None: that of `Examination`.
+        count: number of compositions. There are more if all variations and pairs need more.
+        longest: longest sequence, in positions.
 
     Raises:
         Exception: the plain call raises.
@@ -125,8 +130,7 @@ def explore(
             f"float64 need {gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
         )
         return Exploration(missing=dict.fromkeys(variations, reason))
-    exam = Examination(subject) if longest is None else Examination(subject, most=longest)
-    result = Exploration()
+    exam, result = Examination(subject, most=longest), Exploration()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not exam.is_repeatable:
@@ -136,18 +140,26 @@ def explore(
         result.limit = exam.limit
         names = []
         for name, variation in variations.items():
-            if reason := variation.missing(exam):
+            if reason := _missing(variation, exam):
                 result.missing[name] = reason
             else:
                 names.append(name)
-        for plan in plans(names, variations, subject.seed, count, is_large=size > _LARGE):
-            attempts = _ATTEMPTS if len(plan.names) == 2 else 1
+        is_large = size > _LARGE
+        for number, plan in enumerate(
+            plans(names, variations, subject.seed, count, result.asked, is_large=is_large)
+        ):
+            attempts = {1: 1, 2: _ATTEMPTS}.get(len(plan.names), _ATTEMPTS_OF_A_SET)
             # The values of a pair may exclude each other, such as a side of padding and a cache.
             for attempt in range(attempts):
                 if _ask(plan.draw(variations, exam, attempt), variations, exam, result):
                     break
-            if result.findings and not result.findings[-1].composition.names:
+            if number:
+                continue
+            if result.findings:
                 break  # a plain call leaves traces, so that no comparison means much
+            _ask_suspects(names, variations, exam, result)
+            if exam.is_float64 and not is_large:
+                _ask_in_own_dtype(names, variations, exam, result)
     for name in names:
         refusal = result.refused.get(frozenset({name}))
         if not result.asked[frozenset({name})] and refusal is not None:
@@ -162,6 +174,8 @@ def compare(
     length: int = 8,
     gradients: bool = False,
     after: bool = False,
+    longest: int = LONGEST,
+    own_dtype: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[Difference]:
@@ -173,6 +187,8 @@ def compare(
         length: number of positions of the first sequence.
         gradients: also compare the gradients.
         after: also compare the output of a plain call that follows.
+        longest: longest row, in positions, to which variations shorten the sequences.
+        own_dtype: keep the dtype of the model. Otherwise it runs in float64, if it can.
         device: where the model runs.
         seed: seed of weights and inputs.
 
@@ -181,12 +197,42 @@ def compare(
         Refused: the variations cannot be combined.
     """
     variations = known_variations()
-    exam = Examination(Subject(ModelSpec.of(model), torch.device(device), seed))
+    subject = Subject(ModelSpec.of(model), torch.device(device), seed)
+    exam = Examination(subject, "own" if own_dtype else None, longest)
     for name in values:
         check_choice("values", name, tuple(variations))
         if reason := variations[name].missing(exam):
-            raise ValueError(f"values: got {name}, which does not apply to this model; it {reason}")
+            raise ValueError(f"values: {name} does not apply to this model: {reason}")
     return differences(Composition(values, length, gradients, after), variations, exam)
+
+
+def _ask_in_own_dtype(
+    names: list[str], variations: Variations, exam: Examination, result: Exploration
+) -> None:
+    """Execute each variation alone in the dtype of the model, which may choose other code."""
+    own = exam.in_dtype("own")
+    if dtype_of(own.base) == dtype_of(exam.base) or not (own.is_measurable and own.is_repeatable):
+        return
+    names = [name for name in names if name not in _NOT_IN_OWN_DTYPE]
+    _ask_suspects(names, variations, own, result)
+    for name in names:
+        _ask(Plan((name,), f"{name} own").draw(variations, own, 0), variations, own, result)
+
+
+def _ask_suspects(names: list[str], variations: Variations, exam: Examination, result: Exploration) -> None:
+    """Execute the values that quick tests of the variations find suspicious."""
+    for name in names:
+        for value in variations[name].suspects(exam):
+            _ask(Composition({name: value}, exam.longest), variations, exam, result)
+
+
+def _missing(variation: Variation, exam: Examination) -> str:
+    """Return why a variation does not apply, also if the calls that find out raise an exception."""
+    try:
+        return variation.missing(exam)
+    except Exception as error:  # any other exception means: not applicable
+        reraise_if_out_of_memory(error)
+        return f"the model refuses it: {reason_of(error)}"
 
 
 def _ask(composition: Composition, variations: Variations, exam: Examination, result: Exploration) -> bool:
@@ -196,7 +242,8 @@ def _ask(composition: Composition, variations: Variations, exam: Examination, re
         return True  # the difference would be the same one
     start = time.perf_counter()
     worst = _worst(composition, variations, exam, result)
-    if worst is not None and not worst.is_real and worst.observable == "output":
+    is_exact = exam.dtype is None
+    if worst is not None and not worst.is_real and worst.observable == "output" and is_exact:
         for name in names:
             result.largest[name] = max(result.largest.get(name, 0.0), worst.value)
     if worst is not None and worst.is_real:
@@ -270,16 +317,27 @@ def _finding(
     where = ", ".join(filter(None, [worst.place, f"first difference: {module}" if module else ""]))
     text = composition.text(variations)
     if is_trace:
-        meaning = "A call changes the output of the next one" + (
-            f", if {text} in the first." if text else "."
+        meaning = "A call changes the output of the next plain call" + (
+            f", if in the first call {text}." if text else "."
         )
     elif worst.observable == WITHOUT_LABEL:
         meaning = f"An output without a label is trained to predict a token, if {text}."
     elif worst.observable == WITHOUT_ANY_LABEL:
         meaning = f"The gradient is not zero although all labels are ignored, if {text}."
     else:
-        meaning = f"The {worst.observable} changes if {text}."
+        meaning = _changes(composition, worst, text)
     conditions = [variations[name].correct_if(exam, value) for name, value in composition.values.items()]
     correct_if = next((each for each in conditions if each is not None), None)
     advice = variations[reporter].advice_for(exam) if reporter in variations else ""
-    return Finding(composition, worst, reporter, where, meaning, advice, correct_if)
+    setting: dict[str, Any] = {} if exam.most == LONGEST else {"longest": exam.most}
+    setting |= {"seed": exam.subject.seed} if exam.subject.seed else {}
+    setting |= {"own_dtype": True} if exam.dtype == "own" else {}
+    return Finding(composition, worst, reporter, where, meaning, advice, correct_if, setting)
+
+
+def _changes(composition: Composition, worst: Difference, text: str) -> str:
+    if not text:
+        return "Two plain calls differ."
+    if "half_precision" in composition.values:
+        return f"The {worst.observable} is not finite if {text}, but finite in a plain call in this dtype."
+    return f"The {worst.observable} changes if {text}."

@@ -33,9 +33,9 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
         list(execution.compare())
     plain = []
     for key in execution.numbers:
-        model = exam.model()
+        model = execution.exam.model()
         with _recorded(model) as record, torch.no_grad():
-            exam.plain(model, exam.sequence(*key))
+            execution.exam.plain(model, execution.exam.sequence(*key))
         plain.append(record)
     for name, parts in composed.items():
         if any(len(record.get(name, ())) != 1 for record in plain):
@@ -51,9 +51,12 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
             if whole.shape[1] != execution.question.width or found.shape != expected.shape:
                 break
             gaps = relative_difference(expected, found).flatten(2).amax(dim=-1)[0]
+            if not execution.exam.compares_values:
+                is_bad = expected.isfinite() & ~found.isfinite()
+                gaps = torch.where(is_bad.flatten(2).any(dim=-1)[0], torch.inf, 0.0)
             if number in execution.call.compared:
                 gaps = gaps.where(execution.call.compared[number], 0.0)
-            if not float(gaps.max()) <= exam.limit:
+            if not float(gaps.max()) <= execution.exam.limit:
                 return name
     return ""
 

@@ -6,7 +6,7 @@ Shapes: B rows, W columns, T positions of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,10 +23,12 @@ class Segment:
         kind: "sequence" is compared with its answer. "padding" is hidden by the mask. "later" is real input
             after a sequence, which must not change its outputs.
         length: number of positions.
+        number: number of the sequence. None: the next one, which no other row has.
     """
 
     kind: Literal["sequence", "padding", "later"]
     length: int
+    number: int | None = None
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Question:
         for row, width in zip(self.rows, widths, strict=True):
             sequences = [index for index, segment in enumerate(row) if segment.kind == "sequence"]
             last = sequences[-1] if sequences else 0  # a row of padding
-            row[last] = Segment(row[last].kind, row[last].length - (width - min(widths)))
+            row[last] = replace(row[last], length=row[last].length - (width - min(widths)))
 
 
 @dataclass(frozen=True)

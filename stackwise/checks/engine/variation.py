@@ -24,8 +24,9 @@ class Refused(Exception):  # noqa: N818  not for users
 class Variation:
     """Way to change a question without a change of its answer.
 
-    A variation has a value that JSON can express: sizes of parts, a side, a number. The engine calls the
-    methods in their order here. Most have a default that changes nothing.
+    A variation has a value that JSON can express: sizes of parts, a side, a number. For each composition, the
+    engine calls draw, change, edit, prepare, around, arguments and restore, in this order. The other methods
+    describe and simplify a difference. Most methods have a default that changes nothing.
 
     Attributes:
         name: name in compositions.
@@ -39,6 +40,7 @@ class Variation:
         explained_by: names of variations whose findings also explain those of this one.
         single_checks: names of checks that ask for this variation alone. If one of them fails, it reports the
             difference, because it describes it better.
+        compares_less: True if fewer differences count. It is left out of sets for other pairs.
         advice: common causes of a difference.
     """
 
@@ -51,6 +53,7 @@ class Variation:
     includes: ClassVar[frozenset[str]] = frozenset()
     explained_by: ClassVar[frozenset[str]] = frozenset()
     single_checks: ClassVar[tuple[str, ...]] = ()
+    compares_less: ClassVar[bool] = False
     advice: ClassVar[str]
 
     def missing(self, exam: Examination) -> str:
@@ -60,6 +63,10 @@ class Variation:
     def draw(self, exam: Examination, rng: random.Random) -> Any:
         """Return a random value."""
         raise NotImplementedError
+
+    def suspects(self, exam: Examination) -> Iterator[Any]:
+        """Yield values that a quick test finds suspicious. They are executed first."""
+        yield from ()
 
     def simpler(self, value: Any) -> Iterator[Any]:
         """Yield values that are simpler than `value`, the simplest first."""

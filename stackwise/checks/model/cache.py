@@ -30,7 +30,7 @@ def _unasked(subject: Subject) -> str | None:
     if subject.spec.decode is None:
         return "needs decode: (model, inputs, cache) -> (output, cache)"
     if not subject.spec.causal:
-        return "needs the claim causal=True: else later tokens change what is in the cache"
+        return "needs causal=True. Otherwise later tokens change the cached values"
     if subject.seq_len < 3:
         return "needs at least 3 positions"
     return None
@@ -38,11 +38,11 @@ def _unasked(subject: Subject) -> str | None:
 
 @check
 def cache_call(subject: Subject) -> CheckResult:
-    """Is it known how the cache of the model is used?"""
+    """Can the checks decode with the model's cache?"""
     spec = subject.spec
     if spec.decode is None and spec.cache_problem and spec.causal:
         return subject.warned(
-            meaning=f"The model may have a cache that no check could use: {spec.cache_problem}.",
+            meaning=f"The model may have a cache, but the checks cannot use it: {spec.cache_problem}.",
             correct_if="the model has no cache (declare decode=None)",
             advice="If it has one, the cache may be wrong. Declare how the model uses it, so that it can be "
             "checked: ModelSpec.of(factory, decode=lambda model, inputs, cache: (output, cache)). cache is "
@@ -55,7 +55,7 @@ def cache_call(subject: Subject) -> CheckResult:
 
 @check
 def cache_limit(subject: Subject) -> CheckResult:
-    """Does decoding reach the longest sequence, and go beyond it as the whole does, or not at all?"""
+    """Does decoding with the cache work up to max_length, and beyond it like a call without a cache?"""
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
     limit = subject.spec.max_length

@@ -7,6 +7,7 @@ import torch
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.probe.call import refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
 from stackwise.checks.result import CheckResult
@@ -18,7 +19,7 @@ _LENGTH, _PADDING = 5, 3
 @check
 @torch.no_grad()
 def encoder_padding(subject: Subject) -> CheckResult:
-    """Does padding in the encoder's states, hidden by encoder_attention_mask, leave the output as it was?"""
+    """Is the output the same with masked padding in the encoder's states, and with a mask of ones?"""
     exam = Examination(subject)
     if not accepts(exam.base, "encoder_attention_mask"):
         return subject.not_applicable("needs encoder_hidden_states and encoder_attention_mask")
@@ -27,7 +28,11 @@ def encoder_padding(subject: Subject) -> CheckResult:
     states = encoder_states(exam, _LENGTH + _PADDING)
     if states is None:
         return subject.not_applicable("needs a model that reads encoder_hidden_states")
-    keep = torch.arange(states.shape[1], device=states.device)[None] < _LENGTH
+    keep = (torch.arange(states.shape[1], device=states.device)[None] < _LENGTH).long()
+    try:
+        output_with_encoder(exam, states, keep)
+    except refusals():
+        keep = keep.bool()
     alone = output_with_encoder(exam, states[:, :_LENGTH])
     gaps = {
         "a mask of ones": relative_difference(

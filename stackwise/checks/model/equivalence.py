@@ -1,4 +1,4 @@
-"""Equivalence: a question that is asked in another way gets the same answer.
+"""Equivalence: equivalent calls of a model give equal outputs.
 
 Each variation in `checks/variations` is one check. All of them report the results of one exploration, in
 which they are combined with each other.
@@ -12,12 +12,11 @@ from stackwise.checks.check import Check, check, enter, known_checks
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.exploration import Exploration, Finding, explore
 from stackwise.checks.engine.variation import Variation
-from stackwise.checks.probe.difference import NOT_REPEATED
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 
-# Positions beyond common chunks, blocks and windows; no multiple of them.
+# Length beyond common chunks, blocks and windows, and not a multiple of them.
 _FAR = 273
 
 # The last subject and its exploration, which the checks share.
@@ -35,7 +34,7 @@ def _explored(subject: Subject) -> Exploration:
 
 
 def _result(subject: Subject, variation: Variation, exploration: Exploration) -> CheckResult:
-    """Return the result of a variation: its simplest failure, or its simplest warning."""
+    """Return the result of a variation: its simplest finding, otherwise passed or not applicable."""
     found = [each for each in exploration.findings if each.variation == variation.name]
     if found and (other := _reported_elsewhere(subject, variation, exploration, found)):
         return subject.not_applicable(other)
@@ -44,9 +43,11 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
     if reason := exploration.missing.get(variation.name):
         return subject.not_applicable(reason)
     count = exploration.asked[frozenset({variation.name})]
+    if not count:
+        return subject.not_applicable("not executed, because another finding explains it; see history")
     largest = exploration.largest.get(variation.name)
     limit = None if largest is None else exploration.limit
-    return subject.passed(largest, limit, meaning=f"{count} compositions with it")
+    return subject.passed(largest, limit, meaning=f"compared in {count} compositions")
 
 
 def _simplest(subject: Subject, found: list[Finding]) -> CheckResult:
@@ -70,7 +71,7 @@ def _reported_elsewhere(
     for name in sorted(variation.explained_by):
         if alone and any(each.composition.names == {name} for each in exploration.findings):
             other = known_variations()[name]
-            return f"needs a model without the finding of {other.check or name}"
+            return f"{other.check or name} fails, and explains the difference"
     for name in variation.single_checks if alone else ():
         if known_checks()[name].function(subject).status == "failed":
             return f"the difference is reported by {name}"
@@ -79,7 +80,7 @@ def _reported_elsewhere(
 
 @check(suite="full")
 def long_sequences(subject: Subject) -> CheckResult:
-    """Do all equivalent ways to ask agree on sequences beyond common chunks, blocks and windows?"""
+    """Do all equivalent calls agree on sequences that are longer than common chunks, blocks and windows?"""
     if Examination(subject, most=_FAR).longest <= Examination(subject).longest:
         return subject.not_applicable("needs a model that takes longer sequences")
     exploration = explore(subject, known_variations(), longest=_FAR)
@@ -88,7 +89,7 @@ def long_sequences(subject: Subject) -> CheckResult:
     if found:
         return _simplest(subject, found)
     if not exploration.asked:
-        return subject.not_applicable(NOT_REPEATED)
+        return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))
     return subject.passed(max(exploration.largest.values(), default=None), exploration.limit)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
+
+# Other last tokens, of which one has to have an effect.
+_REPLACEMENTS = 8
 
 _ADVICE = (
     "Look for a window that is applied although it is switched off, a mask that hides too much, and a state "
@@ -21,7 +26,7 @@ _ADVICE = (
 
 @check
 def token_effect(subject: Subject) -> CheckResult:
-    """Does every input have an effect on the last output?"""
+    """Does every input have an effect on the output (causal model: on the last one)?"""
     spec = subject.spec
     if not spec.per_position:
         return subject.not_applicable("needs an output per position")
@@ -69,7 +74,7 @@ def token_effect(subject: Subject) -> CheckResult:
 
 @check
 def text_after_padding_id(subject: Subject) -> CheckResult:
-    """Does a classifier read what follows a padding id inside a text, if the mask keeps it?"""
+    """Does a text classifier read tokens after a padding id that the mask keeps?"""
     spec = subject.spec
     if spec.per_position or spec.inputs != "tokens" or spec.masked is None:
         return subject.not_applicable("needs a text classifier with masked")
@@ -79,23 +84,31 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs the id of a padding token, and at least 3 positions")
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    text = exam.sequence(0, length)
-    text[length // 2] = token
-    other = text.clone()
-    other[-1] = exam.unlike(text, exam.filler(1, length)[0])[-1]
-    keep = torch.ones(1, length, dtype=torch.bool, device=text.device)
+    plain = exam.sequence(0, length)
+    with_padding = plain.clone()
+    with_padding[length // 2] = token
+    keep = torch.ones(1, length, dtype=torch.bool, device=plain.device)
+
+    def reads_last_token(text: Tensor) -> bool:
+        """Return True if one of several other last tokens changes the output."""
+        outputs = []
+        for shift in range(_REPLACEMENTS):
+            other = text.clone()
+            other[-1] = exam.unlike(text, real_inputs(subject, 1, length, shift=1000 + shift)[0])[-1]
+            outputs.append(execute(spec, exam.model(), Call(other[None], [], [], keep=keep)))
+        return any(not torch.equal(outputs[0], each) for each in outputs[1:])
+
     with torch.no_grad():
-        one, two = (
-            execute(spec, exam.model(), Call(each[None], [], [], keep=keep)) for each in (text, other)
-        )
-    if not torch.equal(one, two):
-        return subject.passed(float(relative_difference(one, two).max()))
+        if not reads_last_token(plain):
+            return subject.not_applicable("needs a model whose output depends on the last token")
+        if reads_last_token(with_padding):
+            return subject.passed()
     return subject.failed(
         0.0,
         where=f"padding id {token} at position {length // 2} of {length}",
         meaning="The output does not depend on the last token if a padding id stands before it, although the "
-        "mask keeps all tokens. The end token is often the padding token, and stands inside of chats.",
-        advice="Pool at the last position that the mask keeps, or at the last token that is no padding id.",
+        "mask keeps all tokens. The end token is often also the padding token, and occurs within chats.",
+        advice="Pool at the last one that the mask keeps, or at the last token that is not the padding id.",
     )
 
 
@@ -112,20 +125,22 @@ def mask_effect(subject: Subject) -> CheckResult:
     if inputs.shape[1] < 2 or not exam.is_repeatable:
         return subject.not_applicable("needs at least 2 positions, and outputs that repeat themselves")
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    but_first = keep.clone()
-    but_first[:, 0] = False
     with torch.no_grad():
-        one, two = (
-            execute(spec, exam.model(), Call(inputs, [], [], keep=each)) for each in (keep, but_first)
-        )
-    if spec.per_position:
-        one, two = one[:, 1:], two[:, 1:]
-    if not torch.equal(one, two):
-        return subject.passed(float(relative_difference(one, two).max()))
+        plain = execute(spec, exam.model(), Call(inputs, [], [], keep=keep))
+        for hidden in range(inputs.shape[1] - 1):
+            but_one = keep.clone()
+            but_one[:, hidden] = False
+            try:
+                output = execute(spec, exam.model(), Call(inputs, [], [], keep=but_one))
+            except refusals() as error:
+                return subject.not_applicable(f"needs a mask with padding on the left: {reason_of(error)}")
+            later = slice(hidden + 1, None) if spec.per_position else slice(None)
+            if not torch.equal(plain[:, later], output[:, later]):
+                return subject.passed()
     return subject.warned(
         0.0,
         meaning="The model takes a padding mask and ignores it.",
-        correct_if="padding is always on the right of a causal model, or only callers need the argument; "
+        correct_if="a causal model has padding on the right only, or the argument exists for compatibility; "
         "then declare masked=None",
         advice="Look for a mask that is not passed on to attention, or that another mask replaces.",
     )

@@ -47,7 +47,7 @@ def output_with_encoder(
     """
     arguments = {"encoder_hidden_states": states}
     if keep is not None:
-        arguments["encoder_attention_mask"] = keep.long()
+        arguments["encoder_attention_mask"] = keep
     inputs = exam.sequence(0, exam.lengths[0])[None]
     with exam.subject.fixed_randomness():
         return execute(exam.spec, model or exam.model(), Call(inputs, [], [], arguments=arguments))

@@ -25,12 +25,12 @@ class AttentionBackend(Variation):
 
     name = "attention_backend"
     check, family = "backend_gradients", "backend"
-    question = "Is the output the same with another attention backend?"
+    question = "Are output and gradients the same with another attention backend?"
     rank = 52
     explained_by = frozenset({"later_tokens"})
     advice = (
-        "Look for branches on the backend: a mask or a window that one of them drops, is_causal beside a "
-        "mask, and another scale."
+        "Look for branches on the backend: a mask or a window that one of them drops, is_causal plus "
+        "a mask, and a different scale."
     )
 
     def missing(self, exam: Examination) -> str:

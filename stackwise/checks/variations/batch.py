@@ -11,9 +11,15 @@ from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
 from stackwise.checks.engine.variation import Variation
 
+# Share of the rows that are copies of the first one.
+_COPIES = 0.2
+
 
 class Batch(Variation):
-    """Add one or two rows. Value: their lengths, which count only if there is padding."""
+    """Add rows. Value: length of each, 0 for a copy of the first row.
+
+    Without padding, all rows are cut to the shortest.
+    """
 
     name = "batch"
     check, family = "batch_invariance", "invariance"
@@ -22,17 +28,21 @@ class Batch(Variation):
     advice = "Look for a softmax, mean or norm over the batch dimension, and for reshape and view across it."
 
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:
-        """Draw one or two lengths."""
-        return [rng.choice(exam.lengths) for _ in range(rng.choice((1, 2)))]
+        """Draw one, two or six rows."""
+        return [
+            rng.choice(exam.lengths) if rng.random() > _COPIES else 0 for _ in range(rng.choice((1, 2, 2, 6)))
+        ]
 
     def simpler(self, value: list[int]) -> Iterator[list[int]]:
         """Yield fewer rows."""
-        if len(value) > 1:
-            yield value[:1]
+        for count in (1, 2):
+            if len(value) > count:
+                yield value[:count]
 
     def text(self, value: list[int]) -> str:
         """Return the number of rows."""
-        return f"the batch has {1 + len(value)} rows"
+        copies = value.count(0)
+        return f"the batch has {1 + len(value)} rows" + (f", {1 + copies} of them equal" if copies else "")
 
     def advice_for(self, exam: Examination) -> str:
         """Name a layer that takes rows in the second dimension, which is the usual cause."""
@@ -52,4 +62,8 @@ class Batch(Variation):
 
     def change(self, question: Question, value: list[int], exam: Examination) -> None:
         """Add the rows."""
-        question.rows += [[Segment("sequence", length)] for length in value]
+        first = question.rows[0][0].length
+        question.rows += [
+            [Segment("sequence", length) if length else Segment("sequence", first, number=0)]
+            for length in value
+        ]

@@ -17,13 +17,13 @@ class Cache(Variation):
 
     name = "cache_parts"
     check, family = "cache_decoding", "cache"
-    question = "Does a sequence give the same output in parts of any size through the cache?"
+    question = "Is the output the same if a sequence is decoded through the cache in parts of any size?"
     rank = 33
     explained_by = frozenset({"later_tokens", "hidden_tokens"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (
-        "Look for positions that start again, a mask of the wrong offset, a state that is used for single "
-        "tokens only, a cache that is cut, and parts of the cache that are not returned."
+        "Look for positions that restart at 0, a mask with a wrong offset, a cached state that only calls "
+        "with one token use, a truncated cache, and parts of the cache that are not returned."
     )
 
     def missing(self, exam: Examination) -> str:

@@ -38,7 +38,7 @@ class Copies(Variation):
     def text(self, value: str) -> str:
         """Return the variation in words."""
         if value == "state_dict":
-            return "its state_dict is loaded into a new model"
+            return "the state_dict of the model is loaded into a new model"
         if value == "save_pretrained":
             return "the model is saved by save_pretrained and loaded by from_pretrained"
         return f"the model is copied with {value}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
@@ -20,8 +21,8 @@ class Documents(Variation):
     explained_by = frozenset({"later_tokens"})
     excludes = frozenset({"padded_rows", "cache_parts"})
     advice = (
-        "Look for a mask without the rule of equal documents, for a second argument that replaces the "
-        "documents, for positions that go on, and for convolutions and states that run across the border."
+        "Look for a mask that does not separate documents, an argument that overrides it, positions that do "
+        "not restart at each document, and convolutions or states that cross the border."
     )
 
     def missing(self, exam: Examination) -> str:
@@ -49,5 +50,5 @@ class Documents(Variation):
         room = max(1, exam.longest - sum(value))
         front = [Segment("sequence", length) for length in value]
         question.rows = [
-            [*front, *(Segment(each.kind, min(each.length, room)) for each in row)] for row in question.rows
+            [*front, *(replace(each, length=min(each.length, room)) for each in row)] for row in question.rows
         ]

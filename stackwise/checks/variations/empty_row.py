@@ -13,12 +13,12 @@ class EmptyRow(Switch):
 
     name = "empty_row"
     check, family = "padding_empty_row", "padding"
-    question = "Does a row of nothing but padding leave the other rows and all gradients as they were?"
+    question = "Are the other rows and all gradients the same if one row is only padding?"
     rank = 38
     advice = (
-        "A query that may look at nothing has a softmax over nothing. Let padded queries see themselves, or "
-        "use a large finite number that is added once: two of the lowest numbers add up to -inf. A NaN times "
-        "a weight of 0 is still NaN in the backward pass."
+        "If all keys of a query are masked, its softmax is NaN. Let padded queries attend to themselves, or "
+        "mask with a finite number and add it once: finfo.min added twice is -inf. A NaN times a weight of 0 "
+        "is still NaN in the backward pass."
     )
 
     def missing(self, exam: Examination) -> str:
@@ -31,7 +31,7 @@ class EmptyRow(Switch):
 
     def text(self, value: bool) -> str:
         """Return the variation in words."""
-        return "a row of the batch is nothing but padding"
+        return "one row of the batch is only padding"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Add the row."""

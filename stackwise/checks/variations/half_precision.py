@@ -18,12 +18,13 @@ class HalfPrecision(Variation):
     """
 
     name = "half_precision"
-    question = "Is everything finite in bfloat16 and float16 that is finite in a plain call?"
+    question = "In bfloat16 and float16, is each result finite that is finite in a plain call in this dtype?"
     family = "finiteness"
     rank = 90
+    compares_less = True
     advice = (
-        "Look for masks of the lowest number that are added twice (their sum is -inf), for a softmax over "
-        "nothing but hidden positions, and for a NaN that is multiplied by 0."
+        "Look for masks of finfo.min that are added twice (their sum is -inf), for a softmax with all keys "
+        "masked, and for a NaN that is multiplied by 0."
     )
 
     def missing(self, exam: Examination) -> str:

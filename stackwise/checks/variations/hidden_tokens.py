@@ -28,7 +28,7 @@ class HiddenTokens(Variation):
         """Require `visible`."""
         if not exam.spec.per_position:
             return "needs an output per position"
-        return "" if exam.spec.visible is not None else "needs visible=, (inputs) -> which may see which"
+        return "" if exam.spec.visible is not None else "needs visible=: inputs -> bool (T, T)"
 
     def draw(self, exam: Examination, rng: random.Random) -> float:
         """Draw a place."""
@@ -36,7 +36,7 @@ class HiddenTokens(Variation):
 
     def text(self, value: float) -> str:
         """Return the variation in words."""
-        return "inputs change that the position may not see"
+        return "inputs that are hidden from a position are replaced"
 
     def change(self, question: Question, value: float, exam: Examination) -> None:
         """Compare outputs only, because replaced inputs have other gradients."""
@@ -61,7 +61,7 @@ def _visible(exam: Examination, sequence: Tensor) -> Tensor:
 
 def _reaching(visible: Tensor) -> Tensor:
     """Return which position is reached by which, (T, T), in any number of layers."""
-    reached = visible | torch.eye(len(visible), dtype=torch.bool)
+    reached = visible | torch.eye(len(visible), dtype=torch.bool, device=visible.device)
     while True:
         further = (reached.float() @ reached.float()) > 0
         if torch.equal(further, reached):

@@ -15,7 +15,7 @@ class Labels(Variation):
 
     name = "labels"
     question = (
-        "Is the own loss the mean negative log likelihood, and its gradient the derivative of this mean?"
+        "Is the model's loss the mean negative log likelihood, and its gradient the derivative of this mean?"
     )
     rank = 32
     single_checks = ("loss_formula", "label_shift", "loss_reduction", "ignored_labels")

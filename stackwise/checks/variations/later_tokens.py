@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.ties import chooses_among_equals
 
 _Value = tuple[str, int]
@@ -22,7 +26,7 @@ class LaterTokens(Variation):
     rank = 30
     advice = (
         "Look for a missing or shifted causal mask (tril(diagonal=1)), a mask that padding or eval mode "
-        "replaces, view() where transpose() is meant, positions that are counted from the end, and any mean, "
+        "replaces, view() instead of transpose(), positions that are counted from the end, and any mean, "
         "norm or convolution over positions."
     )
 
@@ -39,6 +43,23 @@ class LaterTokens(Variation):
     def draw(self, exam: Examination, rng: random.Random) -> _Value:
         """Draw a number from 1 to 6."""
         return (rng.choice(("append", "replace")) if len(exam.lengths) > 1 else "replace"), rng.randint(1, 6)
+
+    @torch.no_grad()
+    def suspects(self, exam: Examination) -> Iterator[_Value]:
+        """Replace the tokens from each position on, and yield the case with the largest difference."""
+        length, largest = exam.longest, 0.0
+        suspect = None
+        sequence, others = exam.sequence(0, length), exam.filler(1, length)[0]
+        answer, model = exam.answer(0, length), exam.model()
+        for first in range(1, length):
+            changed = sequence.clone()
+            changed[first:] = exam.unlike(sequence, others)[first:]
+            output = exam.plain(model, changed)
+            gap = float(relative_difference(answer[:first], output[:first]).max())
+            if not gap <= max(largest, exam.limit):
+                largest, suspect = gap, ("replace", length - first)
+        if suspect is not None:
+            yield suspect
 
     def simpler(self, value: _Value) -> Iterator[_Value]:
         """Yield one token."""
@@ -78,7 +99,8 @@ class LaterTokens(Variation):
         if room < exam.lengths[0] or any(len(row) > 1 for row in question.rows):
             raise Refused("there is no room for later tokens")
         question.rows = [
-            [Segment("sequence", min(row[0].length, room)), Segment("later", count)] for row in question.rows
+            [replace(row[0], length=min(row[0].length, room)), Segment("later", count)]
+            for row in question.rows
         ]
 
     def edit(self, call: Call, value: _Value, exam: Examination) -> None:

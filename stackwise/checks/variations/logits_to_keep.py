@@ -24,7 +24,7 @@ class LogitsToKeep(Variation):
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
     excludes = frozenset({"cache_parts", "static_cache", "labels", "recomputation"})
-    advice = "Look for a slice of the hidden states that counts from the wrong side, or keeps too many."
+    advice = "Look for a slice of the hidden states at the wrong end, or of the wrong length."
 
     def missing(self, exam: Examination) -> str:
         """Require a parameter."""
@@ -41,7 +41,9 @@ class LogitsToKeep(Variation):
 
     def text(self, value: int) -> str:
         """Return the number of outputs."""
-        return f"only the last {value} outputs are computed"
+        return (
+            f"only the last {value} outputs are computed" if value > 1 else "only the last output is computed"
+        )
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
         """Compare outputs only, because the gradients are those of other outputs."""

@@ -12,7 +12,7 @@ class MaskOfOnes(Switch):
     """Pass a mask that hides nothing."""
 
     name = "mask_of_ones"
-    question = "Does a mask that hides nothing change nothing?"
+    question = "Is the output the same with a padding mask of ones as without a mask?"
     rank = 35
     excludes = frozenset({"padded_rows"})
     advice = (

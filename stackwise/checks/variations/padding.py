@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from stackwise.checks.engine.call import decode_takes_mask
@@ -48,7 +49,7 @@ class Padding(Variation):
         return f"there is padding on the {value['side']}"
 
     def correct_if(self, exam: Examination, value: dict[str, Any]) -> str | None:
-        """Padding on the left is no promise of a recurrent model, unless it is declared."""
+        """Return a condition for a recurrent model whose padding on the left is only assumed."""
         if value["side"] == "left" and reads_padding_by_a_state(exam.subject, exam.longest):
             return "padding is always on the right; then declare padding_sides=('right',)"
         return None
@@ -57,14 +58,14 @@ class Padding(Variation):
         """Add padding, after shortening the rows so that it fits."""
         left = value["side"] == "left"
         if question.parts and not (left and decode_takes_mask(exam.spec)):
-            raise Refused("padding before cached parts is on the left, and decode takes its mask")
+            raise Refused("padding with a cache needs left padding and a decode that takes a mask")
         later = sum(each.length for each in question.rows[0] if each.kind == "later")
         amount = min(value["amount"], exam.longest - exam.lengths[0] - later)
         if amount < 1:
             raise Refused("there is no room for padding")
         room = exam.longest - amount - later
         rows = [
-            [s if s.kind == "later" else Segment(s.kind, min(s.length, room)) for s in row]
+            [s if s.kind == "later" else replace(s, length=min(s.length, room)) for s in row]
             for row in question.rows
         ]
         widest = max(sum(s.length for s in row) for row in rows) + amount

@@ -19,7 +19,7 @@ class Positions(Switch):
     name = "positions"
     question = "Do position_ids give the same output as the positions that the model counts?"
     rank = 45
-    advice = "Look for code that uses either the given positions or its own count, but not the same in both."
+    advice = "Look for a part of the model that ignores position_ids and counts positions itself."
 
     def missing(self, exam: Examination) -> str:
         """Require a parameter `position_ids`."""

@@ -23,7 +23,7 @@ class StaticCache(Variation):
     rank = 34
     explained_by = frozenset({"later_tokens", "hidden_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation", "extra_outputs"})
-    advice = "Look for a mask of the length of the tokens so far, in place of the length of the cache."
+    advice = "Look for a mask with the length of the tokens so far. It needs the length of the cache."
 
     def missing(self, exam: Examination) -> str:
         """Require a causal model of transformers with a cache."""

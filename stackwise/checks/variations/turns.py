@@ -15,13 +15,13 @@ class Turns(Switch):
 
     name = "turns"
     check, family = "cache_independence", "cache"
-    question = "Do sequences that are decoded in turns, each with a cache of its own, stay apart?"
+    question = "Is the output the same if another sequence, with another cache, is decoded in between?"
     rank = 36
     explained_by = frozenset({"later_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (
         "Keep positions, masks and lengths in the cache, not in the model: a counter on the module counts "
-        "the tokens of every sequence, and is wrong for a cache that was made elsewhere."
+        "the tokens of every sequence, and is wrong for the cache of another one."
     )
 
     def missing(self, exam: Examination) -> str:
@@ -31,11 +31,11 @@ class Turns(Switch):
         with torch.no_grad():
             _, cache = exam.spec.decode(exam.model(), exam.sequence(0, exam.lengths[0])[None], None)
         has_tensors = any(True for _ in cache_tensors(cache))
-        return "" if has_tensors else "needs a cache that is returned; the model keeps it in itself"
+        return "" if has_tensors else "needs decode to return the cache; this model keeps it in a module"
 
     def text(self, value: bool) -> str:
         """Return the variation in words."""
-        return "another sequence is decoded in turns"
+        return "another sequence is decoded between the parts"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet."""

@@ -5,6 +5,7 @@ Shapes: B batch, T positions, C channels or features, H height, W width, L sampl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,8 +110,17 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
             if conv.in_channels == 1:
                 yield RandomBatch((size,))
     yield from (RandomBatch((width,)) for width in width_candidates(model))
-    if channels is None and conv is None and video is None:  # patches that are cut without a convolution
-        yield from (RandomBatch((n, *size)) for n in (3, 1) for size in _image_sizes(model))
+    if channels is None and conv is None and video is None:
+        yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in _image_sizes(model))
+
+
+def _patch_channels(model: nn.Module) -> list[int]:
+    """Return the channels of images whose patches, cut without a convolution, fit the first linear layer."""
+    first = next((m for m in model.modules() if isinstance(m, _READERS)), None)
+    if not isinstance(first, nn.Linear):
+        return []
+    sizes = {n: first.in_features / n for n in (3, 1)}
+    return [n for n, size in sizes.items() if size > 1 and size == math.isqrt(int(size)) ** 2]
 
 
 def image_channels(model: nn.Module) -> int | None:

@@ -240,10 +240,11 @@ LEAKS_OF_A_MODE = {
 
 
 @pytest.mark.parametrize("name", LEAKS_OF_A_MODE)
-def test_leak_of_a_mode_fails(name):
+def test_leak_of_a_mode_is_found(name):
     model, mode = LEAKS_OF_A_MODE[name]
     result = subjects.ask(model, "causality_modes")
-    assert result.status == "failed"
+    # An author may want statistics over all positions while training.
+    assert result.status == ("warned" if mode == "train mode" else "failed")
     assert mode in result.where
 
 

@@ -191,7 +191,11 @@ BUGS = {
     "NaN": (padded_query_sees_nothing, "padding_amount", "left"),
     "NaN gradient": (empty_row_poisons_gradients, "padding_empty_row", "gradient"),
     "lowest number overflows": (lambda: spec_of(LowestNumber), "half_precision", "16"),
-    "scale of the emptiest row": (lambda: encoder(ScaledByTheEmptiestRow), "padding_empty_row", "nothing"),
+    "scale of the emptiest row": (
+        lambda: encoder(ScaledByTheEmptiestRow),
+        "padding_empty_row",
+        "only padding",
+    ),
     "mean of all vectors": (lambda: vectors(MeanOfAll), "padding_amount", "padding"),
 }
 

@@ -26,7 +26,7 @@ class LaterTokens(Variation):
     rank = 30
     advice = (
         "Look for a missing or shifted causal mask (tril(diagonal=1)), a mask that padding or eval mode "
-        "replaces, view() instead of transpose(), positions that are counted from the end, and any mean, "
+        "replaces, view() where transpose() is meant, positions that are counted from the end, and any mean, "
         "norm or convolution over positions."
     )
 

@@ -209,8 +209,10 @@ def test_wrong_padding_fails(name):
 
 
 def test_mask_that_train_mode_ignores_fails():
-    results = answers(spec_of(MaskIgnoredInTraining), "padding_amount", "train_mode")
-    assert failed(results)
+    some = {name: known_variations()[name] for name in ("padded_rows", "train_mode")}
+    # Half of the draws have padding on the right, which a causal model does not read.
+    found = explore(Subject(spec_of(MaskIgnoredInTraining), torch.device("cpu")), some, count=40).findings
+    assert {each.variation for each in found} <= {"padded_rows", "train_mode"} and found
 
 
 @pytest.mark.parametrize(

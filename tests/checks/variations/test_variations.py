@@ -297,7 +297,7 @@ BUGS = {
 # Variations that show their bug only together with another one: the other one, and the one that reports.
 TOGETHER = {
     "mask_of_ones": ("documents", "mask_of_ones"),
-    "half_precision": ("padded_rows", "padded_rows"),
+    "half_precision": ("padded_rows", "half_precision"),
 }
 
 

@@ -56,7 +56,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/cpmant",),
     ),
     (
-        ("padding",),
+        ("cache", "padding"),
         "decoding with a mask, it makes room in the mask for an image that is not there",
         ("transformers/git",),
     ),

@@ -544,7 +544,9 @@ class TestCheckRefused:
     def test_unknown_check_is_refused_before_anything_is_built(self, call, names):
         code, out, err = call("check", "cli_models.py:never", "--checks", *names)
         assert code == 2 and out == ""
-        assert err.startswith("stackwise: checks: unknown cauzality; did you mean causality or causality_modes?; families: ")
+        assert err.startswith(
+            "stackwise: checks: unknown cauzality; did you mean causality or causality_modes?; families: "
+        )
         for name in ("causality", "padding", "clipping"):  # families of models and of training steps
             assert re.search(rf"\b{name}\b", err)
 

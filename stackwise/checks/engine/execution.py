@@ -243,7 +243,8 @@ class Execution:
         )
         if shift is not None or not expected[2]:
             return expected
-        if any(len(row) > 1 for row in self.question.rows):
+        segments = [segment for row in self.question.rows for segment in row]
+        if len(segments) > len(self.question.rows) or any(each.kind != "sequence" for each in segments):
             raise Refused("the own loss is no mean negative log likelihood, so its value is not known")
         model = self.exam.model().train(self.question.train)
         with torch.enable_grad():

@@ -222,7 +222,12 @@ def _ask_in_own_dtype(
 def _ask_suspects(names: list[str], variations: Variations, exam: Examination, result: Exploration) -> None:
     """Execute the values that quick tests of the variations find suspicious."""
     for name in names:
-        for value in variations[name].suspects(exam):
+        try:
+            values = list(variations[name].suspects(exam))
+        except Exception as error:  # any other exception means: the model does not take the quick test
+            reraise_if_out_of_memory(error)
+            continue
+        for value in values:
             _ask(Composition({name: value}, exam.longest), variations, exam, result)
 
 

@@ -280,3 +280,39 @@ def test_model_whose_copies_use_the_original_is_built_again():
 
 def test_longest_sequence_that_the_model_takes_is_found():
     assert exam_of(spec_of(ShortTable)).longest == 16
+
+
+class NeedsFirstId(GPT):
+    """The second token is a marker: other tokens there are an error."""
+
+    def embed(self, input_ids):
+        if input_ids.shape[1] > 1 and bool((input_ids[:, 1] != 5).any()):
+            raise ValueError("the second token has to be 5")
+        return super().embed(input_ids)
+
+
+def test_model_that_refuses_replaced_tokens_is_explored():
+    def make_batch(batch_size, length, generator):
+        ids = torch.randint(6, GPT.vocab_size, (batch_size, length), generator=generator)
+        ids[:, 1:2] = 5
+        return ids
+
+    exploration = explore(Subject(spec_of(NeedsFirstId, make_batch=make_batch), CPU), SOME)
+    assert not exploration.findings
+    assert exploration.asked[frozenset({"batch"})]
+
+
+class WithFurtherTerm(GPT):
+    """The own loss has a term over the real tokens."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None, *others, **named):
+        output = super().forward(input_ids, attention_mask, labels, *others, **named)
+        if labels is not None:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            output.loss = output.loss + (output.logits.square().mean(-1) * real).sum() / real.sum()
+        return output
+
+
+def test_loss_with_a_further_term_is_not_compared_with_an_empty_row():
+    some = {name: KNOWN[name] for name in ("labels", "empty_row")}
+    assert not explore(Subject(spec_of(WithFurtherTerm), CPU), some).findings

@@ -1,8 +1,11 @@
-"""Changes: intended differences between the base revision and the current tree, each with its reason."""
+"""Changes: intended differences between the base revision and the current tree, each with its reason.
+
+The present list is for the base c1b02b3.
+"""
 
 from __future__ import annotations
 
-from stackwise.checks.check import known_checks
+from stackwise.checks.check import OTHER_NAMES, known_checks
 
 __all__ = ["CHANGES", "RENAMES"]
 
@@ -11,22 +14,32 @@ RENAMES: dict[str, str] = {}
 
 # Pattern of "group/name/key" (as in fnmatch) -> reason why its value differs.
 CHANGES: dict[str, str] = {
-    "*/notes": "notes are in plain words",
-    "healthy/x-transformers/*/initial_loss": "54efec2 does not seed models that a library builds at once",
-    "guard/*/stopped": "alarms are in plain words",
-    "names/commands/train": "training.guard is a GuardPolicy; training.watch_logits and training.bundle_dir",
-    "healthy/*roberta is_decoder/cache_padding": "its positions do not start at 0: padding on the right",
-    "healthy/transformers/camembert is_decoder/cache_padding": "as for roberta",
-    "healthy/transformers/dots3_note_text/*": "32 index heads instead of 2, so that no scores are equal",
-    "healthy/transformers/hy_v4/*": "32 index heads instead of 2, so that no scores are equal",
-    "names/public/stackwise.checks.compare": "new: repeats a composition of equivalent ways",
-    "names/public/stackwise.checks.variations.*": "new package",
-    "names/public/stackwise.config.Guard*": "GuardPolicy is the configuration section",
-    "names/public/stackwise.inference.*": "inference is a part of stackwise.subject",
-    "names/public/stackwise.subject.*": "inference is a part of stackwise.subject",
+    "*/notes": "packed documents, tied heads and padding on the left are found in more models",
+    "names/public/stackwise.checks.*": "single checks became variations of the engine",
 }
-# Checks that the base does not have.
+_ENGINE = {
+    **dict.fromkeys(OTHER_NAMES, "the engine asks this, under another name"),
+    **dict.fromkeys(
+        ("attention_backend", "batch", "cache_parts", "documents", "later_tokens", "padded_rows"),
+        "the variation reports under the name of the single check that it replaces",
+    ),
+    **dict.fromkeys(
+        (
+            "backend_gradients",
+            "batch_invariance",
+            "cache_decoding",
+            "packing_alone",
+            "causality",
+            "padding_amount",
+        ),
+        "a single check became a variation of the engine",
+    ),
+}
 for _check in known_checks().values():
-    if _check.family in ("equivalence", "sensitivity"):
-        for _group in ("healthy", "zoo"):
-            CHANGES[f"{_group}/*/{_check.name}"] = "new checks: equivalent ways to ask, effect of each token"
+    if _check.asks == "model" and _check.family in ("equivalence", "sensitivity", "state", "modes"):
+        _ENGINE.setdefault(_check.name, "new checks and variations")
+for _name in ("cache_call", "cache_independence", "encoder_padding", "half_precision", "padding_empty_row"):
+    _ENGINE.setdefault(_name, "a single check became a variation of the engine, or is new")
+for _name, _reason in _ENGINE.items():
+    for _group in ("healthy", "zoo"):
+        CHANGES[f"{_group}/*/{_name}"] = _reason

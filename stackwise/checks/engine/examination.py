@@ -5,7 +5,6 @@ Shapes: T positions, V outputs.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.engine.call import execute, loss_of
 from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.template import Template
 from stackwise.checks.probe.call import dtype_of, real_inputs
 from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
@@ -117,13 +117,17 @@ class Examination:
 
     def model(self) -> nn.Module:
         """Return a new model in eval mode: a copy, or built again if copies are not independent."""
-        return copy.deepcopy(self.base) if self._can_copy else self._built(self._cast_to)
+        return self._template.copy() if self._can_copy else self._built(self._cast_to)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self.base)
 
     @cached_property
     def _can_copy(self) -> bool:
         """Return True if a copy does not use the tensors of its original, as patched functions may."""
         try:
-            model = copy.deepcopy(self.base)
+            model = self._template.copy()
             with torch.enable_grad():
                 output = self.spec.logits(model, self.subject.inputs(1))
                 if output.requires_grad:

@@ -35,11 +35,12 @@ class AttentionBackend(Variation):
 
     def missing(self, exam: Examination) -> str:
         """Require a call of scaled_dot_product_attention."""
-        return "" if _backends(exam) else "needs a call of scaled_dot_product_attention"
+        return "" if _calls_attention(exam) else "needs a call of scaled_dot_product_attention"
 
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a backend."""
-        return rng.choice(_backends(exam))
+        backends = ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
+        return rng.choice(backends)
 
     def text(self, value: str) -> str:
         """Return the backend."""
@@ -60,13 +61,11 @@ class AttentionBackend(Variation):
         return sdpa_kernel(SDPBackend.MATH) if value == "math" else nullcontext()
 
 
-def _backends(exam: Examination) -> list[str]:
+def _calls_attention(exam: Examination) -> bool:
     calls = _AttentionCalls()
     with calls, torch.no_grad():
         exam.spec.logits(exam.model(), exam.sequence(0, exam.lengths[-1])[None])
-    if not calls.seen:
-        return []
-    return ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
+    return calls.seen
 
 
 class _AttentionCalls(TorchFunctionMode):

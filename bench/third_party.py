@@ -134,24 +134,32 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Any]]]:
     import transformers
     import transformers.generation  # here once, not in the process of each model
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     transformers.logging.set_verbosity_error()
-    assert transformers.AutoModelForCausalLM and transformers.PreTrainedModel
+    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
+    assert transformers.PreTrainedModel
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        yield f"transformers/{kind}", lambda kind=kind: _causal_lm(kind)
-        # Encoders, which may be set up as decoders.
-        if getattr(CONFIG_MAPPING[kind], "is_decoder", None) is False:
-            yield (
-                f"transformers/{kind} is_decoder",
-                lambda kind=kind: _causal_lm(kind, {"is_decoder": True}),
-            )
+        # Encoders can be configured as decoders. Without this setting they predict masked tokens.
+        if getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not False:
+            yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, causal)
+            continue
+        if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, masked)
+        yield (
+            f"transformers/{kind} is_decoder",
+            lambda kind=kind: _smallest(kind, causal, {"is_decoder": True}),
+        )
 
 
-def _causal_lm(kind: str, settings: Mapping[str, Any] | None = None) -> Callable[[], nn.Module]:
-    """A factory of the smallest model of a type; the first variant that builds and runs is taken."""
+def _smallest(
+    kind: str, auto_class: Any, settings: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module]:
+    """Return a factory of the smallest model of a type: the first variant that can be built and called."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     errors: list[str] = []
@@ -159,16 +167,16 @@ def _causal_lm(kind: str, settings: Mapping[str, Any] | None = None) -> Callable
         try:
             config = tiny_config(CONFIG_MAPPING[kind], sizes() | variant | (settings or {}))
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+                model = auto_class.from_config(copy.deepcopy(config))
             if (size := sum(p.numel() for p in model.parameters())) > _MAX_PARAMETERS:
                 raise ValueError(f"{size} parameters, the table does not shrink it")
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+            model = auto_class.from_config(copy.deepcopy(config)).eval()
             with torch.no_grad():
                 model(torch.randint(VOCAB, (2, 8)))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
-        return lambda config=config: AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return lambda config=config: auto_class.from_config(copy.deepcopy(config))
     raise ValueError(errors[0])
 
 

@@ -37,6 +37,10 @@ _WAITING = {
 }
 _OPTIM = str(Path(torch.optim.__file__).parent)
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+# Functions that create a tensor on the host, unless they get a device.
+_CREATING = (torch.rand, torch.randn, torch.randint, torch.tensor, torch.arange, torch.zeros, torch.ones)
+# Functions that read a value. A tensor that was created on the host can be read without a wait.
+_READING = (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 # Copies to the host; where the device is the host already, no operation shows them.
 _COPYING = {Tensor.cpu: ".cpu()", Tensor.numpy: ".numpy()", Tensor.tolist: ".tolist()"}
 
@@ -98,15 +102,33 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def __init__(self, watch: _Waits) -> None:
         super().__init__()
         self._watch = watch
+        # Tensors that are on the host whatever the device of the model, by id. Kept, so that ids stay unique.
+        self._host: dict[int, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _COPYING:
+        kwargs = kwargs or {}
+        if function is F.one_hot:
+            return self._one_hot(*args, **kwargs)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        on_host = all(id(each) in self._host for each in tensors)
+        if function in _READING and on_host:
+            return self._unwatched(function, *args)
+        if function in _COPYING and not on_host:
             self._watch.note(_COPYING[function])
-        elif function is Tensor.to and self._goes_to_host(*args, **(kwargs or {})):
+        elif function is Tensor.to and not on_host and self._goes_to_host(*args, **kwargs):
             self._watch.note('.to("cpu")')
-        elif function is F.one_hot:
-            return self._one_hot(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **kwargs)
+        created = tensors or (function in _CREATING and kwargs.get("device") is None)
+        if on_host and created and isinstance(result, Tensor):
+            self._host[id(result)] = result
+        return result
+
+    def _unwatched(self, function: Any, *args: Any) -> Any:
+        self._watch.paused = True
+        try:
+            return function(*args)
+        finally:
+            self._watch.paused = False
 
     def _one_hot(self, labels: Tensor, num_classes: int = -1) -> Tensor:
         """Call one_hot. With a number of classes it reads the labels on the CPU only, to check them."""

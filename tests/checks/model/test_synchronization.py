@@ -44,6 +44,32 @@ def test_sound(subjects, name):
     assert (result.status, result.value) == ("passed", 0.0), result
 
 
+def test_a_single_wait_per_call_costs_little(subjects):
+    class ReadsOnce(subjects.TinyLM):
+        def forward(self, ids):
+            return super().forward(ids if (ids >= 0).all() else -ids)
+
+    result = subjects.ask(ReadsOnce, "host_waits")
+    assert (result.status, result.value) == ("passed", 1.0)
+
+
+def test_tensors_that_were_created_on_the_host(subjects):
+    """Such as the random number that decides if layerdrop skips a layer."""
+
+    def layerdrop(x):
+        return x * 0.5 if torch.rand([]) < 0.1 else x
+
+    result = subjects.ask(mixing(subjects, layerdrop), "host_waits")
+    assert (result.status, result.value) == ("passed", 0.0)
+
+
+def test_tensors_that_were_created_on_the_device(subjects):
+    def layerdrop(x):
+        return x * 0.5 if torch.rand([], device=x.device) < 0.1 else x
+
+    assert subjects.ask(mixing(subjects, layerdrop), "host_waits").status == "warned"
+
+
 def test_what_only_the_first_call_does(subjects):
     class Caches(subjects.TinyLM):
         scale = None

@@ -1,7 +1,8 @@
-"""Models of others, tiny and with random weights, each from a function that `ModelSpec.of` understands.
+"""Third-party models, tiny and with random weights, each as a function that `ModelSpec.of` understands.
 
-No list of names: every causal language model type that transformers knows and one table of small sizes
-can build, every option of x-transformers' attention layers by itself, torch's own layers, litgpt's families.
+They are not chosen: all language models, encoders, encoder-decoders, classifiers and image classifiers of
+transformers that a table of small sizes can build, x-transformers with each option of its attention layers,
+the families of litgpt, and the layers of torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 __all__ = ["of_size", "sizes", "subjects", "tiny_config", "versions"]
 
 VOCAB, WIDTH, LAYERS, HEADS, LENGTH = 61, 32, 2, 4, 64
+IMAGE = 32  # pixels
 
 # What configurations call each size.
 NAMES = {
@@ -42,6 +44,8 @@ NAMES = {
 }
 # Settings that only some have, as small as these allow.
 RARE: dict[str, Any] = {
+    "image_size": IMAGE,
+    "patch_size": 8,
     "kv_lora_rank": 8,
     "q_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -133,26 +137,46 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Any]]]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
     import transformers.generation  # here once, not in the process of each model
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
 
     transformers.logging.set_verbosity_error()
-    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
     assert transformers.PreTrainedModel
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    language_models = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked_models = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
+    for kind in sorted(language_models):
         # Encoders can be configured as decoders. Without this setting they predict masked tokens.
         if getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not False:
             yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, causal)
             continue
-        if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        if kind in masked_models:
             yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, masked)
         yield (
             f"transformers/{kind} is_decoder",
             lambda kind=kind: _smallest(kind, causal, {"is_decoder": True}),
         )
+    others = {
+        "masked": (masked, masked_models),
+        "seq2seq": (
+            transformers.AutoModelForSeq2SeqLM,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        ),
+        "classifier": (
+            transformers.AutoModelForSequenceClassification,
+            modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        ),
+        "images": (
+            transformers.AutoModelForImageClassification,
+            modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        ),
+    }
+    for task, (auto_class, kinds) in others.items():
+        for kind in sorted(kinds.keys() - language_models.keys()):
+            yield (
+                f"transformers/{kind} {task}",
+                lambda kind=kind, auto_class=auto_class: _smallest(kind, auto_class),
+            )
 
 
 def _smallest(
@@ -172,12 +196,24 @@ def _smallest(
                 raise ValueError(f"{size} parameters, the table does not shrink it")
             model = auto_class.from_config(copy.deepcopy(config)).eval()
             with torch.no_grad():
-                model(torch.randint(VOCAB, (2, 8)))
+                model(**_example(model))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
         return lambda config=config: auto_class.from_config(copy.deepcopy(config))
     raise ValueError(errors[0])
+
+
+def _example(model: Any) -> dict[str, Any]:
+    """Return inputs of a transformers model of tokens, of images, or of two sequences."""
+    import torch
+
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.rand(2, 3, IMAGE, IMAGE)}
+    inputs = {"input_ids": torch.randint(VOCAB, (2, 8))}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.randint(VOCAB, (2, 8))
+    return inputs
 
 
 def tiny_config(config_class: Any, chosen_sizes: Mapping[str, Any]) -> Any:

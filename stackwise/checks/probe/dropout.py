@@ -23,23 +23,26 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
-# Which of its positional arguments is the probability; what a function calls inside is not seen.
+# Index of the positional argument that is the probability.
 _PROBABILITY: dict[Callable[..., Any], int] = {
     F.scaled_dot_product_attention: 4,
     F.multi_head_attention_forward: 10,
 }
-# Of theirs the place depends on how they are called; the probability is the one number with a point.
+# The index depends on the overload. The probability is the only float.
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Inside, dropout of torch does nothing, also where a module keeps its probability for itself."""
+    """Context in which the dropout of torch returns its input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The call, or its input as it came."""
+        """Call a function with a dropout probability of 0."""
         kwargs = kwargs or {}
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if function is torch.Tensor.backward:
+            with self:  # torch disables the mode inside the call, and recomputation calls the model there
+                return _backward(*args, **kwargs)
         if function is torch.native_dropout:
             args, kwargs = (*args[:2], False), {key: each for key, each in kwargs.items() if key != "train"}
         elif function in _PROBABILITY:
@@ -49,3 +52,8 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         elif function in _RECURRENT:
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return function(*args, **kwargs)
+
+
+def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
+    """Call the function that `Tensor.backward` calls."""
+    torch.autograd.backward(output, gradient, **options)

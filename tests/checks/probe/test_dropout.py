@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks.probe.dropout import WithoutDropout
 
@@ -49,6 +50,20 @@ WAYS = {
     "relu rnn": lambda p: recurrent(nn.RNN, dropout=p, nonlinearity="relu"),
     "packed": packed,
 }
+
+
+def test_recomputation_in_the_backward_pass():
+    linear = nn.Linear(8, 8)
+
+    def gradient(p):
+        linear.zero_grad()
+        output = checkpoint(lambda x: F.dropout(linear(x), p, training=True), INPUT, use_reentrant=False)
+        output.square().sum().backward()
+        return linear.weight.grad.clone()
+
+    expected = gradient(0.0)
+    with WithoutDropout():
+        assert torch.equal(gradient(0.5), expected)
 
 
 @pytest.mark.parametrize("name", WAYS)

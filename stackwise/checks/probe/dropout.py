@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["WithoutDropout"]
@@ -55,5 +56,5 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
-    """Call the function that `Tensor.backward` calls."""
-    torch.autograd.backward(output, gradient, **options)
+    """Call the function that `Tensor.backward` calls, without a tensor that torch would ask this mode for."""
+    torch.autograd.backward(get_gradient_edge(output), gradient, **options)

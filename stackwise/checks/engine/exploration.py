@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Exploration", "Finding", "compare", "explore"]
+__all__ = ["Exploration", "Finding", "code_of", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
@@ -42,6 +43,8 @@ _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
 # Numbers of parameters above which variations are not combined, and above which nothing is asked, because
 # copies in float64 need too much time and memory.
 _LARGE, _TOO_LARGE = 20_000_000, 500_000_000
+# Exceptions by which a model says that it does not support a call.
+_REFUSALS = (Refused, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,17 @@ class Finding:
     @property
     def code(self) -> str:
         """Return Python code that repeats the composition; `model` is the subject."""
-        gradients = ", gradients=True" if self.composition.gradients else ""
-        after = ", after=True" if self.composition.after else ""
-        values, length = dict(self.composition.values), self.composition.length
-        setting = "".join(f", {name}={value}" for name, value in self.setting.items())
-        return f"compare(model, {values}, length={length}{gradients}{after}{setting})"
+        return code_of(self.composition, self.setting)
+
+
+def code_of(composition: Composition, setting: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return Python code that repeats a composition, with further arguments of `compare`."""
+    gradients = ", gradients=True" if composition.gradients else ""
+    after = ", after=True" if composition.after else ""
+    further = "".join(f", {name}={value}" for name, value in setting.items())
+    return (
+        f"compare(model, {dict(composition.values)}, length={composition.length}{gradients}{after}{further})"
+    )
 
 
 @dataclass
@@ -87,6 +96,8 @@ class Exploration:
         missing: reason why a variation does not apply, by its name.
         asked: number of executed compositions of each variation, and of each pair.
         refused: reason why the model did not take a set of variations, the last one.
+        crashes: composition and exception of each pair that raises, other than by a refusal, in all its
+            compositions, though the model takes each of the two alone.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
         limit: largest difference of outputs that is rounding.
@@ -96,6 +107,7 @@ class Exploration:
     missing: dict[str, str] = field(default_factory=dict)
     asked: Counter[frozenset[str]] = field(default_factory=Counter)
     refused: dict[frozenset[str], str] = field(default_factory=dict)
+    crashes: dict[frozenset[str], tuple[Composition, str]] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
@@ -160,6 +172,11 @@ def explore(
             _ask_suspects(names, variations, exam, result)
             if exam.is_float64 and not is_large:
                 _ask_in_own_dtype(names, variations, exam, result)
+    result.crashes = {
+        pair: crash
+        for pair, crash in result.crashes.items()
+        if not result.asked[pair] and all(result.asked[frozenset({name})] for name in pair)
+    }
     for name in names:
         refusal = result.refused.get(frozenset({name}))
         if not result.asked[frozenset({name})] and refusal is not None:
@@ -271,6 +288,8 @@ def _worst(
         if result is not None:
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
+            if len(composition.names) == 2 and not isinstance(error, _REFUSALS):
+                result.crashes.setdefault(composition.names, (composition, text))
         return None
     if result is not None:
         for name in composition.names:

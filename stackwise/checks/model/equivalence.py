@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stackwise.checks.check import Check, check, enter, known_checks
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.exploration import Exploration, Finding, explore
+from stackwise.checks.engine.exploration import Exploration, Finding, code_of, explore
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -76,6 +76,31 @@ def _reported_elsewhere(
         if known_checks()[name].function(subject).status == "failed":
             return f"the difference is reported by {name}"
     return ""
+
+
+@check
+def combined_calls(subject: Subject) -> CheckResult:
+    """Does the model take two variations together, if it takes each of them alone?"""
+    exploration = _explored(subject)
+    if exploration.crashes:
+        composition, error = min(
+            exploration.crashes.values(), key=lambda crash: (crash[0].gradients, crash[0].length)
+        )
+        others = len(exploration.crashes) - 1
+        return subject.warned(
+            float(len(exploration.crashes)),
+            0.0,
+            where=" and ".join(sorted(composition.names)) + (f"; {others} more pairs" if others else ""),
+            meaning=f"The model raises {error}, if {composition.text(known_variations())}. "
+            "It takes each of the two alone.",
+            correct_if="the model does not support them together; a ValueError that says so is then clearer",
+            advice="Look for shapes that only one of the two branches prepares, and for an argument that one "
+            f"of them overwrites. To repeat it: {code_of(composition)}",
+        )
+    if not exploration.asked:
+        return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))
+    pairs = sum(len(names) == 2 for names in exploration.asked)
+    return subject.passed(0.0, 0.0, meaning=f"{pairs} pairs of variations were executed")
 
 
 @check(suite="full")

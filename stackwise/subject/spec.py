@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
+from stackwise.subject.encoder_decoder import Decoder, DecoderFactory, is_encoder_decoder
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
 from stackwise.subject.inference.inputs import made_batch
@@ -187,7 +188,10 @@ class ModelSpec:
             _refuse_unready(made, name)
             build, model = _apart(subject, made) if is_factory else _copies(made)
             notes = [*subject.notes] if isinstance(subject, HFModel) else []
-            if is_factory and build is not subject:
+            if is_encoder_decoder(made) and "forward" not in declared:
+                build, model = DecoderFactory(build), Decoder(model)
+                notes.append("called as a decoder, while the encoder reads a fixed text")
+            elif is_factory and build is not subject:
                 notes.append("its models share tensors, so each is a copy")
             with seeded(0):  # a compiled model is unwrapped, so that no trial is compiled
                 inferred = infer(unwrapped(model).eval(), {"name": name, **declared})

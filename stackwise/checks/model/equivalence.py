@@ -86,14 +86,20 @@ def _reported_elsewhere(
 def combined_calls(subject: Subject) -> CheckResult:
     """Does the model take two variations together, if it takes each of them alone?"""
     exploration = _explored(subject)
-    if crashes := exploration.crashes():
+    variations = known_variations()
+    crashes = [
+        crash
+        for crash in exploration.crashes()
+        if not any(variations[name].single_checks for name in crash[0].names)  # they report it
+    ]
+    if crashes:
         composition, error = min(crashes, key=lambda crash: (crash[0].gradients, crash[0].length))
         others = len(crashes) - 1
         return subject.warned(
             float(len(crashes)),
             0.0,
             where=" and ".join(sorted(composition.names)) + (f"; {others} more pairs" if others else ""),
-            meaning=f"The model raises {error}, if {composition.text(known_variations())}. "
+            meaning=f"The model raises {error}, if {composition.text(variations)}. "
             "It takes each of the two alone.",
             correct_if="the model does not support them together; a ValueError that says so is then clearer",
             advice="Look for shapes that only one of the two branches prepares, and for an argument that one "

@@ -30,7 +30,7 @@ def token_effect(subject: Subject) -> CheckResult:
     spec = subject.spec
     if not spec.per_position:
         return subject.not_applicable("needs an output per position")
-    if spec.visible is not None or spec.window is not None:
+    if spec.visible is not None or spec.window not in (None, "full"):
         return subject.not_applicable(
             "needs a model without visible= and window=; see hidden_tokens and horizon"
         )
@@ -60,14 +60,16 @@ def token_effect(subject: Subject) -> CheckResult:
     if not without:
         return subject.passed(float(effects.min()), None)
     last = max(without)
-    return subject.warned(
+    reads_selected = (
+        "the model has a window, or reads selected inputs only; if all layers have one, declare window="
+    )
+    return subject.failed_unless(
+        None if spec.window == "full" else reads_selected,
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",
         meaning=f"{len(without)} inputs, the last one {length - 1 - last} positions before the end, have no "
         "effect on the last output, and no window is declared.",
-        correct_if="the model has a window, or reads selected inputs only; if all layers have one, declare "
-        "window=",
         advice=_ADVICE,
     )
 

@@ -201,7 +201,7 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
 
 @check
 def trainable(subject: Subject) -> CheckResult:
-    """Are all parameters trainable but those declared, and is that left alone by train() and eval()?"""
+    """Are all parameters trainable except the declared ones, and do train() and eval() not change this?"""
     model = subject.spec.create(subject.device, subject.seed)
     as_built = {name: p.requires_grad for name, p in model.named_parameters()}
     n = len(as_built)
@@ -268,9 +268,9 @@ def _without_gradient(
     called: set[str],
     connected: set[str],
 ) -> list[str]:
-    """Return the parameters whose gradient is None or 0 in each of a few steps.
+    """Return the parameters with a gradient of None or 0 in each of a few steps.
 
-    Add the names of modules that run to `called`, and those of parameters with a gradient to `connected`.
+    Add the names of modules that run to `called`, and of parameters with a gradient to `connected`.
     """
     missing = list(trainable)
     optimizer = None
@@ -301,7 +301,7 @@ def _without_gradient(
 
 @torch.no_grad()
 def _influence(subject: Subject, names: list[str]) -> dict[str, str]:
-    """Return how the output depends on each parameter: "smooth", "steps" (if changes are large) or "none"."""
+    """Return the dependence of the output on each parameter: "smooth", "steps" (large changes) or "none"."""
     for dtype in (torch.float64, None):
         model = subject.model(train=True, dtype=dtype, fill_zeros=True)
         try:

@@ -80,7 +80,7 @@ def horizon(subject: Subject) -> CheckResult:
 
 
 def _full(subject: Subject, T: int) -> CheckResult:
-    """Require that each layer, or else the whole model, reads all T positions that causality allows."""
+    """Require that each layer, or the model if it has none, reads all T positions that causality allows."""
     token = 1 if subject.spec.causal else T // 2
     claimed = _Reach(T - 1 - token, 0 if subject.spec.causal else token)
     reading = _reading_layers(subject, T, token) or {"the model": _whole_reach(subject, T, token)}
@@ -132,7 +132,7 @@ def _judge_layers(
 
 
 def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
-    """Compare the whole model with the window: n windows reach n times as far."""
+    """Compare the reach of the model with n windows, one per layer."""
     depths = {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     widest, side = claimed.farthest, 1 if claimed.after == 0 else 2
     deepest = max(depths, default=4)
@@ -160,7 +160,7 @@ def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
 
 
 def _times(reach: _Reach, claimed: _Reach) -> int:
-    """Return how many consecutive windows reach as far. 0: no whole number."""
+    """Return the number of consecutive windows with this reach. 0: it is not an integer."""
     pairs = [(reach.before, claimed.before), (reach.after, claimed.after)]
     if any(bool(far) != bool(one) for far, one in pairs):
         return 0
@@ -265,8 +265,8 @@ def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[s
 def _by_stage(subject: Subject, T: int, token: int) -> dict[str, _Reach]:
     """Return the reach of each stage, for models without separate layers.
 
-    A stage begins at a module that sees farther than all modules before it. Return {} if so few modules are
-    between two stages that a stage may have several windows.
+    The first module of a stage has a larger reach than all modules before it. Return {} if two stages are
+    less than 4 modules apart, because a stage may then have several windows.
     """
     one = subject.inputs(1, T)
     changed = _changed_at(subject, one, token)
@@ -292,7 +292,7 @@ def _by_stage(subject: Subject, T: int, token: int) -> dict[str, _Reach]:
 def _reached(
     subject: Subject, model: nn.Module, inputs: Tensor, token: int, begin: str | None = None
 ) -> dict[str, _Reach]:
-    """Return how far row 0 differs from row 1 after each module, in the order of calls.
+    """Return the reach of the difference of rows 0 and 1 after each module, in the order of calls.
 
     Only modules count that are called once and return a vector per position.
 
@@ -301,7 +301,7 @@ def _reached(
         model: a new model.
         inputs: two rows.
         token: position that differs.
-        begin: module whose output is changed at `token` of row 0. None: the inputs differ.
+        begin: module to change, at `token` of row 0 of its output. None: the inputs differ.
     """
     calls: Counter[str] = Counter()
     found: dict[str, _Reach] = {}
@@ -345,7 +345,7 @@ def _changed_at(subject: Subject, inputs: Tensor, token: int) -> Tensor:
 
 
 def _whole_reach(subject: Subject, T: int, token: int) -> _Reach:
-    """Return how far a changed input changes the output."""
+    """Return the reach of a changed input in the output."""
     one = subject.inputs(1, T)
     changed = _changed_at(subject, one, token)
 
@@ -366,7 +366,7 @@ def _in_float64(subject: Subject, measure: Callable[[nn.Module], Measured]) -> M
 
 
 def _reach_of(influence: Tensor, token: int, output: Tensor) -> _Reach:
-    """Return the reach, given the influence (T,) of one input on each output position.
+    """Return the reach for the influence (T,) of one input on each output position.
 
     If the output at token + d is changed, a position sees d positions before its own.
     """

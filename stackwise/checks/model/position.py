@@ -26,7 +26,7 @@ _SHIFT, _LENGTH = 3, 12
 _SHIFT_LIMIT = 1e-3
 # Rounding of outputs in float64, without the casts to float32 that the model's own code has.
 _ROUNDING = 1e-9
-# Longest sequence on which a whole table is tested.
+# Longest sequence on which all rows of a table are tested.
 _LONGEST = 1024
 # Tables that start after this row are tables of distances.
 _MOST_RESERVED = 2
@@ -236,7 +236,7 @@ def _widened(exam: Examination, call: Callable[[], Tensor]) -> Tensor:
 def _positions(exam: Examination) -> Tensor:
     """Return the positions 1, 2, 3, ..., such that they can be doubled and shifted.
 
-    Position 0 is left out, because some recurrent layers start again at it.
+    Position 0 is left out, because some recurrent layers reset their state at it.
     """
     longest = exam.spec.max_length or 2 * _LENGTH + 1
     length = min(exam.lengths[-1], _LENGTH, (longest - 1) // 2, longest - _SHIFT - 1)
@@ -292,7 +292,7 @@ def _has_rotary(model: nn.Module) -> bool:
 def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
     """Return each buffer that has cos or sin of at least n positions, and the dimension of the positions.
 
-    Its first row is the rotation by 0: all cos are 1, or all sin are 0. Others are between -1 and 1.
+    Its first row is the rotation by 0: all cos are 1, or all sin are 0.
     """
     found = []
     for buffer in model.buffers():

@@ -15,7 +15,7 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
 
-# Other last tokens, of which one has to have an effect.
+# Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
 
 _ADVICE = (
@@ -26,7 +26,7 @@ _ADVICE = (
 
 @check
 def token_effect(subject: Subject) -> CheckResult:
-    """Does every input have an effect on the output (causal model: on the last one)?"""
+    """Does every input have an effect on the output (causal model: on the last output)?"""
     spec = subject.spec
     if not spec.per_position:
         return subject.not_applicable("needs an output per position")
@@ -76,7 +76,7 @@ def token_effect(subject: Subject) -> CheckResult:
 
 @check
 def text_after_padding_id(subject: Subject) -> CheckResult:
-    """Does a text classifier read tokens after a padding id that the mask keeps?"""
+    """Does a text classifier read tokens after a padding id that the mask does not hide?"""
     spec = subject.spec
     if spec.per_position or spec.inputs != "tokens" or spec.masked is None:
         return subject.not_applicable("needs a text classifier with masked")
@@ -109,8 +109,8 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
         0.0,
         where=f"padding id {token} at position {length // 2} of {length}",
         meaning="The output does not depend on the last token if a padding id stands before it, although the "
-        "mask keeps all tokens. The end token is often also the padding token, and occurs within chats.",
-        advice="Pool at the last one that the mask keeps, or at the last token that is not the padding id.",
+        "mask hides no token. The end token is often also the padding token, and occurs within chats.",
+        advice="Pool at the last token that the mask does not hide, or that is not the padding id.",
     )
 
 

@@ -22,10 +22,10 @@ __all__ = ["Comparison", "compared", "direction_of", "trainable_parameters"]
 _EXACT = 1e-5
 _VAGUE = 0.05
 _SIZES = (1e-6, 1e-5, 1e-3, 1e-2)
-# If the slope at this step differs from that at a longer step, the function is not smooth there. Example:
-# batch norm over two rows with one value each.
+# The function is not smooth if the slopes at this step and at a longer step differ. Example: batch norm over
+# two rows with one value each.
 _CLOSER = 1e-9
-# Operations whose derivative is 0 almost everywhere. The author chooses the gradient.
+# Operations with a derivative of 0 almost everywhere. The author chooses their gradient.
 _STEP_FUNCTIONS = ("round", "sign", "heaviside", "bernoulli", "argmax")
 
 _Function = Callable[[nn.Module], Tensor]
@@ -40,7 +40,7 @@ class Comparison:
         limit: largest value that is rounding. Above 0.05, the function is not smooth.
         wrong: name, slope by gradient and slope by finite differences of each parameter that differs: slopes
             of 0 first, then the largest differences.
-        uses_steps: the function uses step functions, whose gradient the author chooses.
+        uses_steps: the function uses step functions. The author chooses their gradient.
         truncates: matrices are multiplied while gradients are off, as in truncated backpropagation.
         has_gradient: the result depends on a parameter.
     """
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def is_smooth(self) -> bool:
-        """Return False if finite differences say nothing."""
+        """Return False if finite differences do not converge."""
         return self.limit <= _VAGUE
 
 
@@ -96,7 +96,7 @@ def compared(subject: Subject, model: nn.Module, function: _Function) -> Compari
     best: tuple[float, float, float] | None = None  # noise, measured, size
     for size in _SIZES:
         (measured, _), (half, bend) = (probe.difference(everything, s) for s in (size, size / 2))
-        # At a kink, such as that of relu at 0, the slopes on both sides differ.
+        # At a kink, such as relu at 0, the slopes on both sides differ.
         noise = max(abs(measured - half), bend) / max(abs(half), scale)
         if best is None or noise < best[0]:
             best = (noise, half, size / 2)
@@ -181,7 +181,7 @@ class _Probe:
         return (values[0] - values[1]) / (2 * size), abs(values[0] + values[1]) / (2 * size)
 
     def wrong(self, size: float, tolerance: float) -> tuple[tuple[str, float, float], ...]:
-        """Return name, slope and difference of each parameter whose slope differs."""
+        """Return name, slope and difference of each parameter with a wrong slope."""
         found = []
         for name, slope in self.slopes.items():
             measured, _ = self.difference([name], size)

@@ -6,6 +6,7 @@ Shapes: B batch, T positions, V outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +160,7 @@ def _losses(subject: Subject) -> Iterator[tuple[str, nn.Module, Callable[[nn.Mod
         for name, given in labels.items():
             model = subject.model(train=train, dtype=torch.float64, fill_zeros=True)
             mode = "train mode" if train else "eval mode"
-            yield f"{mode}, {name}", model, lambda m, given=given: loss(m, given)
+            yield f"{mode}, {name}", model, partial(loss, given=given)
 
 
 def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> CheckResult:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.call import REFUSALS, has_fixed_state
 from stackwise.checks.probe.difference import absolute_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -86,7 +86,9 @@ def _full(subject: Subject, T: int) -> CheckResult:
     reading = _reading_layers(subject, T, token) or {"the model": _whole_reach(subject, T, token)}
     for name, reach in reading.items():
         if reach != claimed:
-            return subject.failed(
+            forgets = has_fixed_state(subject, subject.inputs(1))
+            return subject.failed_unless(
+                "the layer is recurrent, and its memory fades" if forgets else None,
                 float(reach.before + reach.after + 1),
                 float(claimed.before + claimed.after + 1),
                 where=name,

@@ -352,7 +352,7 @@ def _rows_without_gradient(exam: Examination, name: str, rows: set[int]) -> list
     answer = _output(exam, exam.model(), sequence)
     for row in set(range(max(rows))) - rows:
         model = exam.model()
-        table = model.get_parameter(name)
+        table: Tensor = model.get_parameter(name)
         table = table[0] if table.ndim == 3 else table
         table[row] += table.std() * torch.randn(table.shape[1:], generator=torch.Generator().manual_seed(row))
         if float(relative_difference(answer, _output(exam, model, sequence)).max()) > _rounding(exam):

@@ -38,7 +38,7 @@ def token_effect(subject: Subject) -> CheckResult:
     length = exam.lengths[-1]
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
-    if not exam.is_repeatable:
+    if not (exam.is_measurable and exam.is_repeatable):
         return subject.not_applicable(NOT_REPEATED)
     sequence = exam.sequence(0, length)
     changed = sequence[None].repeat(length, *(1 for _ in sequence.shape))

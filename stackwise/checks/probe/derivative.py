@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -142,7 +143,7 @@ class _Probe:
     @property
     def scale(self) -> float:
         """Return the norm of the slopes."""
-        return max(sum(s * s for s in self.slopes.values()) ** 0.5, 1e-300)
+        return max(math.hypot(*self.slopes.values()), 1e-300)
 
     def _slopes(self, output: Tensor) -> dict[str, float]:
         finite = output.masked_fill(~self._base.isfinite(), 0.0)

@@ -102,8 +102,9 @@ class ModelSpec:
         auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
         visible: inputs -> bool (T, T) or (B, T, T), True if position t may see position s, in models that are
             neither causal nor bidirectional, such as prefix models. None: no claim.
-        window: W: each position sees itself and the W - 1 before it; if not causal, also the W - 1 after it.
-            Or a pair (before, after). None: no claim.
+        window: W: each layer reads its own position and the W - 1 before it; if not causal, also the W - 1
+            after it. Or a pair (before, after). "full": each layer reads all positions that causality allows;
+            `ModelSpec.of(model, window=None)` declares the same. None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
@@ -140,7 +141,7 @@ class ModelSpec:
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
     visible: Callable[[Tensor], Tensor] | None = None
-    window: int | tuple[int, int] | None = None
+    window: int | tuple[int, int] | Literal["full"] | None = None
     tied: bool | None = None
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
@@ -176,6 +177,8 @@ class ModelSpec:
         """
         check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
         _check_values(declared)
+        if declared.get("window", 0) is None:
+            declared["window"] = "full"
         if declared.get("visible") is not None:
             declared = {"causal": None, **declared}  # causality is not assumed then
         is_factory = callable(subject) and not isinstance(subject, nn.Module)
@@ -295,8 +298,8 @@ def _check_values(given: Mapping[str, Any]) -> None:
     reach = window if isinstance(window, tuple | list) and len(window) == 2 else (window,)
     least = 0 if len(reach) == 2 else 1
     is_valid = all(type(size) is int and size >= least for size in reach)
-    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, or None"
-    require(window is None or is_valid, "window", window, allowed)
+    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, 'full' or None"
+    require(window in (None, "full") or is_valid, "window", window, allowed)
 
 
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:

@@ -205,9 +205,8 @@ def _measured(name: str, mutant: Mutant, originals: Mapping[str, Answer], answer
     make = _make(name)
     install(name, mutant)
     answered = ask(make)
-    moved, broken, raised = (
-        judge(answered, originals) for judge in (changed, contradictions, new_exceptions)
-    )
+    moved, broken = changed(answered, originals), contradictions(answered, originals)
+    raised = new_exceptions(answered, originals)
     if "plain" in raised:
         yield {"kind": "crashes"}
     elif broken:

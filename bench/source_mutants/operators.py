@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 __all__ = ["OPERATORS", "Mutant", "mutants", "mutate"]
@@ -104,7 +105,7 @@ def mutate(source: str, mutant: Mutant) -> ast.Module:
 def _sites(tree: ast.Module, lines: Collection[int]) -> Iterator[tuple[Mutant, Callable[[], None]]]:
     seen: set[Mutant] = set()
     for place in _places(Place(tree)):
-        line = getattr(place.node, "lineno", None)
+        line = getattr(place.node, "lineno", 0)
         if line not in lines or not place.parameters or _NO_FORWARD & set(place.functions):
             continue
         columns = f"{place.node.col_offset}-{place.node.end_col_offset}"  # type: ignore[attr-defined]
@@ -114,7 +115,7 @@ def _sites(tree: ast.Module, lines: Collection[int]) -> Iterator[tuple[Mutant, C
                 is_new = len(nodes) != 1 or ast.dump(nodes[0]) != ast.dump(place.node)
                 if is_new and mutant not in seen:
                     seen.add(mutant)
-                    yield mutant, lambda nodes=nodes, span=span, place=place: place.replace(nodes, span)
+                    yield mutant, partial(place.replace, nodes, span)
 
 
 def _places(place: Place) -> Iterator[Place]:
@@ -248,9 +249,9 @@ def off_by_one(place: Place) -> Iterator[Variant]:
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _ORDERS:
         yield "comparison", [_changed(node, ops=_with(node.ops, 0, _ORDERS[type(node.ops[0])]()))], 1
     if isinstance(node, ast.Slice):
-        for bound, value in (("lower", 1), ("upper", -1)):
+        for bound, first in (("lower", 1), ("upper", -1)):
             if getattr(node, bound) is None:
-                yield f"{bound} {value}", [_changed(node, **{bound: _constant(value)})], 1
+                yield f"{bound} {first}", [_changed(node, **{bound: _constant(first)})], 1
         return
     around = place.parents[-2] if isinstance(parent, ast.Tuple) else parent
     is_index = isinstance(around, ast.Subscript) and place.field != "value" and _integer(node) is not None

@@ -36,6 +36,7 @@ MODELS = (
 TARGET = 2000  # mutants that change an observable
 _BATCH, _QUICK = 50, 6  # mutants that are measured before they are counted, and in a quick run
 _SHOWN = 3  # ways in the record of a mutant
+_FIRST = {"plain", "batch"}  # ways in which an exception is noticed at the first call
 _SECONDS = 240.0  # of one mutant
 Answers = Callable[[Callable[[], Any]], Iterator[dict[str, Any]]]
 
@@ -207,7 +208,7 @@ def _measured(name: str, mutant: Mutant, originals: Mapping[str, Answer], answer
     answered = ask(make)
     moved, broken = changed(answered, originals), contradictions(answered, originals)
     raised = new_exceptions(answered, originals)
-    if "plain" in raised:
+    if _FIRST & raised.keys():
         yield {"kind": "crashes"}
     elif broken:
         largest = sorted(broken, key=lambda way: -broken[way])[:_SHOWN]

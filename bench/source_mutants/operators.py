@@ -105,7 +105,7 @@ def mutate(source: str, mutant: Mutant) -> ast.Module:
 def _sites(tree: ast.Module, lines: Collection[int]) -> Iterator[tuple[Mutant, Callable[[], None]]]:
     seen: set[Mutant] = set()
     for place in _places(Place(tree)):
-        line = getattr(place.node, "lineno", 0)
+        line = getattr(place.node, "lineno", -1)
         if line not in lines or not place.parameters or _NO_FORWARD & set(place.functions):
             continue
         columns = f"{place.node.col_offset}-{place.node.end_col_offset}"  # type: ignore[attr-defined]

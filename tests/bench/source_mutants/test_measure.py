@@ -17,7 +17,7 @@ from bench.source_mutants.measure import (
     source_mutant_bars,
 )
 from bench.source_mutants.operators import Mutant, mutants
-from bench.source_mutants.oracle import ask
+from bench.source_mutants.oracle import Answer, ask
 
 LLAMA = "transformers/llama"
 RECORDS = {
@@ -77,6 +77,25 @@ def test_oracle_judges_a_mutant_of_transformers():
     )
     assert ended.error is None
     assert ended.values[0]["kind"] == "decidable"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "kind"),
+    [
+        ({"batch": Answer(None, None, "ValueError"), "prefix": Answer([1.0], 1.0)}, "crashes"),
+        ({"prefix": Answer(None, None, "ValueError")}, "raises in a way"),
+        ({"batch": Answer([1.0], 0.0), "prefix": Answer([1.0], 1.0)}, "decidable"),
+        ({"batch": Answer([2.0], 0.0), "prefix": Answer([2.0], 0.0)}, "another model"),
+        ({"batch": Answer([1.0], 0.0), "prefix": Answer([1.0], 0.0)}, "no change"),
+    ],
+)
+def test_kind_of_a_mutant(monkeypatch, mutant, kind):
+    originals = {"batch": Answer([1.0], 0.0), "prefix": Answer([1.0], 0.0)}
+    monkeypatch.setattr(measure, "_make", lambda name: None)
+    monkeypatch.setattr(measure, "install", lambda name, mutant: None)
+    monkeypatch.setattr(measure, "ask", lambda make: mutant)
+    verdict, *_ = measure._measured("model", None, originals, lambda make: iter(()))
+    assert verdict["kind"] == kind
 
 
 def test_counts_of_operators():

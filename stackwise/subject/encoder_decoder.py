@@ -5,7 +5,6 @@ Shapes: B batch, T positions of the decoder, S positions of the encoder, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import can_generate, forward_parameters
 
-__all__ = ["Decoder", "DecoderFactory", "is_encoder_decoder"]
+__all__ = ["Decoder", "is_encoder_decoder"]
 
 _SOURCE_LENGTH = 6
 
@@ -40,6 +39,7 @@ class Decoder(nn.Module):
         source: ids that the encoder reads for each row, (1, S).
     """
 
+    is_causal = True
     source: Tensor
 
     def __init__(self, model: Any) -> None:
@@ -112,14 +112,3 @@ class Decoder(nn.Module):
     def set_attn_implementation(self, name: str) -> None:
         """Choose the implementation of attention."""
         self.model.set_attn_implementation(name)
-
-
-class DecoderFactory:
-    """Function that builds an encoder-decoder and returns its decoder. It can be pickled if `build` can."""
-
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        self.build = build
-
-    def __call__(self) -> Decoder:
-        """Return a new model."""
-        return Decoder(self.build())

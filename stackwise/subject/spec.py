@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
-from stackwise.subject.encoder_decoder import Decoder, DecoderFactory, is_encoder_decoder
+from stackwise.subject.encoder_decoder import Decoder, is_encoder_decoder
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
 from stackwise.subject.inference.inputs import made_batch
@@ -192,7 +192,7 @@ class ModelSpec:
             build, model = _apart(subject, made) if is_factory else _copies(made)
             notes = [*subject.notes] if isinstance(subject, HFModel) else []
             if is_encoder_decoder(made) and "forward" not in declared:
-                build, model = DecoderFactory(build), Decoder(model)
+                build, model = partial(_decoder, build), Decoder(model)
                 notes.append("called as a decoder, while the encoder reads a fixed text")
             elif is_factory and build is not subject:
                 notes.append("its models share tensors, so each is a copy")
@@ -339,6 +339,10 @@ def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Mo
     if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables shared by all models
         return lambda: copy.deepcopy(factory()), kept
     return factory, kept
+
+
+def _decoder(build: Factory) -> nn.Module:
+    return Decoder(build())
 
 
 def _copies(model: nn.Module) -> tuple[Factory, nn.Module]:

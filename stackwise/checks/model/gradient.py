@@ -237,7 +237,8 @@ def trainable(subject: Subject) -> CheckResult:
         for name, trains in as_built.items()
         if not trains and not name.startswith(declared) and model.get_parameter(name).is_floating_point()
     ]
-    if frozen:
+    # A bias that only chooses experts has no gradient. Training code updates it.
+    if frozen and (frozen := _with_gradients(subject, frozen)):
         return subject.warned(
             len(frozen) / n,
             0.0,
@@ -248,6 +249,18 @@ def trainable(subject: Subject) -> CheckResult:
             advice="Look for a requires_grad_(False) that was not reversed.",
         )
     return subject.passed(0.0, 0.0, meaning=f"All {n} parameters are as declared.")
+
+
+def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:
+    """Return the frozen parameters that would have a gradient if they were trainable."""
+    model = subject.model(train=True)
+    parameters = {name: model.get_parameter(name).requires_grad_() for name in frozen}
+    with torch.enable_grad(), subject.fixed_randomness():
+        loss = subject.spec.loss_of(model, subject.inputs(2))
+        if not loss.requires_grad:
+            return frozen
+        loss.backward()  # type: ignore[no-untyped-call]
+    return [name for name, p in parameters.items() if p.grad is not None and p.grad.any()]
 
 
 def _trained_with_encoder(subject: Subject) -> set[str]:

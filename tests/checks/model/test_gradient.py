@@ -263,6 +263,19 @@ def test_trainable(subjects, models):
     assert (result.status, result.where) == ("failed", "places.weight after eval()")
 
 
+def test_frozen_bias_that_only_chooses_experts(subjects):
+    class Routed(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.expert_bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+        def mix(self, x):
+            chosen = (x[..., :4].detach() + self.expert_bias).argmax(-1, keepdim=True)
+            return x * (1 + chosen)
+
+    assert subjects.ask(Routed, "trainable").status == "passed"
+
+
 @pytest.mark.parametrize("name", ["rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"])
 def test_models_of_others(subjects, name):
     for check in ("gradient_flow", "gradient_exact", "trainable"):

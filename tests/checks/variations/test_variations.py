@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.exploration import compare, explore
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
@@ -270,6 +270,16 @@ class PositionsRestartInStaticCache(transformers.LlamaForCausalLM):
         return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **more)
 
 
+class PromptPaddingNotCounted(GPT):
+    """After a prompt, only padding on its left is subtracted from the positions."""
+
+    def positions(self, input_ids, past, keep, documents):
+        if keep is None or not past:
+            return super().positions(input_ids, past, keep, documents)
+        n_left = (keep.long().cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
+        return super().positions(input_ids, past, None, None) - n_left
+
+
 BUGS = {
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
@@ -335,6 +345,19 @@ def test_variation_finds_its_bug(name):
     # A bug of `history` may need no earlier call: the call itself changes the next one.
     assert {each.composition.names for each in findings} <= {frozenset(names), frozenset()}
     assert not explored(healthy, names).findings
+
+
+def outputs_agree(build, values):
+    [output, *_] = compare(lambda: spec_for(build), values, length=9)
+    return not output.is_real
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompt_continues_with_cache(side):
+    values = {"padded_rows": {"side": side, "amount": 3}, "cache_parts": [3, 2], "batch": [5]}
+    assert outputs_agree(GPT, values)
+    assert outputs_agree(transformers.LlamaForCausalLM, values)
+    assert outputs_agree(PromptPaddingNotCounted, values) == (side == "left")
 
 
 # Every way that puts tokens after others shows that they are read, and every call shows traces of it.

@@ -11,7 +11,7 @@ from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused, position_is_counted_by_the_model
-from tests.zoo.gpt import GPT, placed, spec_of
+from tests.zoo.gpt import GPT, Placed, placed, spec_of
 
 CPU = torch.device("cpu")
 
@@ -270,6 +270,74 @@ class PositionsRestartInStaticCache(transformers.LlamaForCausalLM):
         return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **more)
 
 
+class Cache(list):
+    """Keys and values of each layer, and the number of tokens."""
+
+    def __init__(self, pairs, count):
+        super().__init__(pairs)
+        self.count = count
+
+    def __deepcopy__(self, memo):
+        return type(self)([(k.clone(), v.clone()) for k, v in self], self.count.clone())
+
+    def each(self, change):
+        self[:] = [(change(k), change(v)) for k, v in self]
+
+    def crop(self, count):
+        self.each(lambda x: x[:, :, :count])
+        self.count += count
+
+    def reorder_cache(self, order):
+        self.each(lambda x: x[order])
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats):
+        self.each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reset(self):
+        self.clear()
+        self.count.zero_()
+
+
+class WithCache(Placed):
+    """Takes the positions of new tokens from its cache."""
+
+    cache_type = Cache
+
+    def forward(self, input_ids, *arguments, cache=None, use_cache=False, **named):
+        cache = self.cache_type([], torch.tensor(0)) if cache is None else cache
+        self.past = int(cache.count)
+        output = super().forward(input_ids, *arguments, cache=cache or None, use_cache=True, **named)
+        cache.count += input_ids.shape[1]
+        output.cache = self.cache_type(output.cache, cache.count)
+        return output
+
+    def place(self, input_ids, past, keep, documents):
+        return super().place(input_ids, self.past, keep, documents)
+
+
+def with_cache(**methods):
+    """Return a model whose cache has other methods."""
+    cache_type = type("BrokenCache", (Cache,), methods)
+    return type("WithBrokenCache", (WithCache,), {"cache_type": cache_type})
+
+
+def keys_alone(cache, change):
+    cache[:] = [(change(k), v) for k, v in cache]
+
+
+CACHE_BUGS = {
+    "copy": with_cache(__deepcopy__=lambda cache, memo: type(cache)(cache, cache.count)),
+    "crop": with_cache(crop=lambda cache, count: cache.each(lambda x: x[:, :, :count])),
+    "reorder_cache": with_cache(reorder_cache=lambda cache, order: keys_alone(cache, lambda x: x[order])),
+    "batch_repeat_interleave": with_cache(
+        batch_repeat_interleave=lambda cache, n: cache.each(lambda x: torch.cat([x] * n))
+    ),
+    "reset": with_cache(reset=lambda cache: cache.clear()),
+}
+
+
 class PromptPaddingNotCounted(GPT):
     """After a prompt, only padding on its left is subtracted from the positions."""
 
@@ -281,6 +349,7 @@ class PromptPaddingNotCounted(GPT):
 
 
 BUGS = {
+    "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
@@ -350,6 +419,20 @@ def test_variation_finds_its_bug(name):
 def outputs_agree(build, values):
     [output, *_] = compare(lambda: spec_for(build), values, length=9)
     return not output.is_real
+
+
+@pytest.mark.parametrize("operation", CACHE_BUGS)
+def test_cache_operation_finds_its_bug(operation):
+    values = {"cache_operations": [operation]}
+    assert not outputs_agree(CACHE_BUGS[operation], values)
+    assert outputs_agree(WithCache, values)
+
+
+@pytest.mark.parametrize("operation", CACHE_BUGS)
+def test_llama_passes_cache_operation(operation):
+    assert outputs_agree(
+        transformers.LlamaForCausalLM, {"cache_operations": [operation], "cache_parts": [3, 2]}
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

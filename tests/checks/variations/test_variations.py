@@ -11,7 +11,7 @@ from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused, position_is_counted_by_the_model
-from tests.zoo.gpt import GPT, Placed, placed, spec_of
+from tests.zoo.gpt import GPT, Encoder, Placed, encoder, placed, spec_of
 
 CPU = torch.device("cpu")
 
@@ -338,6 +338,36 @@ CACHE_BUGS = {
 }
 
 
+class IntegerMaskIgnored(Encoder):
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, keep if keep is None or keep.dtype == torch.bool else None, documents)
+
+
+class WholeMasks(GPT):
+    """Takes masks (B, 1, T, S) as well, boolean or additive."""
+
+    def positions(self, input_ids, past, keep, documents):
+        return super().positions(input_ids, past, None if self.is_whole(keep) else keep, documents)
+
+    def visible(self, T, past, keep, documents):
+        if not self.is_whole(keep):
+            return super().visible(T, past, keep, documents)
+        return self.shown(keep if keep.dtype == torch.bool else keep == 0, past)
+
+    def is_whole(self, keep):
+        return keep is not None and keep.ndim == 4
+
+    def shown(self, visible, past):
+        return visible
+
+
+class LastRowOfMask(WholeMasks):
+    """In a chunk, every token gets the mask of the last one."""
+
+    def shown(self, visible, past):
+        return visible[:, :, -1:] if past else visible
+
+
 class PromptPaddingNotCounted(GPT):
     """After a prompt, only padding on its left is subtracted from the positions."""
 
@@ -350,6 +380,7 @@ class PromptPaddingNotCounted(GPT):
 
 BUGS = {
     "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
+    "mask_forms": (IntegerMaskIgnored, Encoder),
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
@@ -377,6 +408,7 @@ BUGS = {
 TOGETHER = {
     "mask_of_ones": ("documents", "mask_of_ones"),
     "half_precision": ("padded_rows", "half_precision"),
+    "mask_forms": ("padded_rows", "mask_forms"),
 }
 
 
@@ -390,6 +422,8 @@ def spec_for(build):
         return build()
     if issubclass(build, Prefix):
         return prefix_spec(build)
+    if issubclass(build, Encoder):
+        return encoder(build)
     return llama_spec(build) if issubclass(build, transformers.PreTrainedModel) else spec_of(build)
 
 
@@ -433,6 +467,13 @@ def test_llama_passes_cache_operation(operation):
     assert outputs_agree(
         transformers.LlamaForCausalLM, {"cache_operations": [operation], "cache_parts": [3, 2]}
     )
+
+
+@pytest.mark.parametrize("form", ["4d bool", "4d additive"])
+def test_whole_mask_finds_a_bug_of_chunks(form):
+    values = {"mask_forms": form, "cache_parts": [3, 2]}
+    assert not outputs_agree(LastRowOfMask, values)
+    assert outputs_agree(WholeMasks, values)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -378,9 +378,18 @@ class PromptPaddingNotCounted(GPT):
         return super().positions(input_ids, past, None, None) - n_left
 
 
+class PositionsCountedWithCache(WithArguments):
+    """With a cache, position_ids are ignored."""
+
+    def positions(self, input_ids, past, keep, documents):
+        self.given = None if past else self.given
+        return super().positions(input_ids, past, keep, documents)
+
+
 BUGS = {
     "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
     "mask_forms": (IntegerMaskIgnored, Encoder),
+    "shifted_positions": (PositionsCountedWithCache, WithArguments),
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
@@ -409,6 +418,7 @@ TOGETHER = {
     "mask_of_ones": ("documents", "mask_of_ones"),
     "half_precision": ("padded_rows", "half_precision"),
     "mask_forms": ("padded_rows", "mask_forms"),
+    "shifted_positions": ("cache_parts", "shifted_positions"),
 }
 
 

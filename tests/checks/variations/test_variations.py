@@ -79,6 +79,20 @@ class FirstMaskKept(GPT):
         return self.kept[..., :T, :T]
 
 
+class PaddingKept(GPT):
+    """The padding of the last call with a mask is hidden in later chunks as well."""
+
+    kept = None
+
+    def visible(self, T, past, keep, documents):
+        self.kept = self.kept if keep is None else keep
+        visible = super().visible(T, past, keep, documents)
+        if past and keep is None and self.kept is not None:
+            n = min(visible.shape[-1], self.kept.shape[-1])
+            visible[..., :n] &= self.kept[-1, :n]
+        return visible
+
+
 class TableNotSaved(GPT):
     """A random table is a plain attribute, so that state_dict does not contain it."""
 
@@ -484,6 +498,12 @@ def test_whole_mask_finds_a_bug_of_chunks(form):
     values = {"mask_forms": form, "cache_parts": [3, 2]}
     assert not outputs_agree(LastRowOfMask, values)
     assert outputs_agree(WholeMasks, values)
+
+
+def test_mask_of_an_earlier_call_is_found_in_later_chunks():
+    values = {"history": [["padded", 8]], "cache_parts": [3, 2]}
+    assert not outputs_agree(PaddingKept, values)
+    assert outputs_agree(GPT, values)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

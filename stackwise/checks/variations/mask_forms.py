@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stackwise.checks.engine.call import accepts, decode_takes_mask, execute
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Place, Question
+from stackwise.checks.engine.question import Call, Place, Question, Transform
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
 from stackwise.checks.probe.difference import relative_difference
@@ -106,7 +106,7 @@ def _takes(exam: Examination, form: str) -> bool:
     ):
         return False  # a recurrent layer needs to know which tokens are padding
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    transforms = [partial(_converted, form=form, exam=exam)]
+    transforms: list[Transform] = [partial(_converted, form=form, exam=exam)]
     if not exam.agrees(Call(inputs, [], [Place(0, 0, inputs.shape[1])], keep, transforms=transforms)):
         return False
     if form != "float32":
@@ -114,6 +114,6 @@ def _takes(exam: Examination, form: str) -> bool:
     # A float of 1 that is added to all scores changes nothing. If one token is hidden, it does.
     keep[:, 1] = False
     with torch.no_grad():
-        ways = (Call(inputs, [], [], keep, transforms=some) for some in ([], transforms))
+        ways = (Call(inputs, [], [], keep, transforms=some) for some in (list[Transform](), transforms))
         one, two = (execute(exam.spec, exam.model(), call)[:, 2:] for call in ways)
     return bool(relative_difference(one, two).max() <= exam.limit)

@@ -34,7 +34,7 @@ class CacheOperations(Variation):
     family = "cache"
     question = "Is the output the same if the cache is copied, cropped, reordered, repeated or reset?"
     rank = 37
-    explained_by = frozenset({"later_tokens", "hidden_tokens"})
+    explained_by = frozenset({"later_tokens", "hidden_tokens", "turns"})
     includes = frozenset({"cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (
@@ -65,7 +65,7 @@ class CacheOperations(Variation):
 
     def change(self, question: Question, value: list[str], exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet. Add a row, so that rows can be reordered."""
-        question.parts = question.parts or (3, 2)
+        question.parts = question.parts or (3, 1)
         question.gradients = False
         question.operation = partial(_operated, names=value)
         question.turns_rows = "reorder_cache" in value

@@ -38,7 +38,7 @@ class MaskForms(Variation):
     name = "mask_forms"
     question = "Is the output the same with a padding mask of another dtype, or of four dimensions?"
     rank = 41
-    explained_by = frozenset({"mask_of_ones"})
+    includes = frozenset({"mask_of_ones"})
     advice = (
         "Look for a branch on the dtype or the dimensions of the mask, and for ~mask, which is not the "
         "opposite of an integer mask."

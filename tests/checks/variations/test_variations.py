@@ -514,8 +514,9 @@ def test_padded_prompt_continues_with_cache(side):
     assert outputs_agree(PromptPaddingNotCounted, values) == (side == "left")
 
 
-# Every way that puts tokens after others shows that they are read, and every call shows traces of it.
-SHOWN_BY_OTHERS = {"later_tokens", "history"}
+# Every way that puts tokens after others shows that they are read, and every call shows traces of it. A mask
+# of ones is also passed in other forms, and a copy of a cache is used in turns with its original.
+SHOWN_BY_OTHERS = {"later_tokens", "history", "mask_of_ones", "turns"}
 
 
 @pytest.mark.slow

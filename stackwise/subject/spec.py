@@ -93,8 +93,8 @@ class ModelSpec:
         packed: (model, inputs, documents (B, T) integer) -> output of rows of several documents, whose
             positions restart. None: no packing.
         decode: (model, inputs, cache or None) -> (output, cache): call with new tokens and the cache of the
-            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padding on
-            the left. None: no cache.
+            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padded
+            prompts. None: no cache.
         cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
             cache. "": no problem.
         labelled_loss: (model, inputs, labels) -> scalar, the model's own loss. `labels` (B, T) are not

@@ -44,7 +44,7 @@ _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
 # copies in float64 need too much time and memory.
 _LARGE, _TOO_LARGE = 20_000_000, 500_000_000
 # Exceptions by which a model says that it does not support a call.
-_REFUSALS = (Refused, ValueError, NotImplementedError)
+_REFUSALS = (Refused, ValueError, NotImplementedError, AssertionError)
 
 
 @dataclass(frozen=True)

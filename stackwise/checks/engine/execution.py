@@ -25,9 +25,11 @@ from stackwise.checks.engine.examination import (
 )
 from stackwise.checks.engine.question import Call, Place, Question, Segment
 from stackwise.checks.engine.variation import Refused
+from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.subject.inference import logits_of
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = [
     "NEXT_CALL",
@@ -152,8 +154,13 @@ class Execution:
     def next_call(self) -> Difference:
         """Ask the same model a plain question afterwards: a call must not change the next one."""
         exam, key = self.exam, (90, self.exam.lengths[len(self.exam.lengths) // 2])
-        output = exam.plain(self.model.eval(), exam.sequence(*key))
-        return Difference(NEXT_CALL, _gap(exam.answer(*key), output), exam.limit)
+        answer = exam.answer(*key)
+        try:
+            output = exam.plain(self.model.eval(), exam.sequence(*key))
+        except Exception as error:  # a new model takes this call
+            reraise_if_out_of_memory(error)
+            return Difference(NEXT_CALL, math.inf, exam.limit, reason_of(error))
+        return Difference(NEXT_CALL, _gap(answer, output), exam.limit)
 
     def _row(self, output: Tensor, place: Place) -> Tensor:
         if not self.exam.spec.per_position:

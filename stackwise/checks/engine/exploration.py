@@ -96,7 +96,7 @@ class Exploration:
         missing: reason why a variation does not apply, by its name.
         asked: number of executed compositions of each variation, and of each pair.
         refused: reason why the model did not take a set of variations, the last one.
-        raised: composition and exception of each pair that raised, other than by a refusal.
+        raised: composition and exception of each variation or pair that raised, other than by a refusal.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
         limit: largest difference of outputs that is rounding.
@@ -112,11 +112,12 @@ class Exploration:
     limit: float = 0.0
 
     def crashes(self) -> list[tuple[Composition, str]]:
-        """Return composition and exception of each pair that always raised, and whose parts did not."""
+        """Return each variation that always raised, and each pair that did though its parts did not."""
         return [
             crash
-            for pair, crash in self.raised.items()
-            if not self.asked[pair] and all(self.asked[frozenset({name})] for name in pair)
+            for names, crash in self.raised.items()
+            if not self.asked[names]
+            and (len(names) == 1 or all(self.asked[frozenset({name})] for name in names))
         ]
 
     def combined(self, name: str) -> dict[str, int]:
@@ -338,7 +339,7 @@ def _worst(
         if result is not None:
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
-            if len(composition.names) == 2 and not isinstance(error, _REFUSALS):
+            if len(composition.names) in (1, 2) and not isinstance(error, _REFUSALS):
                 result.raised.setdefault(composition.names, (composition, text))
         return None
     if result is not None:

@@ -83,25 +83,25 @@ def _reported_elsewhere(
 
 
 @check
-def combined_calls(subject: Subject) -> CheckResult:
-    """Does the model take two variations together, if it takes each of them alone?"""
+def unexpected_exceptions(subject: Subject) -> CheckResult:
+    """Does each variation run without an exception, alone and with each other one, unless it is refused?"""
     exploration = _explored(subject)
     variations = known_variations()
     # Those with a single check are reported by it. One dtype of half precision may be taken, and another not.
     left_out = {name for name, each in variations.items() if each.single_checks or each.compares_less}
     crashes = [crash for crash in exploration.crashes() if crash[0].names.isdisjoint(left_out)]
     if crashes:
-        composition, error = min(crashes, key=lambda crash: (crash[0].gradients, crash[0].length))
+        composition, error = min(crashes, key=lambda crash: (len(crash[0].names), crash[0].length))
         others = len(crashes) - 1
+        takes = " It takes each of the two alone." if len(composition.names) == 2 else ""
         return subject.warned(
             float(len(crashes)),
             0.0,
-            where=" and ".join(sorted(composition.names)) + (f"; {others} more pairs" if others else ""),
-            meaning=f"The model raises {error}, if {composition.text(variations)}. "
-            "It takes each of the two alone.",
-            correct_if="the model does not support them together; a ValueError that says so is then clearer",
-            advice="Look for shapes that only one of the two branches prepares, and for an argument that one "
-            f"of them overwrites. To repeat it: {code_of(composition)}",
+            where=" and ".join(sorted(composition.names)) + (f"; {others} more" if others else ""),
+            meaning=f"The model raises {error}, if {composition.text(variations)}.{takes}",
+            correct_if="the model does not support this call; a ValueError that says so is then clearer",
+            advice="Look for shapes that only one of several branches prepares, and for an argument that "
+            f"is overwritten. To repeat it: {code_of(composition)}",
         )
     if not exploration.asked:
         return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))

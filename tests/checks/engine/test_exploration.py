@@ -48,6 +48,15 @@ class Counting(GPT):
         return super().embed(input_ids) * self.calls
 
 
+class FirstLengthKept(GPT):
+    """The mask of the first call is used again, so that a call of another length raises an exception."""
+
+    def visible(self, T, past, keep, documents):
+        if not hasattr(self, "kept"):
+            self.kept = super().visible(T, past, keep, documents)
+        return self.kept
+
+
 class Noisy(GPT):
     def embed(self, input_ids):
         x = super().embed(input_ids)
@@ -158,6 +167,12 @@ def test_model_that_is_too_large_for_copies_does_not_apply(monkeypatch):
     exploration = explore(Subject(gpt(), CPU), SOME)
     assert exploration.missing.keys() == SOME.keys()
     assert all("GB" in reason and "fewer layers" in reason for reason in exploration.missing.values())
+
+
+def test_next_call_that_raises_is_a_finding():
+    [finding] = explore(Subject(spec_of(FirstLengthKept), CPU), SOME).findings
+    assert finding.variation == "history"
+    assert "RuntimeError" in finding.where
 
 
 def test_same_seed_gives_the_same_result():

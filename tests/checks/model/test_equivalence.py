@@ -1,4 +1,4 @@
-"""Combined calls: a pair of variations that raises, though the model takes each of them alone."""
+"""Unexpected exceptions: a variation, or a pair of variations, raises an exception that is no refusal."""
 
 import pytest
 
@@ -21,19 +21,29 @@ def refusing(error):
 
 
 def test_an_exception_of_a_pair_is_a_warning():
-    [result] = check_model(refusing(RuntimeError("sizes do not match")), checks=["combined_calls"])
+    [result] = check_model(refusing(RuntimeError("sizes do not match")), checks=["unexpected_exceptions"])
     assert result.status == "warned"
     assert "documents" in result.where
     assert "RuntimeError: sizes do not match" in result.meaning
 
 
-@pytest.mark.parametrize("error", [ValueError("no mask with documents"), NotImplementedError(), AssertionError()])
+@pytest.mark.parametrize("error", [ValueError("unsupported"), NotImplementedError(), AssertionError()])
 def test_a_refusal_is_none(error):
-    [result] = check_model(refusing(error), checks=["combined_calls"])
+    [result] = check_model(refusing(error), checks=["unexpected_exceptions"])
     assert result.status == "passed"
 
 
+def test_an_exception_of_one_variation_is_a_warning():
+    class Raising(GPT):
+        def embed(self, input_ids):
+            return super().embed(input_ids) / (1 // (len(input_ids) <= 1))
+
+    [result] = check_model(spec_of(Raising), checks=["unexpected_exceptions"])
+    assert (result.status, result.where) == ("warned", "batch")
+    assert "ZeroDivisionError" in result.meaning
+
+
 def test_a_model_that_takes_all_pairs():
-    [result] = check_model(spec_of(), checks=["combined_calls"])
+    [result] = check_model(spec_of(), checks=["unexpected_exceptions"])
     assert result.status == "passed"
     assert "pairs" in result.meaning

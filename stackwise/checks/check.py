@@ -1,8 +1,7 @@
-"""Check: one question asked of a model or of a training step, and the registry of all of them.
+"""Check: one question about a model or a training step, and the registry of all checks.
 
-A family of checks is one file in `model/` or `trainer/`; `@check` and `@trainer_check` enter each function
-in the registry, and the registry reads the folders, so that a new family is one new file and touches
-nothing else.
+A family of checks is one file in `model/` or `trainer/`. The decorators `@check` and `@trainer_check` add a
+function to the registry, which imports all files of the two folders.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 Suite = Literal["fast", "full"]
-# Names that selections and declarations may also use -> the check that asks the same question.
+# Former names of checks -> present names. Selections and declarations may use both.
 OTHER_NAMES = {
     "cache_chunks": "cache_decoding",
     "cache_padding": "padding_amount",
@@ -54,15 +53,15 @@ Question = TypeVar("Question", bound=Callable[..., CheckResult])
 
 @dataclass(frozen=True)
 class Check:
-    """A named question.
+    """Question about a model or a training step.
 
     Attributes:
-        name: in test ids, reports and selections.
-        family: the file it lives in.
+        name: name in test ids, reports and selections.
+        family: name of the file that contains it.
         summary: the question, in one line.
-        function: asks it of a Subject, or of a TrainerSubject.
-        asks: what it is asked of, "model" or "trainer".
-        suite: "fast" where it belongs to both suites, "full" where to that alone.
+        function: examines a Subject or a TrainerSubject.
+        asks: kind of the object that it examines, "model" or "trainer".
+        suite: "fast" for both suites, "full" for this one only.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Check:
     def run(
         self, spec: ModelSpec | TrainerSpec, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> CheckResult:
-        """Ask the question. Tiny models run on one thread.
+        """Run the check. Tiny models run on one thread.
 
         Raises:
             Exception: any exception of the subject or of the check, unchanged.
@@ -100,9 +99,9 @@ def check(question: Question, *, suite: Suite = "fast") -> Question: ...
 @overload
 def check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
 def check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
-    """Enter a question about a model in the registry, under the function's name.
+    """Add a question about a model to the registry, under the name of the function.
 
-    Its docstring's first line is the question. `@check`, or `@check(suite="full")` for what takes seconds.
+    The first line of its docstring is the question. Slow checks use `@check(suite="full")`.
     """
     return _entered(question, "model", suite)
 
@@ -112,7 +111,7 @@ def trainer_check(question: Question, *, suite: Suite = "fast") -> Question: ...
 @overload
 def trainer_check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
 def trainer_check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
-    """As `check`, for a question about a training step."""
+    """Add a question about a training step to the registry. See `check`."""
     return _entered(question, "trainer", suite)
 
 
@@ -128,14 +127,14 @@ def _entered(question: Question | None, asks: Literal["model", "trainer"], suite
 
 
 def enter(check: Check) -> None:
-    """Enter a check in the registry."""
+    """Add a check to the registry."""
     assert check.name not in _registry, check.name
     _registry[check.name] = check
 
 
 @cache
 def known_checks() -> Mapping[str, Check]:
-    """Every check by name, determinism first: where it fails, no comparison means much."""
+    """Return every check by name. Determinism is first: if it fails, comparisons are not reliable."""
     from stackwise.checks import model, trainer
 
     for package in (model, trainer):
@@ -145,14 +144,14 @@ def known_checks() -> Mapping[str, Check]:
 
 
 def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | None = None) -> None:
-    """Refuse names that no check and no family has.
+    """Raise if a name is neither a check nor a family.
 
     Args:
-        names: to be looked up.
-        asks: of what the checks are asked; None: of either.
+        names: names of checks or families.
+        asks: kind of the object that the checks examine. None: both kinds.
 
     Raises:
-        ValueError: naming them, or where there is none.
+        ValueError: an unknown name, or no name.
     """
     wanted = set(names)
     require(bool(wanted), "checks", [], "names of checks or families, or None for all")
@@ -162,21 +161,21 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
     kinds["model"].update(dict.fromkeys(OTHER_NAMES))
     known = {name: None for kind, some in kinds.items() if asks in (None, kind) for name in some}
     refused = sorted(wanted - known.keys())
-    elsewhere = [name for name in refused if any(name in some for some in kinds.values())]
-    unknown = [name for name in refused if name not in elsewhere]
+    if not refused:
+        return
+    of_other_kind = [name for name in refused if any(name in some for some in kinds.values())]
+    unknown = [name for name in refused if name not in of_other_kind]
     problems = [f"unknown {', '.join(unknown)}"] if unknown else []
-    if elsewhere:
-        this, other = ("a model", "a training step") if asks == "model" else ("a training step", "a model")
-        problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
-    if problems:
-        text = "; ".join(problems)
-        matches = {name: get_close_matches(name, known.keys() - OTHER_NAMES.keys(), n=2) for name in unknown}
-        near = dict.fromkeys(match for found in matches.values() for match in found)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
-        families = ", ".join(dict.fromkeys(checks.values()))
-        every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
-        raise ValueError(f"checks: {text}{hint}; families: {families}{every}")
+    if of_other_kind:
+        other = "training steps" if asks == "model" else "models"
+        problems.append(f"{', '.join(of_other_kind)} for {other} only")
+    matches = {name: get_close_matches(name, known.keys() - OTHER_NAMES.keys(), n=2) for name in unknown}
+    near = dict.fromkeys(match for found in matches.values() for match in found)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
+    families = ", ".join(dict.fromkeys(checks.values()))
+    every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
+    raise ValueError(f"checks: {'; '.join(problems)}{hint}; families: {families}{every}")
 
 
 def select_checks(
@@ -185,15 +184,15 @@ def select_checks(
     suite: Suite = "fast",
     asks: Literal["model", "trainer"] = "model",
 ) -> list[Check]:
-    """The checks of a suite, in registry order.
+    """Return the checks of a suite, in registry order.
 
     Args:
-        names: of checks, or of families; None: all. A check that is named is taken, whatever its suite.
+        names: names of checks or families; None: all. A named check need not belong to the suite.
         suite: "fast" (seconds) or "full" (all).
-        asks: of what they are asked.
+        asks: kind of the object that they examine.
 
     Raises:
-        ValueError: a name that is neither a check nor a family of these, or an unknown suite.
+        ValueError: an unknown name or suite.
     """
     check_choice("suite", suite, ("fast", "full"))
     known = {name: c for name, c in known_checks().items() if c.asks == asks}

@@ -41,7 +41,7 @@ _ADVICE: Mapping[Kind, str] = {
 _NARROW_ADVICE: Mapping[Kind, str] = dict.fromkeys(
     _ADVICE,
     "Look for a dtype that is written down (.half(), .to(torch.bfloat16)) instead of the dtype of the "
-    "weights or the input, for autocast that the model switches on itself, and for large numbers that cancel.",
+    "weights or the input, for autocast that the model switches on, and for large numbers that cancel.",
 )
 
 

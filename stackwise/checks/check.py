@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, Literal, TypeVar, overload
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Suite = Literal["fast", "full"]
+Kind = Literal["model", "trainer"]
 # Former names of checks -> present names. Selections and declarations may use both.
 OTHER_NAMES = {
     "cache_chunks": "cache_decoding",
@@ -48,7 +49,6 @@ OTHER_NAMES = {
     "padding_finite": "half_precision",
     "padding_gradients": "padding_empty_row",
 }
-Question = TypeVar("Question", bound=Callable[..., CheckResult])
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Check:
     family: str
     summary: str
     function: Callable[[Any], CheckResult]
-    asks: Literal["model", "trainer"] = "model"
+    asks: Kind = "model"
     suite: Suite = "fast"
 
     def run(
@@ -94,29 +94,13 @@ class Check:
 _registry: dict[str, Check] = {}
 
 
-@overload
-def check(question: Question, *, suite: Suite = "fast") -> Question: ...
-@overload
-def check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
-def check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
+def check(question: Any = None, *, asks: Kind = "model", suite: Suite = "fast") -> Any:
     """Add a question about a model to the registry, under the name of the function.
 
     The first line of its docstring is the question. Slow checks use `@check(suite="full")`.
     """
-    return _entered(question, "model", suite)
 
-
-@overload
-def trainer_check(question: Question, *, suite: Suite = "fast") -> Question: ...
-@overload
-def trainer_check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
-def trainer_check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
-    """Add a question about a training step to the registry. See `check`."""
-    return _entered(question, "trainer", suite)
-
-
-def _entered(question: Question | None, asks: Literal["model", "trainer"], suite: Suite) -> Any:
-    def decorate(function: Question) -> Question:
+    def decorate(function: Callable[[Any], CheckResult]) -> Callable[[Any], CheckResult]:
         assert function.__doc__, function
         family = function.__module__.rpartition(".")[2]
         summary = function.__doc__.strip().splitlines()[0]
@@ -124,6 +108,10 @@ def _entered(question: Question | None, asks: Literal["model", "trainer"], suite
         return function
 
     return decorate if question is None else decorate(question)
+
+
+# Add a question about a training step to the registry.
+trainer_check = partial(check, asks="trainer")
 
 
 def enter(check: Check) -> None:
@@ -143,7 +131,7 @@ def known_checks() -> Mapping[str, Check]:
     return dict(sorted(_registry.items(), key=lambda item: (item[1].family != "determinism", item[0])))
 
 
-def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | None = None) -> None:
+def refuse_unknown(names: Iterable[str], *, asks: Kind | None = None) -> None:
     """Raise if a name is neither a check nor a family.
 
     Args:
@@ -155,24 +143,20 @@ def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | 
     """
     wanted = set(names)
     require(bool(wanted), "checks", [], "names of checks or families, or None for all")
-    kinds: dict[str, dict[str, None]] = {"model": {}, "trainer": {}}
-    for one in known_checks().values():
-        kinds[one.asks].update(dict.fromkeys((one.name, one.family)))
-    kinds["model"].update(dict.fromkeys(OTHER_NAMES))
-    known = {name: None for kind, some in kinds.items() if asks in (None, kind) for name in some}
-    refused = sorted(wanted - known.keys())
-    if not refused:
-        return
-    of_other_kind = [name for name in refused if any(name in some for some in kinds.values())]
-    unknown = [name for name in refused if name not in of_other_kind]
+    checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
+    known = {*checks, *checks.values()} | (set() if asks == "trainer" else OTHER_NAMES.keys())
+    every_kind = {name for one in known_checks().values() for name in (one.name, one.family)}
+    unknown = sorted(wanted - known - every_kind - OTHER_NAMES.keys())
+    of_other_kind = sorted(wanted - known - set(unknown))
     problems = [f"unknown {', '.join(unknown)}"] if unknown else []
     if of_other_kind:
         other = "training steps" if asks == "model" else "models"
         problems.append(f"{', '.join(of_other_kind)} for {other} only")
-    matches = {name: get_close_matches(name, known.keys() - OTHER_NAMES.keys(), n=2) for name in unknown}
+    if not problems:
+        return
+    matches = {name: get_close_matches(name, known - OTHER_NAMES.keys(), n=2) for name in unknown}
     near = dict.fromkeys(match for found in matches.values() for match in found)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
     families = ", ".join(dict.fromkeys(checks.values()))
     every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
     raise ValueError(f"checks: {'; '.join(problems)}{hint}; families: {families}{every}")
@@ -182,7 +166,7 @@ def select_checks(
     names: Iterable[str] | None = None,
     *,
     suite: Suite = "fast",
-    asks: Literal["model", "trainer"] = "model",
+    asks: Kind = "model",
 ) -> list[Check]:
     """Return the checks of a suite, in registry order.
 

@@ -359,10 +359,10 @@ def _lists(elements: st.SearchStrategy[int], size: int) -> st.SearchStrategy[lis
 def load_profile(device: Literal["cpu", "cuda"] = "cpu") -> str:
     """Activate the profile "stackwise-cpu" or "stackwise-gpu", unless the user has selected another one.
 
-    Users select a profile by `settings.load_profile`, by `--hypothesis-profile`, or by the environment variable
-    HYPOTHESIS_PROFILE, which conftests read. The default profiles of Hypothesis, "default" and "ci", are no
-    selection. Both profiles have no deadline, because the first call of a model is slow. Other settings are
-    those of the profile that was active at import. The profile for GPUs has at most 25 examples.
+    Users select a profile by `settings.load_profile`, by `--hypothesis-profile`, or by the environment
+    variable HYPOTHESIS_PROFILE, which conftests read. The default profiles of Hypothesis, "default" and "ci",
+    do not count. Both profiles have no deadline, because the first call of a model is slow. Other settings
+    are those of the profile that was active at import. The profile for GPUs has at most 25 examples.
 
     Returns:
         Name of the active profile.

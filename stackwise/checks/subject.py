@@ -106,7 +106,6 @@ def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_complex():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # complex float16 is experimental
+        with warnings.catch_warnings(action="ignore"):  # complex float16 is experimental
             return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

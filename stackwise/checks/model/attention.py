@@ -105,11 +105,8 @@ def attention_entropy(subject: Subject) -> CheckResult:
         return subject.not_applicable(_NOT_SEEN)
     spreads = [s.spread() for s in seen]
     worst = max(range(len(seen)), key=lambda i: spreads[i])
-    entropy, largest = seen[worst].entropy(), seen[worst].largest()
     value, where = spreads[worst], f"softmax {worst + 1} of {len(seen)}"
-    meaning = (
-        f"Std of scores {value:.2f}, largest score {largest:.1f}, mean entropy {entropy:.0%} of the uniform."
-    )
+    meaning = f"Std of scores {value:.2f}, mean entropy {seen[worst].entropy():.0%} of the uniform."
     advice = (
         "Look for large initial weights of queries and keys, a large embedding without a norm, and a missing "
         "1 / sqrt(head size)."
@@ -166,11 +163,6 @@ class _Scores:
         if not visible.any():
             return 0.0
         return by_row.var(dim=0)[visible].mean().sqrt().item()
-
-    def largest(self) -> float:
-        """Return the largest visible score."""
-        scores = self.scores.double()
-        return scores[scores.isfinite() & (scores > _MASKED)].abs().max().item()
 
     def entropy(self) -> float:
         """Return the mean entropy of rows with two or more visible keys, relative to uniform attention."""

@@ -51,7 +51,7 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
     """Does the auxiliary loss reach any weight?"""
     if subject.spec.auxiliary_loss is None:
         return subject.not_applicable(_NEEDED)
-    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    model = subject.model(train=True, fill_zeros=True)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         return subject.not_applicable("no parameter is trainable")
@@ -113,14 +113,13 @@ def auxiliary_padding(subject: Subject) -> CheckResult:
         gaps = [float((each - plain).abs() / plain.abs().clamp(min=1e-6)) for each in (other, more)]
         return max(zip(gaps, ("other padding", "more padding"), strict=True))
 
-    fill_zeros = subject.starts_at_zero
     with torch.no_grad():
         try:
-            value, where = gap(subject.model(fill_zeros=fill_zeros))
+            value, where = gap(subject.model(fill_zeros=True))
         except TypeError as error:
             return subject.not_applicable(f"takes no mask: {error}")
         with suppress(*REFUSALS):
-            value, where = gap(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
+            value, where = gap(subject.model(dtype=torch.float64, fill_zeros=True))
     if value <= _ROUNDING:
         return subject.passed(value, _ROUNDING)
     if spec.masked is None and _ignores_keep(subject, inputs, keep):
@@ -148,7 +147,7 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
     if spec.inputs != "tokens" or subject.seq_len < 2:
         return subject.not_applicable("needs token ids and at least 2 positions")
     inputs = subject.inputs(2)
-    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    model = subject.model(train=True, fill_zeros=True)
     value, logits = labelled_loss(subject, model, inputs, inputs)
     if logits is None or logits.shape[:2] != inputs.shape:
         return subject.not_applicable("the call with labels shows no logits to compare with")
@@ -186,7 +185,7 @@ def _is_requested(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _ignores_keep(subject: Subject, inputs: Tensor, keep: Tensor) -> bool:
-    model = subject.model(fill_zeros=subject.starts_at_zero)
+    model = subject.model(fill_zeros=True)
     one, two = (_auxiliary(subject, model, inputs, mask) for mask in (torch.ones_like(keep), keep))
     return torch.equal(one, two)
 

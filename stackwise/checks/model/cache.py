@@ -77,9 +77,7 @@ def cache_limit(subject: Subject) -> CheckResult:
             correct_if="the cache is meant to be shorter than max_length",
             advice="Give the cache as much room as the model has positions.",
         )
-    found = measure_difference(
-        subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes), same_shapes=False
-    )
+    found = measure_difference(subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes))
     if not found.real:
         try:
             decoded(subject, subject.model(), inputs, (*sizes, 1, 1))
@@ -93,9 +91,7 @@ def cache_limit(subject: Subject) -> CheckResult:
                 meaning=f"The cache goes on where the model itself refuses ({reason_of(error)}).",
                 advice="Look for positions that are clamped or wrapped; raise an error instead.",
             )
-        found = measure_difference(
-            subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)), same_shapes=False
-        )
+        found = measure_difference(subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)))
         if not found.real:
             return subject.passed(found.value, found.limit, meaning="beyond it, as the whole sequence does")
     if not repeats(subject):

@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -63,9 +62,9 @@ def graph_breaks(subject: Subject) -> CheckResult:
 
     model = _model(subject)
     graphs: list[int] = []
-    before = Counter(counters["graph_break"])
     try:
         with _compiler(), torch.no_grad():
+            before = Counter(counters["graph_break"])
             subject.spec.logits(_compiled(model, "eager", graphs), subject.inputs(2))
     except Exception as error:
         return _not_compiled(subject, error)
@@ -95,7 +94,7 @@ def _model(subject: Subject) -> nn.Module:
     for dtype in (torch.float64, None):
         model = subject.model(train=True, dtype=dtype)
         try:
-            with _without_warnings(), torch.no_grad(), subject.fixed_randomness():
+            with warnings.catch_warnings(action="ignore"), torch.no_grad(), subject.fixed_randomness():
                 state = torch.get_rng_state()
                 subject.spec.logits(model, subject.inputs(2))
                 is_random = not torch.equal(state, torch.get_rng_state())
@@ -114,35 +113,20 @@ def _compiled(model: nn.Module, backend: str, graphs: list[int]) -> nn.Module:
         graphs.append(len(graph.graph.nodes))
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    # The compiler caches by code object. A copy of the code avoids entries of earlier models.
-    forward = type(model).forward
-    if isinstance(forward, FunctionType):
-        copy = FunctionType(
-            forward.__code__.replace(),
-            forward.__globals__,
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        copy.__kwdefaults__ = forward.__kwdefaults__
-        model.forward = MethodType(copy, model)
     compiled: Any = torch.compile(model, backend=compile_graph, dynamic=False)
     return cast("nn.Module", compiled)
 
 
 @contextmanager
 def _compiler() -> Iterator[None]:
-    """Allow more recompilations, because other models of the class may have reached the limit."""
+    """Clear the compiler's cache of earlier models, and allow one compilation for each layer."""
     import torch._dynamo
 
-    with _without_warnings(), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        yield
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    torch.compiler.reset()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT),
+    ):
         yield
 
 

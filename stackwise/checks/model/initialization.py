@@ -288,8 +288,7 @@ def _unset_memory_is_nan() -> Iterator[None]:
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)

@@ -34,7 +34,7 @@ def permutation_equivariance(subject: Subject) -> CheckResult:
             ]
         )
 
-    found = measure_difference(subject, gaps, same_shapes=False, fill_zeros=True)
+    found = measure_difference(subject, gaps, fill_zeros=True)
     if found.real and not repeats(subject):
         return subject.not_applicable(NOT_REPEATED)
     if found.real:

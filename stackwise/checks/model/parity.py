@@ -207,7 +207,7 @@ def reference_gradient(subject: Subject) -> CheckResult:
 
 def _measured(subject: Subject, measure: Callable[[nn.Module], float]) -> Finding:
     """Measure a difference. If either model computes in float32 parts, allow their rounding."""
-    found = measure_difference(subject, measure, same_shapes=False)
+    found = measure_difference(subject, measure)
     is_small = found.dtype == torch.float64 and found.value <= _FLOAT32
     if found.real and is_small and uses_less_than_float64(subject.model(dtype=torch.float64), measure):
         return replace(found, limit=_FLOAT32, real=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +120,7 @@ def cast_buffers(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs floating-point buffers")
     eps = torch.finfo(torch.bfloat16).eps
     try:
-        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE * eps}, keep_buffers=False)
+        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE}, keep_buffers=False)
     except _Cannot as error:
         return subject.not_applicable(f"needs to run in bfloat16: {error}")
     worst = run.shadow.worst["table"] / eps
@@ -148,7 +148,7 @@ def _judged(
     """Compare the errors of a call with limits in eps of the format."""
     eps, format_name = torch.finfo(dtype).eps, _name(dtype)
     try:
-        run = _run(subject, dtype, _LENGTH, {k: v * eps for k, v in limits.items()}, autocast=autocast)
+        run = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
     except _Cannot as error:
         if autocast and (refusal := _refused_by_autocast(subject, dtype)):
             return subject.warned(
@@ -218,10 +218,9 @@ def _excuse(
             "states in float32."
         )
     if subject.device.type == "cpu" and torch.backends.mkldnn.enabled:
-        scaled = {kind: limit * eps for kind, limit in limits.items()}
         # Setting the flag warns about TF32 on machines without an Intel GPU.
-        with _without_warnings(), torch.backends.mkldnn.flags(enabled=False):
-            plain = _run(subject, dtype, _LENGTH, scaled, autocast=autocast)
+        with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
+            plain = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
         if not plain.part_not_finite and plain.shadow.loss is None:
             return "a kernel of oneDNN is wrong: without torch.backends.mkldnn the model only rounds", (
                 "Compare the operation on another device. Until the kernel is repaired, disable "
@@ -238,7 +237,7 @@ def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:
     except refusals():
         return ""
     try:
-        with _without_warnings(), torch.autocast(subject.device.type, dtype):
+        with warnings.catch_warnings(action="ignore"), torch.autocast(subject.device.type, dtype):
             subject.logits(model, inputs)
     except refusals() as error:
         return reason_of(error)
@@ -260,7 +259,7 @@ def _run(
 ) -> _Run:
     """Call the model in a narrow format and in float64, with the longest input that it accepts.
 
-    Buffers are cast only if the model does not run otherwise.
+    `limits` are in eps of the format. Buffers are cast only if the model does not run otherwise.
     """
     lengths = [min(length, subject.spec.max_length or length), subject.seq_len]
     reason = ""
@@ -303,25 +302,19 @@ def _attempt(
             for parameter in model.parameters():
                 parameter.data = narrowed(parameter.data)
         inputs = cast(inputs, model)
-    shadow = Shadow(model, inputs, limits, budget)
+    eps = torch.finfo(dtype).eps
+    shadow = Shadow(model, inputs, {kind: limit * eps for kind, limit in limits.items()}, budget)
     for name, buffer in model.named_buffers():
         shadow.give(buffer, exact_buffers[name], "table")
+    quiet = warnings.catch_warnings(action="ignore")  # kernels warn if a format is slow
     # With gradients, because layers of torch use other kernels without them.
-    with subject.fixed_randomness(), _without_warnings(), torch.enable_grad(), around, shadow:
+    with subject.fixed_randomness(), quiet, torch.enable_grad(), around, shadow:
         output = subject.spec.logits(model, inputs)
     output = output.detach()
     exact = shadow.of(output)
     error = (exact - output).norm() / (exact - exact.mean(dim=(0, 1))).norm()
     bad = (~output.isfinite()).double().mean().item()
     return _Run(shadow, error.item(), bad, bool(exact.isfinite().all()))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Ignore warnings of kernels about a slow format."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @torch.no_grad()

@@ -79,8 +79,7 @@ def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
         copies.append(("load_state_dict()", loaded))
     with suppress(RuntimeError, TypeError):  # some models cannot be copied
         copies.append(("deepcopy()", copy.deepcopy(model)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the cast discards imaginary parts of buffers
+    with warnings.catch_warnings(action="ignore"):  # the cast discards imaginary parts of buffers
         copies.append(("to(float64)", subject.model().to(torch.float64)))
     return copies
 

@@ -101,19 +101,16 @@ def run_in_processes(
             request = (function, recipe, keywords, torch.get_num_threads())
             (folder / "request").write_bytes(pickle.dumps(request))
             children.append((folder, _start(folder)))
-        end = time.monotonic() + seconds
-        pause, stopped = 0.01, False
-        while any(child.poll() is None for _, child in children):
-            stopped = stop()
-            if stopped or time.monotonic() > end:
-                break
-            time.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
+        deadline, reason = time.monotonic() + seconds, ""
+        while not reason and any(child.poll() is None for _, child in children):
+            time.sleep(0.02)
+            if stop():
+                reason = "was stopped"
+            elif time.monotonic() > deadline:
+                reason = f"did not finish in {seconds:g} s"
         for _, child in children:
-            if child.poll() is None:
-                child.kill()
+            child.kill()
             child.wait()
-        reason = "was stopped" if stopped else f"did not finish in {seconds:g} s"
         return [_outcome(folder, child.returncode, reason) for folder, child in children]
 
 
@@ -136,7 +133,7 @@ def _outcome(folder: Path, code: int, reason: str) -> Outcome:
     answer = folder / "answer"
     if answer.exists():
         return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]  # noqa: S301
-    if code < 0:
+    if reason and code < 0:
         return Outcome(error=f"the process {reason}")
     last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
     return Outcome(error=f"the process exited with status {code}: {''.join(last)}")
@@ -146,22 +143,14 @@ def main(folder: str) -> None:
     """Read the request from a folder, execute it, and write the outcome."""
     function, recipe, keywords, n_threads = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301
     torch.set_num_threads(n_threads)
-    outcome = _answer(function, recipe, keywords)
-    with replacing(Path(folder) / "answer") as scratch:
-        scratch.write_bytes(pickle.dumps(outcome))
-
-
-def _answer(function: str, recipe: Recipe, keywords: dict[str, Any]) -> Outcome:
+    built = False
     try:
         build = recipe.build()
+        built = True
+        outcome = Outcome(load_factory(function)(build, **keywords))
     except Exception as error:
-        return Outcome(error=_described(error), built=False)
-    try:
-        return Outcome(load_factory(function)(build, **keywords))
-    except Exception as error:
-        return Outcome(error=_described(error))
-
-
-def _described(error: Exception) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        outcome = Outcome(error=text, built=built)
+    with replacing(Path(folder) / "answer") as scratch:
+        scratch.write_bytes(pickle.dumps(outcome))

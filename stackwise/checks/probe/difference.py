@@ -33,8 +33,8 @@ __all__ = [
 # A larger difference is a defect even if float64 does not show it: a kernel or a branch for the model's own
 # dtype is wrong.
 _GROSS = 1e-3
-_EXACT_SAME = 1e-8
-_EXACT_OTHER = 1e-6
+# Largest difference in float64 that is rounding, if shapes differ and so the order of sums.
+_EXACT = 1e-6
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
 NOT_REPEATED = "needs a model that repeats itself in eval mode; see determinism"
@@ -63,11 +63,7 @@ class Finding:
 
 
 def measure_difference(
-    subject: Subject,
-    measure: Callable[[nn.Module], Tensor | float],
-    *,
-    same_shapes: bool,
-    fill_zeros: bool = False,
+    subject: Subject, measure: Callable[[nn.Module], Tensor | float], *, fill_zeros: bool = False
 ) -> Finding:
     """Measure a difference in the model's own dtype and in float64, and decide if it is more than rounding.
 
@@ -78,12 +74,11 @@ def measure_difference(
     Args:
         subject: the model.
         measure: model -> differences relative to the output's variation, of any shape. The largest decides.
-        same_shapes: True if all compared tensors have equal shapes. Other shapes change the order of sums.
         fill_zeros: measure with zero weights replaced by random ones.
     """
     native = subject.model(fill_zeros=fill_zeros)
     dtype = dtype_of(native)
-    eps = 0.0 if same_shapes else torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps
     value = _largest(measure(native))
     limit = max(subject.spec.tolerance, 8 * eps)
     try:
@@ -91,15 +86,12 @@ def measure_difference(
         exact = _largest(measure(wide))
     except REFUSALS:
         return Finding(value, limit, not value <= limit, dtype)
-    exact_limit = _EXACT_SAME if same_shapes else _EXACT_OTHER
     if value <= limit and not math.isfinite(exact) and uses_less_than_float64(wide, measure):
         # A mask constant of float64 overflows in a softmax that stays float32. The model itself is healthy.
         return Finding(value, limit, False, dtype)
-    if exact_limit < exact <= _EXACT_OTHER and uses_less_than_float64(wide, measure):
-        exact_limit = _EXACT_OTHER
-    if exact <= exact_limit and not value <= max(_GROSS, 64 * eps):
+    if exact <= _EXACT and not value <= max(_GROSS, 64 * eps):
         return Finding(value, limit, True, dtype)
-    return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64)
+    return Finding(exact, _EXACT, not exact <= _EXACT, torch.float64)
 
 
 def _largest(differences: Tensor | float) -> float:
@@ -114,7 +106,7 @@ def repeats(subject: Subject) -> bool:
     model, inputs = subject.model(), subject.inputs(1)
     with torch.no_grad(), subject.fixed_randomness():
         one, two = (subject.spec.logits(model, inputs.clone()) for _ in range(2))
-    return bool(relative_difference(one, two).max() <= _EXACT_OTHER)
+    return bool(relative_difference(one, two).max() <= _EXACT)
 
 
 def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], object]) -> bool:

@@ -71,8 +71,7 @@ def gradients_of(
         shrink: factor for parameters and buffers after each pass, as a stand-in for an optimizer step.
     """
     passes = []
-    with subject.fixed_randomness(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with subject.fixed_randomness(), warnings.catch_warnings(action="ignore"):
         for number in range(n_passes):
             inputs = subject.inputs(2, shift=number)
             model.zero_grad(set_to_none=True)

@@ -143,7 +143,7 @@ def test_each_measurement_has_a_new_model_of_one_seed():
         return 0.0
 
     subject = subject_of()
-    measure_difference(subject, measure, same_shapes=True)
+    measure_difference(subject, measure)
     weight = subject.model().weight[0, 0].item()
     assert measured == [(torch.float32, False, weight), (torch.float64, False, weight)]
 
@@ -151,20 +151,20 @@ def test_each_measurement_has_a_new_model_of_one_seed():
 @pytest.mark.parametrize(
     "native, exact, real, value, limit, dtype",
     [
-        (0.0, 0.0, False, 0.0, 1e-8, torch.float64),
-        (1e-4, 1e-12, False, 1e-12, 1e-8, torch.float64),
-        (0.1, 0.1, True, 0.1, 1e-8, torch.float64),
+        (0.0, 0.0, False, 0.0, 1e-6, torch.float64),
+        (1e-4, 1e-12, False, 1e-12, 1e-6, torch.float64),
+        (0.1, 0.1, True, 0.1, 1e-6, torch.float64),
         # A defect below the rounding of float32.
-        (0.0, 1e-6, True, 1e-6, 1e-8, torch.float64),
-        (0.0, NAN, True, NAN, 1e-8, torch.float64),
-        (0.0, INF, True, INF, 1e-8, torch.float64),
+        (0.0, 1e-5, True, 1e-5, 1e-6, torch.float64),
+        (0.0, NAN, True, NAN, 1e-6, torch.float64),
+        (0.0, INF, True, INF, 1e-6, torch.float64),
         # More than rounding: a branch for the model's own dtype is wrong.
         (0.5, 0.0, True, 0.5, 1e-5, torch.float32),
         (NAN, 0.0, True, NAN, 1e-5, torch.float32),
     ],
 )
 def test_decision_by_two_dtypes(native, exact, real, value, limit, dtype):
-    found = measure_difference(subject_of(), by_dtype(native, exact), same_shapes=True)
+    found = measure_difference(subject_of(), by_dtype(native, exact))
     assert (found.real, found.limit, found.dtype) == (real, limit, dtype)
     assert found.value == value or (math.isnan(found.value) and math.isnan(value))
 
@@ -179,7 +179,7 @@ def test_model_that_cannot_run_in_float64(error, value, tolerance, real):
             raise error
         return value
 
-    found = measure_difference(subject_of(tolerance=tolerance), measure, same_shapes=True)
+    found = measure_difference(subject_of(tolerance=tolerance), measure)
     assert found == Finding(value, tolerance, real, torch.float32)
 
 
@@ -191,11 +191,9 @@ def test_low_precision_may_round_more():
             raise NotImplementedError
         return 0.03
 
-    found = measure_difference(Subject(spec, torch.device("cpu")), measure, same_shapes=False)
+    found = measure_difference(Subject(spec, torch.device("cpu")), measure)
     assert (found.real, found.dtype) == (False, torch.bfloat16)
     assert found.limit > 0.03
-    # Equal shapes are summed in equal order: there is nothing to round differently.
-    assert measure_difference(Subject(spec, torch.device("cpu")), measure, same_shapes=True).real
 
 
 def test_other_exceptions_are_raised():
@@ -203,7 +201,7 @@ def test_other_exceptions_are_raised():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_difference(subject_of(), measure, same_shapes=True)
+        measure_difference(subject_of(), measure)
 
 
 def test_meaning_names_the_dtype():
@@ -212,22 +210,11 @@ def test_meaning_names_the_dtype():
     assert "bfloat16" in texts[2]
 
 
-@pytest.mark.parametrize("narrow, real", [(True, False), (False, True)])
-def test_parts_that_stay_float32_may_round_as_float32(narrow, real):
-    def measure(model):
-        if model.weight.dtype == torch.float64 and narrow:
-            model.weight.float().sum()
-        return 1e-7
-
-    assert measure_difference(subject_of(), measure, same_shapes=True).real is real
-
-
 def test_difference_in_bfloat16_only_is_real():
     spec = ModelSpec(lambda: nn.Linear(4, 4).bfloat16(), "linear", "vectors", 4)
     found = measure_difference(
         Subject(spec, torch.device("cpu")),
-        lambda model: 0.0 if model.weight.dtype == torch.float64 else 0.02,
-        same_shapes=True,
+        lambda model: 0.0 if model.weight.dtype == torch.float64 else 0.6,
     )
     assert (found.real, found.dtype) == (True, torch.bfloat16)
 
@@ -244,7 +231,7 @@ def test_overflow_in_float64_only(native, narrow, real, overflow):
             model.weight.float().sum()
         return overflow if model.weight.dtype == torch.float64 else native
 
-    found = measure_difference(subject_of(), measure, same_shapes=False)
+    found = measure_difference(subject_of(), measure)
     assert found.real is real
     if not real:
         assert (found.value, found.dtype) == (native, torch.float32)

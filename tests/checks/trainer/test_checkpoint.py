@@ -256,15 +256,15 @@ def waits(build):
     time.sleep(600)
 
 
-def test_functions_elsewhere():
+def test_functions_in_new_processes():
     recipe = Recipe.of(loop())
     arguments = [{"number": torch.ones(2)}, {"number": None}]
     done, failed = run_in_processes(f"{__name__}:halve", recipe, arguments)
     assert torch.equal(done.value[0], torch.full((2,), 0.5))
     assert done.value[1] == "Loop" and not done.error
     assert failed.error.startswith("ArithmeticError: no number (test_checkpoint.py:") and failed.built
-    [ended] = run_in_processes(f"{__name__}:waits", recipe, [{}], stop=lambda: True)
-    assert ended.error == "the process was stopped"
+    [stopped] = run_in_processes(f"{__name__}:waits", recipe, [{}], stop=lambda: True)
+    assert stopped.error == "the process was stopped"
 
 
 def test_recipes(tmp_path):

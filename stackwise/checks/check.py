@@ -94,7 +94,7 @@ class Check:
 _registry: dict[str, Check] = {}
 
 
-def check(question: Any = None, *, asks: Kind = "model", suite: Suite = "fast") -> Any:
+def check(question: Any = None, *, asks: Kind = "model", suite: Suite = "fast") -> Callable[..., Any]:
     """Add a question about a model to the registry, under the name of the function.
 
     The first line of its docstring is the question. Slow checks use `@check(suite="full")`.

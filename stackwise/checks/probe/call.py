@@ -53,7 +53,7 @@ def decoded(subject: Subject, model: nn.Module, inputs: Tensor, sizes: Sequence[
 
     def run() -> Tensor:
         cache, outputs = None, []
-        for part in inputs.split(list(sizes), dim=1):
+        for part in torch.split(inputs, list(sizes), dim=1):
             output, cache = decode(model, cast(part.clone(), model), cache)
             outputs.append(logits_of(output))
             if outputs[-1].shape[1] != part.shape[1]:
@@ -79,8 +79,8 @@ def real_inputs(
     if subject.spec.inputs != "tokens" or subject.spec.make_batch is not None:
         return inputs
     model = subject.spec.create(subject.device, subject.seed) if model is None else model
-    reserved = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)}
-    reserved = {each for each in (*reserved, padding_id(model)) if isinstance(each, int)}
+    declared = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)]
+    reserved = {each for each in (*declared, padding_id(model)) if each is not None}
     # The next id may be reserved too.
     for _ in range(len(reserved)):
         for each in reserved:

@@ -69,11 +69,11 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
     parameters = dict(run.model.named_parameters())
     pending: list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]] = []
 
-    inside = False
+    by_closure = False
 
     def record_raw(p: Tensor) -> None:
-        nonlocal inside
-        inside = inside or bool(pending)
+        nonlocal by_closure
+        by_closure = by_closure or bool(pending)
         if p.grad is not None and not p.grad.is_sparse:
             seen.raw[names[id(p)]] = p.grad.detach().clone()
             if bool(p.grad.any()):
@@ -89,10 +89,10 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
         pending[-1][0].update(own_gradients)
 
     def after(optimizer: Any) -> None:
-        nonlocal inside
+        nonlocal by_closure
         gradients, values, rates = pending.pop()
-        if inside:  # a closure computed them; the earlier gradients belong to the step before
-            gradients, inside = _gradients(optimizer, parameters), False
+        if by_closure:  # a closure computed them; the earlier gradients belong to the step before
+            gradients, by_closure = _gradients(optimizer, parameters), False
         seen.updates.append(Update(gradients, values, _values(parameters), rates))
 
     with ExitStack() as stack:

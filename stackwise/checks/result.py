@@ -122,9 +122,9 @@ class Examined:
         advice: str,
         where: str = "",
     ) -> CheckResult:
-        """Return a failure, or a warning if there is a condition under which the model is correct.
+        """Return a failure, or a warning if the model is correct under a condition.
 
-        Arguments are those of `warned`.
+        See `warned` for the arguments.
         """
         if correct_if is None:
             return self.failed(value, limit, meaning=meaning, advice=advice, where=where)

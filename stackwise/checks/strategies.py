@@ -80,7 +80,7 @@ def padding_masks(
         draw: supplied by Hypothesis.
         batch_size: B.
         seq_len: T.
-        sides: sides where padding may be.
+        sides: possible sides of padding.
         min_real: smallest number of real tokens in a row. 0 allows rows of padding only.
     """
     check_sizes(batch_size=batch_size, seq_len=seq_len)
@@ -147,7 +147,7 @@ def batches(
         max_batch_size: largest B.
         max_seq_len: largest T.
         min_seq_len: smallest T.
-        sides: sides where padding may be. (): no padding.
+        sides: possible sides of padding. (): no padding.
         packed: add `document_ids`. Rows then have no padding, because packing replaces it.
     """
     ids = draw(
@@ -345,7 +345,7 @@ def _kernels(feature_map: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _filled(shape: tuple[int, int], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
-    """Return tensors of a shape, int64, whose elements shrink."""
+    """Return tensors of a shape, int64, with elements that shrink."""
     rows, columns = shape
     return _lists(elements, rows * columns).map(
         lambda values: torch.tensor(values, dtype=torch.int64).view(rows, columns)

@@ -1,4 +1,4 @@
-"""Subject: a model under examination, which is built again for each check."""
+"""Subject: a model under examination, which is rebuilt for each check."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Subject(Examined):
     def starts_at_zero(self) -> bool:
         """True if a weight (not a bias) is all zero, as in branches and heads that are off at the start.
 
-        It hides the code before it until it is trained or made random.
+        It hides the code before it until it is trained or replaced by a random one.
         """
         return bool(_zero_weights(self.spec.create(self.device, self.seed)))
 
     def inputs(self, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
-        """Return a batch. Each `shift` gives another one."""
+        """Return a batch, another one for each `shift`."""
         seq_len = self.seq_len if seq_len is None else seq_len
         return self.spec.batch(batch_size, seq_len, device=self.device, seed=self.seed + 7919 * shift)
 

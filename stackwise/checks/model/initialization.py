@@ -130,7 +130,7 @@ def norm_gains(subject: Subject) -> CheckResult:
             where=biased.name,
             meaning=f"A new norm adds a bias of RMS {biased.offset:.3g}; 0 is usual.",
             correct_if=correct_if,
-            advice="Look for an initialisation of all biases that includes those of norms.",
+            advice="Look for an initialisation of all biases that includes norms.",
         )
     worst = max(norms, key=lambda norm: norm.distance)
     if worst.distance > math.log(3):
@@ -185,7 +185,7 @@ def symmetry(subject: Subject) -> CheckResult:
 
 @check
 def load_round_trip(subject: Subject) -> CheckResult:
-    """Does a model give the same outputs as the model whose weights it has loaded?"""
+    """Does a model give the same outputs as another model after it has loaded its weights?"""
     source, inputs = subject.model(), subject.inputs(2)
     subject.logits(source, inputs)  # the other model loads before its first call
     generator = torch.Generator().manual_seed(subject.seed)
@@ -297,7 +297,7 @@ def _unset_memory_is_nan() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Norm:
-    """Module whose output does not depend on the size of its input.
+    """Module with an output that does not depend on the size of its input.
 
     Attributes:
         name: name of the module.
@@ -351,7 +351,7 @@ def _norms(subject: Subject) -> list[_Norm]:
 
 @torch.no_grad()
 def _norm(name: str, module: nn.Module, x_NC: Tensor) -> _Norm | None:
-    """Return the figures of a norm, or None if the module gives other outputs for x and 4 x."""
+    """Return the figures of a norm, or None if its outputs for x and 4 x differ."""
     x_NC = x_NC.to(next(module.parameters()))
     y_NC, larger = module(x_NC).double()[0], module(4 * x_NC).double()[0]
     mean = y_NC.mean(dim=0)

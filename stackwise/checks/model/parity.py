@@ -44,7 +44,7 @@ class Divergence:
             the root.
         side: "output": its inputs agree and its outputs differ; "input": its inputs differ, because of code
             outside of any submodule.
-        after: the last module whose output agreed, or "".
+        after: the last module with equal outputs, or "".
         value: difference, relative to the variation of the tensor.
         limit: largest difference that is rounding.
     """
@@ -148,7 +148,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 @check
 def reference_output(subject: Subject) -> CheckResult:
-    """Are the outputs equal to those of the reference, with the model's own weights and with random ones?"""
+    """Do model and reference give equal outputs, with the model's own weights and with random ones?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)
@@ -170,7 +170,7 @@ def reference_output(subject: Subject) -> CheckResult:
         found.value,
         found.limit,
         where=where,
-        meaning="With the same weights and inputs, the outputs differ from those of the reference.",
+        meaning="With the same weights and inputs, the outputs of model and reference differ.",
         advice="Compare the code at this place with the reference: order of heads and of rotary halves, type "
         "of GELU, dtype of a norm, scale, and tables computed in half precision.",
     )
@@ -178,7 +178,7 @@ def reference_output(subject: Subject) -> CheckResult:
 
 @check
 def reference_gradient(subject: Subject) -> CheckResult:
-    """Are the loss and every gradient equal to those of the reference?"""
+    """Do model and reference give the same loss and the same gradients?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)
@@ -272,8 +272,7 @@ def _pairs(subject: Subject, model: nn.Module) -> Iterator[_Pair]:
     Attention has little effect on the output of a new model, so a defect in it has little effect too. Larger
     weights show it, and two equal implementations agree for all weights.
 
-    If the reference has its own weights in another order, such as those of a converted checkpoint, it keeps
-    them, and there are no random ones.
+    If the reference has the same weights in another order, as after a conversion, only these are used.
 
     Raises:
         ValueError: the parameters' names or shapes differ.

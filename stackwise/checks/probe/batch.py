@@ -34,7 +34,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
     """Apply a function to the tensors at each place of batches of one structure.
 
-    Other values are those of the first batch. Mappings become dictionaries.
+    Other values are copied from the first batch. Mappings become dictionaries.
     """
     first = batches[0]
     if isinstance(first, Tensor):
@@ -58,7 +58,7 @@ def rows_of(batch: Any, n: int, index: slice | Tensor) -> Any:
 
 
 def joined(batches: Sequence[Any], n: int) -> Any:
-    """Concatenate batches of n rows each. Tensors without rows are those of the first batch."""
+    """Concatenate batches of n rows each. Tensors without rows are copied from the first."""
     return mapped(
         lambda *parts: torch.cat(parts) if parts[0].ndim and len(parts[0]) == n else parts[0], *batches
     )

@@ -40,7 +40,7 @@ _REWRITTEN = 0.5
 def refusals() -> tuple[type[Exception], ...]:
     """Return `REFUSALS` for an except clause, or () if the current error is out of memory.
 
-    Python evaluates the clause when an error occurs. Out of memory says nothing about the model.
+    Python evaluates the clause when an error occurs. Out of memory is not an answer of the model.
     """
     error = sys.exception()
     return () if error is not None and is_out_of_memory(error) else REFUSALS
@@ -146,7 +146,7 @@ def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point parameter, or float32 if there is none."""
+    """Return the dtype of the first floating-point parameter, or float32 without one."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 

@@ -48,7 +48,7 @@ class Observation:
     Attributes:
         updates: updates in their order.
         raw: last gradient of each parameter directly after the backward pass, including the loss scale.
-        reached: names of parameters whose gradient was not always zero.
+        reached: names of parameters with a gradient other than zero in any backward pass.
     """
 
     updates: list[Update] = field(default_factory=list)

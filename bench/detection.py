@@ -28,6 +28,7 @@ from bench.claim import Bar, Claim
 from bench.isolated import all_isolated, isolated
 from bench.mutations import measure_mutations, mutation_bars
 from bench.reports import measure_reports, report_bars
+from bench.source_mutants.measure import measure_source_mutants, source_mutant_bars
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.checks.run import broken_off
@@ -35,7 +36,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("catalogue", "rivals", "third_party", "reports", "cost", "mutations")
+PARTS = ("catalogue", "rivals", "third_party", "reports", "cost", "mutations", "source_mutants")
 SECONDS = 240.0  # of one subject
 # Correct FAILs: (families, reason, models). They are counted separately. A name without " is_decoder"
 # includes the decoder of the same kind.
@@ -138,6 +139,8 @@ def main() -> int:
         cost(claim)
     if "mutations" in parts:
         mutations(claim, arguments.jobs)
+    if "source_mutants" in parts:
+        measure_source_mutants(claim, arguments.jobs, functools.partial(answers, suite="fast"))
     claim.bars = bars(claim.figures)
     return claim.conclude()
 
@@ -405,7 +408,8 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         for name in ("llama", "gpt2")
         if name in figures.get("cost", {})
     ]
-    return found + report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
+    found += report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
+    return found + source_mutant_bars(figures.get("source_mutants", {}))
 
 
 def _without(new: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from bench.detection import zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
 from bench.reports import FIRST_RESULT, found, modules
+from bench.source_mutants.measure import by_operator
 
 __all__ = ["MARKS", "written"]
 
@@ -126,6 +127,17 @@ def mutations(record: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def source_mutants(record: Mapping[str, Any]) -> str:
+    """Return a table with one row per operator: mutants, those that are decidable, those that are found."""
+    counts = by_operator(record["figures"].get("source_mutants", {}).get("mutants", {}))
+    columns = ("drawn", "changes", "decidable", "found", "raises in a way", "crashes")
+    header = ("drawn", "changes an answer", "decidable", "found", "raises in one way", "crashes")
+    rows = [f"| operator | {' | '.join(header)} |", "| --- " * (1 + len(header)) + "|"]
+    for name, row in counts.items():
+        rows.append(f"| {name.replace('_', ' ')} | {' | '.join(str(row.get(key, 0)) for key in columns)} |")
+    return "\n".join(rows)
+
+
 def catalogue(_: Mapping[str, Any]) -> str:
     """One row a mutant: what is wrong, the family that is to FAIL, where it was seen."""
     rows = ["| id | bug | what is wrong | family | seen |", "| --- " * 5 + "|"]
@@ -152,6 +164,7 @@ MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "reports": reports,
         "cost": cost,
         "mutations": mutations,
+        "source_mutants": source_mutants,
     },
     "docs/background/zoo.md": {"catalogue": catalogue},
 }

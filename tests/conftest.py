@@ -91,7 +91,7 @@ def few_compositions(monkeypatch):
     """The engine asks each variation and each pair, and skips the random compositions."""
     from stackwise.checks.model import equivalence
 
-    monkeypatch.setattr(equivalence, "explore", partial(equivalence.explore, count=0))
+    monkeypatch.setattr(equivalence, "Explorer", partial(equivalence.Explorer, count=0))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The command line: exit codes, what is printed where, and errors in one line."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -205,6 +206,7 @@ CONFIG = """
 def workplace(tmp_path, monkeypatch, few_compositions):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("stackwise.support.progress._FIRST", math.inf)  # no progress on a slow machine
     (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
     (tmp_path / "cli_syntax.py").write_text("def good(:\n")
     (tmp_path / "cli_skipped.py").write_text(

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
+from stackwise.subject.encoder_decoder import Decoder, is_encoder_decoder
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
 from stackwise.subject.inference.inputs import made_batch
@@ -92,8 +93,8 @@ class ModelSpec:
         packed: (model, inputs, documents (B, T) integer) -> output of rows of several documents, whose
             positions restart. None: no packing.
         decode: (model, inputs, cache or None) -> (output, cache): call with new tokens and the cache of the
-            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padding on
-            the left. None: no cache.
+            earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padded
+            prompts. None: no cache.
         cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
             cache. "": no problem.
         labelled_loss: (model, inputs, labels) -> scalar, the model's own loss. `labels` (B, T) are not
@@ -101,8 +102,9 @@ class ModelSpec:
         auxiliary_loss: (model, inputs, keep or None) -> scalar, such as the loss of routers. None: none.
         visible: inputs -> bool (T, T) or (B, T, T), True if position t may see position s, in models that are
             neither causal nor bidirectional, such as prefix models. None: no claim.
-        window: W: each position sees itself and the W - 1 before it; if not causal, also the W - 1 after it.
-            Or a pair (before, after). None: no claim.
+        window: W: each layer reads its own position and the W - 1 before it; if not causal, also the W - 1
+            after it. Or a pair (before, after). "full": each layer reads all positions that causality allows;
+            `ModelSpec.of(model, window=None)` declares the same. None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
@@ -139,7 +141,7 @@ class ModelSpec:
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
     visible: Callable[[Tensor], Tensor] | None = None
-    window: int | tuple[int, int] | None = None
+    window: int | tuple[int, int] | Literal["full"] | None = None
     tied: bool | None = None
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
@@ -175,6 +177,8 @@ class ModelSpec:
         """
         check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
         _check_values(declared)
+        if declared.get("window", 0) is None:
+            declared["window"] = "full"
         if declared.get("visible") is not None:
             declared = {"causal": None, **declared}  # causality is not assumed then
         is_factory = callable(subject) and not isinstance(subject, nn.Module)
@@ -187,7 +191,10 @@ class ModelSpec:
             _refuse_unready(made, name)
             build, model = _apart(subject, made) if is_factory else _copies(made)
             notes = [*subject.notes] if isinstance(subject, HFModel) else []
-            if is_factory and build is not subject:
+            if is_encoder_decoder(made) and "forward" not in declared:
+                build, model = partial(_decoder, build), Decoder(model)
+                notes.append("called as a decoder, while the encoder reads a fixed text")
+            elif is_factory and build is not subject:
                 notes.append("its models share tensors, so each is a copy")
             with seeded(0):  # a compiled model is unwrapped, so that no trial is compiled
                 inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
@@ -291,8 +298,8 @@ def _check_values(given: Mapping[str, Any]) -> None:
     reach = window if isinstance(window, tuple | list) and len(window) == 2 else (window,)
     least = 0 if len(reach) == 2 else 1
     is_valid = all(type(size) is int and size >= least for size in reach)
-    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, or None"
-    require(window is None or is_valid, "window", window, allowed)
+    allowed = "an integer >= 1, a pair (before, after) of integers >= 0, 'full' or None"
+    require(window in (None, "full") or is_valid, "window", window, allowed)
 
 
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:
@@ -332,6 +339,10 @@ def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Mo
     if not _places(made.buffers()).isdisjoint(_places(second.buffers())):  # tables shared by all models
         return lambda: copy.deepcopy(factory()), kept
     return factory, kept
+
+
+def _decoder(build: Factory) -> nn.Module:
+    return Decoder(build())
 
 
 def _copies(model: nn.Module) -> tuple[Factory, nn.Module]:

@@ -200,6 +200,25 @@ def test_longest_sequence_has_many_names(name, on_model, limit):
     assert spec.seq_len <= limit
 
 
+@pytest.mark.parametrize(("n_reserved", "limit"), [(0, 12), (1, 11), (2, 10), (3, 12)])
+def test_reserved_rows_of_a_position_table_are_no_positions(n_reserved, limit):
+    """Three and more are not expected: then the setting is believed."""
+
+    class Reserving(nn.Module):
+        max_length = 12
+
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8)
+            self.head = nn.Linear(8, 20)
+
+        def forward(self, input_ids):
+            places = n_reserved + torch.arange(input_ids.shape[1])
+            return self.head(self.tokens(input_ids) + self.places(places))
+
+    assert ModelSpec.of(Reserving, seq_len=8).max_length == limit
+
+
 @pytest.mark.parametrize(("limit", "status"), [(6, "not applicable"), (48, "passed")])
 def test_checks_stay_within_the_longest_sequence(few_compositions, limit, status):
     spec = ModelSpec.of(lambda: Limited("block_size", limit, n_places=limit))

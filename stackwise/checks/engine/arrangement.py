@@ -60,7 +60,10 @@ def arranged(question: Question, exam: Examination) -> tuple[Call, list[tuple[in
     if question.parts:
         call.parts = _filled(question.parts, question.width)
         call.first_cache = question.first_cache
-        call.others = exam.filler(*shape) if question.in_turns else None
+        call.operation, call.turns_rows = question.operation, question.turns_rows
+        call.in_turns = question.in_turns
+        if question.in_turns or question.operation is not None:
+            call.others = exam.filler(*shape)
     if question.ignored is not None:
         call.labels = _labels(call, question.ignored, exam)
     return call, numbers

@@ -8,14 +8,15 @@ arguments that the other one passes to the model, and adds them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.question import Call, Part, Transform
 from stackwise.checks.engine.variation import Refused
 from stackwise.subject.call_form import forward_parameters
 from stackwise.subject.inference import cast, logits_of
@@ -26,10 +27,14 @@ __all__ = ["accepts", "decode_takes_mask", "execute", "loss_of"]
 
 def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     """Return the logits (B, W, V), or (B, V) per row."""
+    return call.restored(_executed(spec, model, call.ordered()))
+
+
+def _executed(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
+    if call.parts:
+        return _in_parts(spec, model, call)
     inputs = cast(call.inputs, model)
     arguments = dict(call.arguments)
-    if call.parts:
-        return _in_parts(spec, model, inputs, call)
     if call.documents is not None:
         function: Callable[..., Any] = _needed(spec.packed)
         given: tuple[Any, ...] = (call.documents,)
@@ -39,7 +44,7 @@ def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
         function, given = _needed(spec.masked), (call.keep,)
     else:
         function, given = spec.forward, ()
-    with _added(model, arguments):
+    with _changed(model, arguments, call.transforms, inputs.shape[1]):
         return logits_of(function(model, inputs, *given))
 
 
@@ -50,7 +55,7 @@ def loss_of(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     for function, given in ((spec.masked, call.keep), (spec.packed, call.documents)):
         if given is not None:
             arguments |= _recorded(spec, model, inputs, _needed(function), given)
-    with _added(model, arguments | call.arguments):
+    with _changed(model, arguments | call.arguments, call.transforms, inputs.shape[1]):
         loss: Tensor = _needed(spec.labelled_loss)(model, inputs, call.labels)
     return loss
 
@@ -71,26 +76,44 @@ def accepts(model: nn.Module, name: str) -> bool:
     return name in forward_parameters(model)
 
 
-def _in_parts(spec: ModelSpec, model: nn.Module, inputs: Tensor, call: Call) -> Tensor:
-    decode = _needed(spec.decode)
+def _in_parts(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     cache, other_cache = None if call.first_cache is None else call.first_cache(model), None
     end, outputs = 0, []
-    for size in call.parts:
+    for index, size in enumerate(call.parts):
         start, end = end, end + size
-        mask = () if call.keep is None else (call.keep[:, :end].contiguous(),)
-        arguments = {
-            name: value[:, start:end].contiguous() if isinstance(value, Tensor) else value
-            for name, value in call.arguments.items()
-        }
-        with _added(model, arguments):
-            output, cache = decode(model, inputs[:, start:end].contiguous(), cache, *mask)
-            if call.others is not None:
-                others = cast(call.others[:, start:end].contiguous(), model)
-                _, other_cache = decode(model, others, other_cache, *mask)
-        outputs.append(logits_of(output))
+        shift = len(call.parts) - 1 - index if call.turns_rows else 0
+        decode = partial(_decoded, spec, model, call, slice(start, end), shift)
+        if call.operation is not None:
+            assert call.others is not None
+            cache = call.operation(cache, Part(start, size, call.others, decode))
+        output, cache = decode(call.inputs, cache)
+        if call.in_turns:
+            assert call.others is not None
+            _, other_cache = decode(call.others, other_cache)
+        outputs.append(logits_of(output).roll(-shift, dims=0))
         if outputs[-1].shape[1] != size:
             raise Refused(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")
     return torch.cat(outputs, dim=1)
+
+
+def _decoded(
+    spec: ModelSpec, model: nn.Module, call: Call, columns: slice, shift: int, inputs: Tensor, cache: Any
+) -> tuple[Any, Any]:
+    """Decode columns of the inputs, with the rows rolled by `shift`. Return the output and the cache."""
+
+    def part_of(x: Tensor, columns: slice) -> Tensor:
+        return (x.roll(shift, dims=0) if shift else x)[:, columns].contiguous()
+
+    mask = () if call.keep is None else (part_of(call.keep, slice(columns.stop)),)
+    arguments = {
+        name: part_of(value, columns) if isinstance(value, Tensor) else value
+        for name, value in call.arguments.items()
+    }
+    with _changed(model, arguments, call.transforms, columns.stop - columns.start):
+        decoded: tuple[Any, Any] = _needed(spec.decode)(
+            model, cast(part_of(inputs, columns), model), cache, *mask
+        )
+    return decoded
 
 
 def _needed(function: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -134,27 +157,39 @@ def _arguments_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Any]
 
 
 @contextmanager
-def _added(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+def _changed(
+    model: nn.Module, arguments: Mapping[str, Any], transforms: Sequence[Transform], width: int
+) -> Iterator[None]:
     """Inside, each call of the model gets further arguments, unless the caller passes them.
+
+    Then `transforms` change all arguments of the call, which has `width` columns.
 
     Raises:
         Refused: the model itself was not called, such as by `forward=lambda m, x: m.decoder(x)`.
     """
-    if not arguments:
+    if not arguments and not transforms:
         yield
         return
-    first = next(iter(forward_parameters(model)), "")
+    first, *names = forward_parameters(model)
     calls: list[bool] = []
+
+    def transformed(given: dict[str, Any]) -> dict[str, Any]:
+        for transform in transforms:
+            given = transform(given, width)
+        return given
 
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         calls.append(True)
         if args and isinstance(args[0], Mapping):
-            return ({**arguments, **args[0]}, *args[1:]), kwargs
+            return (transformed({**arguments, **args[0]}), *args[1:]), kwargs
+        inputs, args = args[:1], args[1:]
         if "inputs_embeds" in arguments:  # they replace the ids
-            args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != first}
-        return args, {**arguments, **kwargs}
+            inputs, kwargs = (), {name: value for name, value in kwargs.items() if name != first}
+        if not transforms:
+            return (*inputs, *args), {**arguments, **kwargs}
+        return inputs, transformed({**arguments, **dict(zip(names, args, strict=False)), **kwargs})
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     try:

@@ -104,7 +104,7 @@ def plans(
     *,
     is_large: bool = False,
 ) -> Iterator[Plan]:
-    """Yield a plain call, each variation alone, sets that contain each pair, then random sets.
+    """Yield each variation alone, sets that contain each pair, then random sets.
 
     A variation is planned alone with several values. Pairs are planned in sets of up to four variations
     (pairwise testing), then alone if the model refused all sets that contain them.
@@ -117,7 +117,6 @@ def plans(
         asked: number of executions of each pair, which the caller updates.
         is_large: plan each variation once, alone.
     """
-    yield Plan((), "plain")
     if is_large:
         yield from (Plan((name,), f"{name} 0") for name in names)
         return
@@ -125,12 +124,10 @@ def plans(
     yield from alone
     sets = _covering(names, variations)
     yield from (Plan(chosen, f"set {number}") for number, chosen in enumerate(sets))
-    n_pairs = 0
     for pair in combinations(names, 2):
         if not asked[frozenset(pair)] and _compatible(pair, variations):
-            n_pairs += 1
             yield Plan(pair, " ".join(sorted(pair)))
-    for number in range(max(0, count - len(alone) - len(sets) - n_pairs)):
+    for number in range(max(0, count - len(alone) - len(sets))):
         chosen = [
             name
             for name in names

@@ -6,18 +6,18 @@ Shapes: T positions, V outputs.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.engine.call import execute, loss_of
-from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.question import Call, Place
 from stackwise.checks.engine.template import Template
 from stackwise.checks.probe.call import dtype_of, real_inputs
 from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
@@ -60,6 +60,7 @@ _LARGE = 1e3
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 Gradients = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Examination:
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
     _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
+    _results: dict[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> ModelSpec:
@@ -265,19 +267,44 @@ class Examination:
                 loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), gradients_in(model), count
 
+    def once(self, key: str, trial: Callable[[], T]) -> T:
+        """Return the result of a trial, which is done once for each key."""
+        if key not in self._results:
+            self._results[key] = trial()
+        result: T = self._results[key]
+        return result
+
+    def agrees(self, call: Call) -> bool:
+        """Return True if a call gives the plain answers. False also if it raises an exception."""
+        try:
+            with torch.no_grad(), self.subject.fixed_randomness():
+                output = execute(self.spec, self.model(), call)
+        except Exception as error:  # any other exception means: the model does not take the call
+            reraise_if_out_of_memory(error)
+            return False
+        for number, place in enumerate(call.places):
+            answer = self.answer(number, place.end - place.start)
+            row = output[place.row : place.row + 1].flatten(1)
+            if self.spec.per_position:
+                row = output[place.row, place.start : place.end]
+            if row.shape != answer.shape or not relative_difference(answer, row).max() <= self.limit:
+                return False
+        return True
+
     @cached_property
-    @torch.no_grad()
     def first_position(self) -> int:
         """Return the position of the first token: 0, or more if the model reserves some (RoBERTa)."""
-        number, length = key = (0, self.lengths[-1])
-        inputs = self.sequence(number, length)[None]
         for first in (0, 1, 2):
-            positions = torch.arange(first, first + length, device=inputs.device)[None]
-            call = Call(inputs, [], [], arguments={"position_ids": positions})
-            gaps = relative_difference(self.answer(*key), execute(self.spec, self.model(), call)[0])
-            if bool((gaps <= self.limit).all()):
+            if self.agrees_at(first):
                 return first
         return 0
+
+    def agrees_at(self, first: int) -> bool:
+        """Return True if a plain call gives the same answer with `position_ids` that start at `first`."""
+        length = self.lengths[-1]
+        inputs = self.sequence(0, length)[None]
+        positions = torch.arange(first, first + length, device=inputs.device)[None]
+        return self.agrees(Call(inputs, [], [Place(0, 0, length)], arguments={"position_ids": positions}))
 
     @cached_property
     def loss_shift(self) -> int | None:

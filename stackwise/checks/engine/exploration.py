@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +32,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Exploration", "Finding", "code_of", "compare", "explore"]
+__all__ = ["Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
@@ -44,7 +44,7 @@ _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
 # copies in float64 need too much time and memory.
 _LARGE, _TOO_LARGE = 20_000_000, 500_000_000
 # Exceptions by which a model says that it does not support a call.
-_REFUSALS = (Refused, ValueError, NotImplementedError)
+_REFUSALS = (Refused, ValueError, NotImplementedError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class Exploration:
         missing: reason why a variation does not apply, by its name.
         asked: number of executed compositions of each variation, and of each pair.
         refused: reason why the model did not take a set of variations, the last one.
-        crashes: composition and exception of each pair that raises, other than by a refusal, in all its
-            compositions, though the model takes each of the two alone.
+        raised: composition and exception of each pair that raised, other than by a refusal.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
         limit: largest difference of outputs that is rounding.
@@ -107,10 +106,18 @@ class Exploration:
     missing: dict[str, str] = field(default_factory=dict)
     asked: Counter[frozenset[str]] = field(default_factory=Counter)
     refused: dict[frozenset[str], str] = field(default_factory=dict)
-    crashes: dict[frozenset[str], tuple[Composition, str]] = field(default_factory=dict)
+    raised: dict[frozenset[str], tuple[Composition, str]] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
+
+    def crashes(self) -> list[tuple[Composition, str]]:
+        """Return composition and exception of each pair that always raised, and whose parts did not."""
+        return [
+            crash
+            for pair, crash in self.raised.items()
+            if not self.asked[pair] and all(self.asked[frozenset({name})] for name in pair)
+        ]
 
     def combined(self, name: str) -> dict[str, int]:
         """Return the number of compositions of a variation with each other one."""
@@ -123,7 +130,12 @@ class Exploration:
 def explore(
     subject: Subject, variations: Variations, count: int = 110, *, longest: int = LONGEST
 ) -> Exploration:
-    """Execute `count` compositions of the variations that apply to a model.
+    """Execute all compositions of a plan: `Explorer.explore()`."""
+    return Explorer(subject, variations, count, longest=longest).explore()
+
+
+class Explorer:
+    """Plan of compositions of a model, which can be executed in several steps.
 
     Args:
         subject: the model.
@@ -131,57 +143,95 @@ def explore(
         count: number of compositions. There are more if all variations and pairs need more.
         longest: longest sequence, in positions.
 
-    Raises:
-        Exception: the plain call raises.
+    Attributes:
+        result: result of the compositions that were executed.
     """
-    size = subject.spec.n_parameters
-    if size > _TOO_LARGE:
-        gigabytes = 4 * 8 * size / 1e9
-        reason = (
-            f"needs a model of at most {_TOO_LARGE / 1e6:.0f} million parameters: copies of this one in "
-            f"float64 need {gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
-        )
-        return Exploration(missing=dict.fromkeys(variations, reason))
-    exam, result = Examination(subject, most=longest), Exploration()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+
+    def __init__(
+        self, subject: Subject, variations: Variations, count: int = 110, *, longest: int = LONGEST
+    ) -> None:
+        self.result = Exploration()
+        self._variations, self._count = variations, count
+        self._exam = Examination(subject, most=longest)
+        self._is_large = subject.spec.n_parameters > _LARGE
+        # Variations that apply. None: not known yet.
+        self._names: list[str] | None = None
+        self._executed: set[str] = set()
+        self._asked_alone: set[str] = set()
+
+    def explore(self, only: Collection[str] | None = None) -> Exploration:
+        """Execute the compositions that contain one of some variations, and return the result so far.
+
+        Args:
+            only: names of variations. None: all compositions.
+
+        Raises:
+            Exception: the plain call raises.
+        """
+        result = self.result
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self._names is None:
+                self._names = self._applicable()
+            names = self._names
+            chosen = {name: None for name in names if only is None or name in only}
+            self._ask_alone([name for name in chosen if name not in self._asked_alone])
+            for plan in self._plans(names):
+                is_chosen = only is None or any(name in chosen for name in plan.names)
+                if is_chosen and plan.label not in self._executed:
+                    self._executed.add(plan.label)
+                    self._execute(plan)
+        for name in chosen:
+            refusal = result.refused.get(frozenset({name}))
+            if not result.asked[frozenset({name})] and refusal is not None:
+                result.missing[name] = f"the model refuses it: {refusal}"
+        return result
+
+    def _applicable(self) -> list[str]:
+        """Return the variations that apply, after a plain call, and record why the others do not."""
+        size = self._exam.spec.n_parameters
+        if size > _TOO_LARGE:
+            gigabytes = 4 * 8 * size / 1e9
+            most = _TOO_LARGE / 1e6
+            return self._none(
+                f"needs a model of at most {most:.0f} million parameters: copies of this one in float64 need "
+                f"{gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
+            )
+        exam, result = self._exam, self.result
         if not exam.is_repeatable:
-            return Exploration(missing=dict.fromkeys(variations, NOT_REPEATED))
+            return self._none(NOT_REPEATED)
         if not exam.answer(0, exam.lengths[-1]).isfinite().any():
-            return Exploration(missing=dict.fromkeys(variations, "needs a finite output; see finite_logits"))
+            return self._none("needs a finite output; see finite_logits")
         result.limit = exam.limit
-        names = []
-        for name, variation in variations.items():
-            if reason := _missing(variation, exam):
-                result.missing[name] = reason
-            else:
-                names.append(name)
-        is_large = size > _LARGE
-        for number, plan in enumerate(
-            plans(names, variations, subject.seed, count, result.asked, is_large=is_large)
-        ):
-            attempts = {1: 1, 2: _ATTEMPTS}.get(len(plan.names), _ATTEMPTS_OF_A_SET)
-            # The values of a pair may exclude each other, such as a side of padding and a cache.
-            for attempt in range(attempts):
-                if _ask(plan.draw(variations, exam, attempt), variations, exam, result):
-                    break
-            if number:
-                continue
-            if result.findings:
-                break  # a plain call leaves traces, so that no comparison means much
-            _ask_suspects(names, variations, exam, result)
-            if exam.is_float64 and not is_large:
-                _ask_in_own_dtype(names, variations, exam, result)
-    result.crashes = {
-        pair: crash
-        for pair, crash in result.crashes.items()
-        if not result.asked[pair] and all(result.asked[frozenset({name})] for name in pair)
-    }
-    for name in names:
-        refusal = result.refused.get(frozenset({name}))
-        if not result.asked[frozenset({name})] and refusal is not None:
-            result.missing[name] = f"the model refuses it: {refusal}"
-    return result
+        reasons = {name: _missing(each, exam) for name, each in self._variations.items()}
+        result.missing |= {name: reason for name, reason in reasons.items() if reason}
+        self._execute(Plan((), "plain"))
+        if result.findings:
+            return []  # a plain call leaves traces, so that no comparison means much
+        return [name for name, reason in reasons.items() if not reason]
+
+    def _none(self, reason: str) -> list[str]:
+        self.result.missing = dict.fromkeys(self._variations, reason)
+        return []
+
+    def _ask_alone(self, names: list[str]) -> None:
+        """Execute the suspects of variations, and each variation alone in the own dtype of the model."""
+        self._asked_alone.update(names)
+        _ask_suspects(names, self._variations, self._exam, self.result)
+        if names and self._exam.is_float64 and not self._is_large:
+            _ask_in_own_dtype(names, self._variations, self._exam, self.result)
+
+    def _plans(self, names: list[str]) -> Iterator[Plan]:
+        subject, asked = self._exam.subject, self.result.asked
+        return plans(names, self._variations, subject.seed, self._count, asked, is_large=self._is_large)
+
+    def _execute(self, plan: Plan) -> None:
+        """Draw values until the model takes them: those of a pair may exclude each other."""
+        attempts = {0: 1, 1: 1, 2: _ATTEMPTS}.get(len(plan.names), _ATTEMPTS_OF_A_SET)
+        for attempt in range(attempts):
+            composition = plan.draw(self._variations, self._exam, attempt)
+            if _ask(composition, self._variations, self._exam, self.result):
+                break
 
 
 def compare(
@@ -289,7 +339,7 @@ def _worst(
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
             if len(composition.names) == 2 and not isinstance(error, _REFUSALS):
-                result.crashes.setdefault(composition.names, (composition, text))
+                result.raised.setdefault(composition.names, (composition, text))
         return None
     if result is not None:
         for name in composition.names:

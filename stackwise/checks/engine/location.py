@@ -44,11 +44,14 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
         if is_last:
             parts = [part.transpose(1, 2) for part in parts]
         whole = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if whole.shape[:2] != execution.call.inputs.shape[:2]:
+            continue
+        whole = execution.call.restored(whole)
         for number, (place, record) in enumerate(zip(execution.call.places, plain, strict=True)):
             [expected] = record[name]
             expected = expected.transpose(1, 2) if is_last else expected
             found = whole[place.row : place.row + 1, place.start : place.end]
-            if whole.shape[1] != execution.question.width or found.shape != expected.shape:
+            if found.shape != expected.shape:
                 break
             gaps = relative_difference(expected, found).flatten(2).amax(dim=-1)[0]
             if not execution.exam.compares_values:

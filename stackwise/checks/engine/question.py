@@ -12,7 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "Place", "Question", "Segment"]
+__all__ = ["Call", "Part", "Place", "Question", "Segment", "Transform"]
+
+# Returns the arguments of one call of the model, by name, with some of them changed. Takes the arguments and
+# the number of columns of this call.
+Transform = Callable[[dict[str, Any], int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,27 @@ class Segment:
     number: int | None = None
 
 
+@dataclass(frozen=True)
+class Part:
+    """Columns of a call that are decoded next.
+
+    Attributes:
+        start: first column.
+        size: number of columns.
+        others: other inputs (B, W).
+        decode: (inputs, cache) -> (output, cache), which decodes these columns of inputs (B, W).
+    """
+
+    start: int
+    size: int
+    others: Tensor
+    decode: Callable[[Tensor, Any], tuple[Any, Any]]
+
+    def decode_others(self, cache: Any) -> Any:
+        """Decode other inputs in place of these columns, and return the cache."""
+        return self.decode(self.others, cache)[1]
+
+
 @dataclass
 class Question:
     """Question about sequences. Each variation of a composition changes it.
@@ -43,6 +68,8 @@ class Question:
         parts: sizes of the parts that are passed through the cache. The last one repeats. (): one call.
         first_cache: returns the cache of the first part for a model. None: the model creates it.
         in_turns: decode other rows in turns with these, with a cache of their own.
+        operation: (cache, part) -> cache, called before each part.
+        turns_rows: pass the rows in another order in each part, rolled by one row from part to part.
         train: ask in train mode.
         dtype: dtype of the model. None: that of the examination.
         gradients: also compare the gradients. They are those of train mode, if the model has one.
@@ -55,6 +82,8 @@ class Question:
     parts: tuple[int, ...] = ()
     first_cache: Callable[[nn.Module], Any] | None = None
     in_turns: bool = False
+    operation: Callable[[Any, Part], Any] | None = None
+    turns_rows: bool = False
     train: bool = False
     dtype: torch.dtype | None = None
     gradients: bool = False
@@ -95,8 +124,12 @@ class Call:
         labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
         parts: sizes of the parts that are passed through the cache, W in all. (): one call.
         first_cache: as in the question.
-        others: inputs that are decoded in turns with `inputs`. None: nothing else is.
+        others: other inputs, of the same shape. None: none are needed.
+        in_turns: decode the others in turns with the inputs.
+        operation, turns_rows: as in the question.
+        order: column of `inputs` at each column of the call (B, W). None: the same one.
         arguments: further keyword arguments. Tensors have W columns.
+        transforms: change the arguments of each call of the model.
         compared: positions (T,), bool, whose outputs are compared, by sequence. Others: all positions.
     """
 
@@ -109,5 +142,30 @@ class Call:
     parts: tuple[int, ...] = ()
     first_cache: Callable[[nn.Module], Any] | None = None
     others: Tensor | None = None
+    in_turns: bool = False
+    operation: Callable[[Any, Part], Any] | None = None
+    turns_rows: bool = False
+    order: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    transforms: list[Transform] = field(default_factory=list)
     compared: dict[int, Tensor] = field(default_factory=dict)
+
+    def ordered(self) -> Call:
+        """Return the call with its columns in the order of `order`."""
+        if self.order is None:
+            return self
+        arguments = {
+            name: _gathered(value, self.order) if isinstance(value, Tensor) else value
+            for name, value in self.arguments.items()
+        }
+        keep = None if self.keep is None else _gathered(self.keep, self.order)
+        return replace(self, inputs=_gathered(self.inputs, self.order), keep=keep, arguments=arguments)
+
+    def restored(self, output: Tensor) -> Tensor:
+        """Return an output (B, W, ...) of the ordered call in the order of the columns of `inputs`."""
+        return output if self.order is None else _gathered(output, self.order.argsort(dim=1))
+
+
+def _gathered(x: Tensor, order: Tensor) -> Tensor:
+    """Return the columns of (B, W, ...) in an order (B, W)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], order]

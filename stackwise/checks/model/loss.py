@@ -1,6 +1,6 @@
-"""Loss: the model's own loss is the mean cross-entropy of the next token, and of nothing else.
+"""Loss: the model's own loss is the mean cross-entropy of the next token.
 
-Each check reads one side of the formula that `read_loss_formula` finds.
+Each check reports one aspect of the formula that `read_loss_formula` finds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSED = "the loss refuses ignored labels: see ignored_labels"
 
 
 def _read(subject: Subject) -> LossFormula | CheckResult:
-    """The formula, or why the question cannot be asked."""
+    """Return the formula, or a result with the reason why the check does not apply."""
     try:
         return read_loss_formula(subject)
     except UnreadableLossError as reason:
@@ -62,7 +62,7 @@ def label_shift(subject: Subject) -> CheckResult:
             distance,
             0.0,
             where=where,
-            meaning="Labels are not shifted: each position is to predict the token that it has just read.",
+            meaning="Labels are not shifted: each position predicts the token that it has just read.",
             correct_if="the caller shifts the labels, as for the decoder of an encoder-decoder",
             advice="Pass labels that are shifted already, or declare a labelled_loss that shifts.",
         )
@@ -71,7 +71,7 @@ def label_shift(subject: Subject) -> CheckResult:
             distance,
             0.0,
             where=where,
-            meaning="Labels are not shifted, and the model is said to be causal, but reads later tokens.",
+            meaning="Labels are not shifted, and the model is declared causal, but reads later tokens.",
             correct_if="the model is an encoder; then declare causal=False",
             advice="See the check causality first.",
         )
@@ -80,26 +80,26 @@ def label_shift(subject: Subject) -> CheckResult:
             distance,
             0.0,
             where=where,
-            meaning="The next token is predicted by a model that is not causal: it can read its own label.",
-            correct_if="labels are only given for positions that no input shows, as after a prefix",
+            meaning="A model that is not causal predicts the next token: it can read its own label.",
+            correct_if="labels are only given for tokens that are not in the input, as after a prefix",
             advice="Make the model causal.",
         )
     meaning = {
-        0: "Each position is to predict the token that it has just read: the loss falls to 0 by copying.",
-        2: "Labels are shifted twice: each position is to predict the token after the next.",
-        -1: "The logits are shifted instead of the labels: each position is to predict the token before it.",
+        0: "Each position predicts the token that it has just read: the loss falls to 0 by copying.",
+        2: "Labels are shifted twice: each position predicts the token after the next.",
+        -1: "The logits are shifted in place of the labels: each position predicts the token before it.",
     }[found.shift]
     return subject.failed(
         distance,
         0.0,
         where=where,
         meaning=meaning,
-        advice="Compare logits[:, :-1] with labels[:, 1:], once: the data or the loss shifts, not both.",
+        advice="Compare logits[:, :-1] with labels[:, 1:]. Shift in the data or in the loss, not in both.",
     )
 
 
 def _decodes_for_an_encoder(subject: Subject) -> bool:
-    """Whether weights are left over that only an encoder's output would reach."""
+    """Return True if some weights only get a gradient with an encoder's output."""
     model = subject.model()
     takes = forward_parameters(model)
     if not {"encoder_hidden_states", "encoder_outputs"} & takes.keys():
@@ -112,7 +112,7 @@ def _decodes_for_an_encoder(subject: Subject) -> bool:
 
 
 def _sees_ahead(subject: Subject) -> bool:
-    """Whether the last token changes an earlier output."""
+    """Return True if the last token changes an earlier output."""
     model, inputs = subject.model(), subject.inputs(1)
     changed = inputs.clone()
     changed[:, -1] = (inputs[:, -1] + 1) % subject.spec.width
@@ -133,31 +133,32 @@ def loss_reduction(subject: Subject) -> CheckResult:
         return subject.passed(0.0, 0.0)
     if found.reduction == "row means":
         return subject.warned(
-            meaning="Targets of short rows weigh more: the loss is a mean of the rows' means.",
-            correct_if="rows are meant to weigh the same",
+            meaning="The loss is the mean of the rows' means, so that targets of short rows weigh more.",
+            correct_if="each row has the same weight on purpose",
             advice="Divide the sum over the batch by the number of its targets.",
         )
     if found.reduction == "scaled":
         return subject.warned(
             found.scale,
             1.0,
-            meaning=f"The loss is no mean: a target weighs {found.scale:.4g} times as much as in a mean.",
-            correct_if="the factor is meant, as with label smoothing",
-            advice="Look at the number that the sum is divided by.",
+            meaning=f"The loss is not a mean: a target weighs {found.scale:.4g} times as much as in a mean.",
+            correct_if="the factor is intended, as with label smoothing",
+            advice="Look at the divisor of the sum.",
         )
     meaning = {
         "sum": "The loss is a sum over targets: it grows with the batch, and gradients with it.",
         "rows": "The loss is a sum over positions divided by rows: it grows with the length.",
-        "all": "The sum is divided by all positions, ignored ones too: it shrinks with padding.",
-        "all shifted": "The sum is divided by all predictions, ignored ones too: it shrinks with padding.",
-        "unshifted": "The sum is divided by the labels before the shift, of which the first is no target.",
+        "all": "The sum is divided by all positions, including ignored ones: it shrinks with padding.",
+        "all shifted": "The sum is divided by all predictions, including ignored ones: it shrinks with "
+        "padding.",
+        "unshifted": "The sum is divided by the number of labels before the shift; the first is no target.",
     }[found.reduction]
     return subject.failed(
         ratio,
         1.0,
         where=f"divided by {_DIVISORS[found.reduction]}",
         meaning=meaning,
-        advice="Divide by (labels[:, 1:] != -100).sum(), or leave it to cross_entropy(reduction='mean').",
+        advice="Divide by (labels[:, 1:] != -100).sum(), or use cross_entropy(reduction='mean').",
     )
 
 
@@ -172,7 +173,7 @@ _DIVISORS = {
 
 @check
 def ignored_labels(subject: Subject) -> CheckResult:
-    """Do labels of -100 have no influence, and all others theirs?"""
+    """Do labels of -100 have no influence, and all other labels an influence?"""
     try:
         found = read_loss_formula(subject)
     except UnreadableLossError as reason:
@@ -190,15 +191,15 @@ def ignored_labels(subject: Subject) -> CheckResult:
     meaning = {
         "as token 0": "Ignored labels are scored as token 0: the model learns to predict it on padding.",
         "token 0 too": "Token 0 is ignored as if it were padding: the model never learns it.",
-        "smoothed": "Label smoothing takes in the positions of ignored labels.",
+        "smoothed": "Label smoothing includes the positions of ignored labels.",
     }[found.ignored]
     return subject.failed(
         found.value,
         found.expected,
         where=f"labels of {IGNORED}" if found.ignored != "token 0 too" else "labels of 0",
         meaning=meaning,
-        advice=f"Mask by labels == {IGNORED} (not by clamp, 0 or the padding id) before anything is summed; "
-        "where a mask is (N,) and a loss (N, 1), their product is (N, N).",
+        advice=f"Mask by labels == {IGNORED} (not by clamp, 0 or the padding id) before the sum. A mask (N,) "
+        "and a loss (N, 1) have a product (N, N).",
     )
 
 
@@ -215,28 +216,28 @@ def loss_formula(subject: Subject) -> CheckResult:
         return subject.failed(
             found.value,
             meaning=numbers,
-            advice="Look for log of a probability that is 0, and for 0 * inf where labels are masked.",
+            advice="Look for log of a probability that is 0, and for 0 * inf at masked labels.",
         )
     if found.narrow:
         return subject.failed(
             gap,
             limit,
             where=found.narrow,
-            meaning=f"Every value of the loss is rounded to {found.narrow}, whatever the model's dtype.",
-            advice="Widen the logits to float32 before cross_entropy; a small gain is below the rounding.",
+            meaning=f"Every value of the loss is rounded to {found.narrow}, in a model of any dtype.",
+            advice="Convert the logits to float32 before cross_entropy. Small improvements are rounded away.",
         )
     if found.kind != "cross-entropy":
         meaning, advice = {
             "softmax twice": (
-                "The softmax is taken twice: the loss cannot fall near 0, and gradients all but vanish.",
-                "Hand cross_entropy the logits themselves; it takes the softmax.",
+                "The softmax is taken twice: the loss cannot fall near 0, and gradients nearly vanish.",
+                "Pass logits to cross_entropy, which takes the softmax.",
             ),
             "probabilities": (
                 "The loss is minus the probability: there is no log.",
                 "Take log_softmax before nll_loss, not softmax.",
             ),
             "raw logits": (
-                "The loss is minus the logit: nothing normalises it, and it falls without end.",
+                "The loss is minus the logit: without a normalisation, it falls without a lower bound.",
                 "Take log_softmax before nll_loss, or use cross_entropy.",
             ),
         }[found.kind]
@@ -247,19 +248,19 @@ def loss_formula(subject: Subject) -> CheckResult:
         return subject.warned(
             gap,
             limit,
-            meaning=f"The loss is not the cross-entropy of the logits, and no known formula. {numbers}",
-            correct_if="the model has an objective of its own",
+            meaning=f"The loss is neither the cross-entropy of the logits nor a known mistake. {numbers}",
+            correct_if="the model has another objective",
             advice="Compare it with cross_entropy term by term.",
         )
     if not found.exact:
         if abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
-            what = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
+            term = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
         else:
-            what = f"A label weighs {found.scale:.4g} times as much as in a cross-entropy."
+            term = f"A label weighs {found.scale:.4g} times as much as in a cross-entropy."
         return subject.warned(
             gap,
             limit,
-            meaning=f"{what} {numbers}",
+            meaning=f"{term} {numbers}",
             correct_if="it has a z-loss, a router's loss or label smoothing on purpose",
             advice="Compare it with cross_entropy term by term.",
         )
@@ -267,22 +268,22 @@ def loss_formula(subject: Subject) -> CheckResult:
 
 
 def _mixed_up(subject: Subject, numbers: str = "") -> CheckResult | None:
-    """A failure where the loss does not care for the labels' own logits."""
+    """Return a failure if the loss does not increase the logits of the labels."""
     part = part_that_learns(subject)
     if part is None or part >= 0.5:
         return None
     return subject.failed(
         part,
         0.5,
-        meaning=f"{numbers} For {1 - part:.0%} of the labels the loss does not fall as their own logit "
-        "grows, whichever position is to predict them: the model learns something else.".strip(),
-        advice="Logits (B, T, V) and labels (B, T) are to be flattened alike: look for a transpose() or "
-        "view() that mixes positions and vocabulary, and for labels of another order.",
+        meaning=f"{numbers} For {1 - part:.0%} of the labels the loss does not decrease if their own logit "
+        "grows, at any shift: the model learns something else.".strip(),
+        advice="Flatten logits (B, T, V) and labels (B, T) in the same order. Look for a transpose() or "
+        "view() that mixes positions and vocabulary, and for labels in another order.",
     )
 
 
 def _in_its_own_dtype(subject: Subject) -> CheckResult:
-    """Of a formula that is right: a warning where the model's own dtype leaves too few digits."""
+    """Return the result for a correct formula: a warning if the dtype of the loss has too few digits."""
     model = subject.model()
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if dtypes & {torch.bfloat16, torch.float16}:
@@ -304,7 +305,7 @@ def _in_its_own_dtype(subject: Subject) -> CheckResult:
 
 @check
 def empty_loss(subject: Subject) -> CheckResult:
-    """Are the loss and its gradients finite where every label of a batch, or of one row, is ignored?"""
+    """Are the loss and its gradients finite if every label of a batch, or of one row, is ignored?"""
     spec = subject.spec
     if spec.labelled_loss is None:
         return subject.not_applicable("needs labelled_loss")
@@ -332,22 +333,21 @@ def empty_loss(subject: Subject) -> CheckResult:
                 where=where,
                 meaning=f"The loss raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",
                 correct_if="the data contain no such batch",
-                advice="Return 0 if there is nothing to predict, so that training continues.",
+                advice="Return 0 if there is no target, so that training continues.",
             )
         bad = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         if bad or (labels is one_row and not loss.isfinite()):
             return subject.failed(
                 loss.item(),
                 where=f"{where}; {len(bad)} gradients, first {bad[0]}" if bad else where,
-                meaning="0 / 0: one such batch makes "
-                + ("every weight that it reaches NaN." if bad else "the loss NaN."),
-                advice="Divide by the number of targets clamped to 1, over the batch and not by row.",
+                meaning="0 / 0: one such batch makes " + ("the weights NaN." if bad else "the loss NaN."),
+                advice="Divide the sum over the batch by the number of its targets, clamped to 1.",
             )
     if not loss.isfinite():
-        # As torch's own mean over no targets. The weights are safe; a mean over losses is not.
+        # As in torch: the weights stay finite, a mean over losses does not.
         return subject.passed(
             where=where,
-            meaning="Every gradient is finite. The loss itself is 0 / 0 there, as torch's own mean is: leave "
-            "such a batch out of means over losses.",
+            meaning="Every gradient is finite. The loss is 0 / 0, as in torch: exclude such batches from "
+            "means over losses.",
         )
     return subject.passed(loss.item())

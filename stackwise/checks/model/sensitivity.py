@@ -15,7 +15,7 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
 
-# Other last tokens, of which one has to have an effect.
+# Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
 
 _ADVICE = (
@@ -26,11 +26,11 @@ _ADVICE = (
 
 @check
 def token_effect(subject: Subject) -> CheckResult:
-    """Does every input have an effect on the output (causal model: on the last one)?"""
+    """Does every input have an effect on the output (causal model: on the last output)?"""
     spec = subject.spec
     if not spec.per_position:
         return subject.not_applicable("needs an output per position")
-    if spec.visible is not None or spec.window is not None:
+    if spec.visible is not None or spec.window not in (None, "full"):
         return subject.not_applicable(
             "needs a model without visible= and window=; see hidden_tokens and horizon"
         )
@@ -38,7 +38,7 @@ def token_effect(subject: Subject) -> CheckResult:
     length = exam.lengths[-1]
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
-    if not exam.is_repeatable:
+    if not (exam.is_measurable and exam.is_repeatable):
         return subject.not_applicable(NOT_REPEATED)
     sequence = exam.sequence(0, length)
     changed = sequence[None].repeat(length, *(1 for _ in sequence.shape))
@@ -60,21 +60,23 @@ def token_effect(subject: Subject) -> CheckResult:
     if not without:
         return subject.passed(float(effects.min()), None)
     last = max(without)
-    return subject.warned(
+    reads_selected = (
+        "the model has a window, or reads selected inputs only; if all layers have one, declare window="
+    )
+    return subject.failed_unless(
+        None if spec.window == "full" else reads_selected,
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",
         meaning=f"{len(without)} inputs, the last one {length - 1 - last} positions before the end, have no "
         "effect on the last output, and no window is declared.",
-        correct_if="the model has a window, or reads selected inputs only; if all layers have one, declare "
-        "window=",
         advice=_ADVICE,
     )
 
 
 @check
 def text_after_padding_id(subject: Subject) -> CheckResult:
-    """Does a text classifier read tokens after a padding id that the mask keeps?"""
+    """Does a text classifier read tokens after a padding id that the mask does not hide?"""
     spec = subject.spec
     if spec.per_position or spec.inputs != "tokens" or spec.masked is None:
         return subject.not_applicable("needs a text classifier with masked")
@@ -107,8 +109,8 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
         0.0,
         where=f"padding id {token} at position {length // 2} of {length}",
         meaning="The output does not depend on the last token if a padding id stands before it, although the "
-        "mask keeps all tokens. The end token is often also the padding token, and occurs within chats.",
-        advice="Pool at the last one that the mask keeps, or at the last token that is not the padding id.",
+        "mask hides no token. The end token is often also the padding token, and occurs within chats.",
+        advice="Pool at the last token that the mask does not hide, or that is not the padding id.",
     )
 
 

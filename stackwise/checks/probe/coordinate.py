@@ -1,4 +1,4 @@
-"""Coordinates: how large activations and their changes are, and by which power of the width they go.
+"""Coordinates: size of activations and of their changes, and its growth with the width of the model.
 
 The coordinate check of Yang et al. 2022, "Tensor Programs V" (arXiv:2203.03466), appendix D.1.
 """
@@ -31,22 +31,21 @@ __all__ = [
     "worst_of",
 ]
 
-# Sums over n random terms go as the root of n, sums over aligned ones as n. What is scaled wrongly has a
-# power that is off by 1/2 or more, and half-way to that lies 1/4. Powers of finite widths and few seeds are
-# a tenth or so off, for which the limit leaves room.
+# Sums over n random terms grow with the root of n, sums over aligned terms with n. A wrong scale changes the
+# power by 1/2 or more; 1/4 is half of that. Powers of finite widths and few seeds have an error of about 0.1.
 UNUSUAL, LIMIT = 0.25, 0.35
 _SCORES = ": scores"
-_MASKED = -1e3  # scores below are those of keys that are not seen
+_MASKED = -1e3  # lower scores belong to hidden keys
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model of some width, and a step of its training.
+    """Model of a width, and its training step.
 
     Attributes:
-        model: on its device, in eval mode.
-        forward: the model's output on the batch that it trains on, without gradients.
-        update: one optimizer step on that batch.
+        model: the model, on its device and in eval mode.
+        forward: returns the output for the training batch, without gradients.
+        update: takes one optimizer step on this batch.
     """
 
     model: nn.Module
@@ -56,16 +55,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """What one training showed, by module.
+    """Sizes of activations in one training, by module.
 
-    "" is the model's own output, "NAME: scores" what the softmax in the module NAME takes. A module that
-    hands on what another one made is left out.
+    "" is the output of the model, "NAME: scores" the input of the softmax in module NAME. Modules that return
+    the output of another module are left out.
 
     Attributes:
-        sizes: mean absolute value of the module's output at each step, before the first one first; modules
-            are in the order in which they come to an end, the model last.
-        changes: the same of its difference to what it was before the first step.
-        read: modules whose output is what the readout reads, the module that makes the model's output.
+        sizes: mean absolute value of the module's output before the first step and after each step. Modules
+            are in the order in which they finish, the model last.
+        changes: mean absolute value of its difference from that before the first step.
+        read: modules with an output that is the input of the readout, which computes the model's output.
     """
 
     sizes: Mapping[str, tuple[float, ...]]
@@ -75,20 +74,20 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Slope:
-    """By which power of the width something goes.
+    """Power of the width with which a size grows.
 
     Attributes:
-        module: as in `Coordinates`.
-        kind: of the output's size, or of its change since step 0.
-        step: how many steps had been made.
-        sizes: by width, the geometric mean over seeds.
-        value: the least-squares slope of log size over log width, the mean over seeds; infinite where a size
-            is not finite.
-        standard_error: of that mean; None of one seed.
-        expected: what it is where a model is independent of its width.
-        exact: whether a smaller slope than expected is a finding as well. Not so of the output: a random
-            readout scaled by 1 / width is smaller, the wider the model. Nor of scores of attention: products
-            of random queries and keys scaled by 1 / head size are smaller, the larger a head.
+        module: name, as in `Coordinates`.
+        kind: "size" of the output, or its "change" since step 0.
+        step: number of finished steps.
+        sizes: geometric mean over seeds, by width.
+        value: least-squares slope of log size over log width, as a mean over seeds. inf if a size is not
+            finite.
+        standard_error: standard error of this mean. None: one seed.
+        expected: slope of a model that is independent of its width.
+        exact: a smaller slope than expected is a finding as well. False for the output, because a random
+            readout scaled by 1 / width decreases with the width, and for scores, because products of random
+            queries and keys scaled by 1 / head size decrease with the head size.
     """
 
     module: str
@@ -102,32 +101,32 @@ class Slope:
 
     @property
     def distance(self) -> float:
-        """How far it is from what is expected."""
-        off = self.value - self.expected
-        return abs(off) if self.exact else max(off, 0.0)
+        """Distance from the expected slope."""
+        difference = self.value - self.expected
+        return abs(difference) if self.exact else max(difference, 0.0)
 
     @property
     def judged(self) -> bool:
-        """Whether a verdict asks for it: sizes at the start and changes, since later sizes are their sum."""
+        """True for sizes at the start and for changes. Later sizes are their sum."""
         return self.kind == "change" or self.step == 0
 
     @property
     def what(self) -> str:
-        """In words."""
+        """Kind and step in words."""
         if self.step == 0:
             return "size at the start"
         return f"{self.kind} after {self.step} step{'s' * (self.step > 1)}"
 
     @property
     def where(self) -> str:
-        """The module's name."""
+        """Name of the module."""
         return {"": "the output", _SCORES: "scores"}.get(self.module, self.module)
 
 
 def coordinates_of(training: Training, steps: int) -> Coordinates:
-    """Train for `steps`, and see what it does to every module's output.
+    """Train for `steps` steps and return the sizes of every module's output.
 
-    Memory is that of two passes' activations in float64. On any device the host waits for each pass.
+    Needs memory for the activations of two passes in float64. The host waits for each pass.
     """
     first, read = _seen(training)
     sizes = {name: [_size(x)] for name, x in first.items()}
@@ -147,21 +146,19 @@ def coordinates_of(training: Training, steps: int) -> Coordinates:
 
 
 def slopes_of(widths: Sequence[float], found: Sequence[Sequence[Coordinates]]) -> tuple[Slope, ...]:
-    """Slopes of every module over `widths`, of size and change at each step, in the order of modules.
+    """Return the slopes of every module over `widths`, of size and change at each step.
 
-    Left out are modules that not all widths have, and what is 0 at a width.
-
-    What the readout reads may go as 1 / width, in size and change: the multiplier that muP has the logits
-    multiplied by may as well stand before the readout.
+    Modules that some width lacks, and sizes of 0, are left out. The input of the readout may shrink with
+    1 / width, because the multiplier of the logits in muP may be applied before the readout.
 
     Args:
-        widths: at least two different ones, in any unit.
-        found: for each of them one for each seed, of trainings of equally many steps.
+        widths: at least two different widths, in any unit.
+        found: coordinates by width and seed, with the same number of steps.
     """
     every = [each for by_seed in found for each in by_seed]
     slopes = []
     for name in [n for n in every[0].sizes if all(n in each.sizes for each in every)]:
-        made: dict[tuple[str, int], Slope] = {}
+        of_module: dict[tuple[str, int], Slope] = {}
         exact = bool(name) and not name.endswith(_SCORES)
         for kind in ("size", "change"):
             for step in range(kind == "change", len(every[0].sizes[name])):
@@ -175,32 +172,32 @@ def slopes_of(widths: Sequence[float], found: Sequence[Sequence[Coordinates]]) -
                 sizes = tuple(_geometric(column) for column in zip(*rows, strict=True))
                 error = stdev(slope) / math.sqrt(len(slope)) if _finite(slope) and len(slope) > 1 else None
                 value = fmean(slope) if _finite(slope) else math.inf
-                made[kind, step] = Slope(name, kind, step, sizes, value, error, exact=exact)
-        scaled = name in every[0].read and ("size", 0) in made and made["size", 0].value < -0.5
-        slopes += [replace(slope, expected=-1.0) if scaled else slope for slope in made.values()]
+                of_module[kind, step] = Slope(name, kind, step, sizes, value, error, exact=exact)
+        scaled = name in every[0].read and ("size", 0) in of_module and of_module["size", 0].value < -0.5
+        slopes += [replace(slope, expected=-1.0) if scaled else slope for slope in of_module.values()]
     return tuple(slopes)
 
 
 def first_of(slopes: Sequence[Slope], limit: float = LIMIT) -> Slope | None:
-    """The judged slope that is beyond `limit` first: at the earliest step, of the module that runs first.
+    """Return the judged slope beyond `limit` at the earliest step, in the module that runs first.
 
-    What comes after takes over what is wrong before it, and often to a higher power.
+    Later modules inherit its error, often with a higher power.
     """
-    off = (slope for slope in slopes if slope.judged and slope.distance > limit)
-    return min(off, key=lambda slope: slope.step, default=None)
+    beyond = (slope for slope in slopes if slope.judged and slope.distance > limit)
+    return min(beyond, key=lambda slope: slope.step, default=None)
 
 
 def worst_of(slopes: Sequence[Slope]) -> Slope | None:
-    """The judged slope that is farthest from what is expected; None: there is none."""
+    """Return the judged slope with the largest distance, or None if there is none."""
     return max((s for s in slopes if s.judged), key=lambda s: (s.distance, abs(s.value)), default=None)
 
 
 def _seen(training: Training) -> tuple[dict[str, Tensor], set[str]]:
-    """The output of each module at its last call, in float64, and which of them the readout reads."""
+    """Return the output of each module at its last call in float64, and the inputs of the readout."""
     seen = _Pass()
     with ExitStack() as stack:
         stack.enter_context(seen.hooked(training.model))
-        # Of a fused kernel nothing is seen but its output.
+        # A fused kernel hides its scores.
         stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
         stack.enter_context(_Scores(seen))
         logits = training.forward().detach().to(torch.float64, copy=True)
@@ -219,13 +216,13 @@ def _seen(training: Training) -> tuple[dict[str, Tensor], set[str]]:
 
 
 class _Pass:
-    """What modules take and give while a model runs once.
+    """Inputs and outputs of modules in one call of a model.
 
     Attributes:
-        inputs: by module, the first activation that it takes.
-        outputs: by module that makes a new activation, the first one that it gives.
-        scores: by module, what each softmax in it takes, flat; 0 where a key is masked.
-        order: the names of modules as they came to an end, the last time each.
+        inputs: first activation among the inputs, by module.
+        outputs: first activation among the outputs, by module. Modules that return no new one are left out.
+        scores: inputs of each softmax, flat, by module. 0 for masked keys.
+        order: names of modules in the order in which they finished.
     """
 
     def __init__(self) -> None:
@@ -234,7 +231,7 @@ class _Pass:
         self.scores: dict[str, list[Tensor]] = {}
         self.order: dict[str, None] = {}
         self._running: list[str] = []
-        self._made: list[Tensor] = []  # kept, so that no other tensor is taken for one of them
+        self._outputs: list[Tensor] = []  # references, so that no id is reused
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -249,7 +246,7 @@ class _Pass:
                 handle.remove()
 
     def softmax(self, scores: Tensor) -> None:
-        """Note what a softmax of attention takes: (..., queries, keys), one matrix for each head."""
+        """Record the input of a softmax of attention (..., queries, keys), one matrix per head."""
         square = scores.ndim == 3 and scores.shape[-1] == scores.shape[-2]
         if (scores.ndim >= 4 or square) and self._running:
             wide = scores.detach().double()
@@ -260,7 +257,7 @@ class _Pass:
     def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.append(name)
-            self.scores.pop(name, None)  # of a call before this one
+            self.scores.pop(name, None)  # from an earlier call
             entered = _activation((*args, *kwargs.values()))
             if entered is not None:
                 self.inputs[name] = entered.detach().to(torch.float64, copy=True)
@@ -272,18 +269,18 @@ class _Pass:
             self._running.pop()
             self.order.pop(name, None)
             self.order[name] = None
-            made = _activation((output,))
-            if made is None or any(made is each for each in self._made):
+            activation = _activation((output,))
+            if activation is None or any(activation is each for each in self._outputs):
                 return
-            self._made.append(made)
+            self._outputs.append(activation)
             if name:
-                self.outputs[name] = made.detach().to(torch.float64, copy=True)
+                self.outputs[name] = activation.detach().to(torch.float64, copy=True)
 
         return note
 
 
 class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a pass of every softmax, whatever made it."""
+    """Record every softmax in a pass."""
 
     def __init__(self, seen: _Pass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -296,7 +293,7 @@ class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _activation(values: Any) -> Tensor | None:
-    """The first floating-point tensor that is no single number."""
+    """Return the first floating-point tensor with more than one element."""
     return next((t for t in tensors_in(values) if t.is_floating_point() and t.numel() > 1), None)
 
 
@@ -317,7 +314,7 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def _slope(widths: Sequence[float], rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """By seed, the least-squares slope of log size over log width; None where a size is 0."""
+    """Return the least-squares slope of log size over log width by seed, or None if a size is 0."""
     if not all(_finite(row) for row in rows):
         return [math.inf]
     if any(min(row) <= 0 for row in rows):

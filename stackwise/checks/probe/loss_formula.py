@@ -1,11 +1,10 @@
-"""LossFormula: which formula a model's own loss is, read from what it gives for chosen labels.
+"""LossFormula: the formula of a model's own loss, found by its values for chosen labels.
 
-The loss is a number that comes out of a call with labels. It is compared with the cross-entropy of the
-model's own logits, and where it differs, with the mistakes that are known: every product of a shift, a
-kind of cross-entropy, a treatment of ignored labels and a reduction. Where none of them fits to the
-digit, the *differences* between losses of other labels under one mask tell what is read and how it is
-weighed, since whatever depends on no label (z-loss, a router's loss, label smoothing's uniform part)
-cancels.
+The loss is compared with the cross-entropy of the model's own logits. If it differs, it is compared with
+known mistakes: each combination of a shift, a kind of cross-entropy, a treatment of ignored labels and a
+reduction. If none fits exactly, the formula is fitted to *differences* between losses of several labelings
+with the same ignored labels. Terms that depend on no label cancel in these differences: a z-loss, a router's
+loss, the uniform part of label smoothing.
 
 Shapes: B rows, T positions, V vocabulary, K labelings.
 """
@@ -13,7 +12,8 @@ Shapes: B rows, T positions, V vocabulary, K labelings.
 from __future__ import annotations
 
 import itertools
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,9 +39,9 @@ __all__ = [
 
 IGNORED = -100  # as in torch and transformers
 _ROWS = 3
-# Losses are computed in float32 by many models, whatever the dtype of their weights.
+# Many models compute losses in float32, also if their weights are float64.
 _ROUNDING = 256 * torch.finfo(torch.float32).eps
-# Below this the labels hardly matter, and no formula can be told from another.
+# Below this variation of the logits, formulas cannot be distinguished.
 _MIN_SPREAD = 1e-3
 
 _SHIFTS = (1, 0, 2, -1)
@@ -51,33 +51,32 @@ _REDUCTIONS = ("mean", "sum", "all", "all shifted", "rows", "row means", "unshif
 
 
 class UnreadableLossError(Exception):
-    """Nothing can be said about the loss; the message says why."""
+    """The formula cannot be found, for the reason in the message."""
 
 
 class RefusedLabelsError(Exception):
-    """The loss does not take labels of -100; the message is the model's."""
+    """The loss does not take labels of -100. The message is that of the model."""
 
 
 @dataclass(frozen=True)
 class LossFormula:
-    """What a loss is.
+    """Formula of a loss.
 
     Attributes:
         shift: label t is compared with the logits at t - shift.
-        kind: "cross-entropy", "softmax twice", "probabilities" (negative instead of log), "raw logits".
-        ignored: -100 is "skipped", counted "as token 0", or "token 0 too" is skipped; "smoothed" where
-            label smoothing reaches it.
-        reduction: "mean" over what is predicted; "sum"; "all" (B T), "all shifted" (B (T - 1)), "rows" (B),
-            "unshifted" (targets before the shift), "targets" (where more than these are summed): the
-            divisor of a sum; "row means": the mean of each row's; "scaled" where it is none of these.
-        scale: weight of a target, times the number of targets: 1 for a mean.
-        narrow: "bfloat16" or "float16" where every value was rounded to it, or "".
-        addition: what is added that depends on no label, for the widest mask; nan: unknown.
-        exact: whether the formula gives every value to the digit.
-        value: the loss, of the first labeling.
-        expected: the mean cross-entropy of the labeling.
-        known: whether any formula was found; else the others say nothing.
-        dtype: of the loss as computed in the model's own dtype.
+        kind: "cross-entropy", "softmax twice", "probabilities" (no log) or "raw logits".
+        ignored: treatment of -100: "skipped", "as token 0", "token 0 too" (token 0 is also skipped) or
+            "smoothed" (label smoothing includes these positions).
+        reduction: "mean" over the targets, "sum", or the divisor of a sum: "all" (B T), "all shifted"
+            (B (T - 1)), "rows" (B), "unshifted" (labels before the shift), "targets" (if more than these are
+            summed). "row means": mean of the means of the rows. "scaled": none of these.
+        scale: weight of a target, times the number of targets. 1 for a mean.
+        narrow: "bfloat16" or "float16" if every value was rounded to it, otherwise "".
+        addition: term that depends on no label. nan: unknown.
+        exact: the formula gives every value exactly.
+        value: loss of the first labeling.
+        expected: mean cross-entropy of the same labeling.
+        known: a formula was found. Otherwise the other attributes have no meaning.
     """
 
     shift: int = 1
@@ -94,10 +93,10 @@ class LossFormula:
 
 
 def read_loss_formula(subject: Subject) -> LossFormula:
-    """The formula of `labelled_loss`, in eval mode and float64 (its own dtype where that is refused).
+    """Return the formula of `labelled_loss` in eval mode, in float64 if the model runs in it.
 
     Raises:
-        UnreadableLossError: no labelled loss, or too little to read.
+        UnreadableLossError: there is no labelled loss, or its formula cannot be found.
         RefusedLabelsError: labels of -100 raise.
     """
     reading = _read(subject)
@@ -126,7 +125,7 @@ def _read(subject: Subject) -> _Reading:
     if spec.inputs != "tokens":
         raise UnreadableLossError("needs token ids and logits over a vocabulary")
     if subject.seq_len < 4:
-        raise UnreadableLossError("needs at least 4 positions, to tell shifts apart")
+        raise UnreadableLossError("needs at least 4 positions, to distinguish shifts")
     fill_zeros = subject.starts_at_zero
     inputs = subject.inputs(_ROWS)
     model = subject.model(dtype=torch.float64, fill_zeros=fill_zeros)
@@ -138,7 +137,7 @@ def _read(subject: Subject) -> _Reading:
         plain = subject.logits(model, inputs)
     if plain.ndim != 3 or plain.shape[:2] != inputs.shape or plain.shape[-1] < spec.width:
         raise UnreadableLossError(
-            f"outputs of shape {tuple(plain.shape)} are no logits over {spec.width} tokens"
+            f"needs logits over {spec.width} tokens, not outputs of shape {tuple(plain.shape)}"
         )
     labelings = _labelings(subject, plain)
     values, captured = [], []
@@ -153,7 +152,7 @@ def _read(subject: Subject) -> _Reading:
         captured.append(plain if logits is None or logits.shape != plain.shape else logits)
     candidates = [[plain] * len(labelings)]
     if any(not torch.equal(logits, plain) for logits in captured):
-        # An encoder-decoder makes its decoder's inputs of the labels.
+        # In an encoder-decoder, the labels are the inputs of the decoder.
         candidates.append(captured)
     return _Reading(
         [[z.double() for z in logits] for logits in candidates],
@@ -164,12 +163,12 @@ def _read(subject: Subject) -> _Reading:
 
 
 def expected_shift(subject: Subject) -> int:
-    """1 where the next token is predicted, 0 where the token itself is."""
+    """Return 1 if the model should predict the next token, 0 if the token itself."""
     return 1 if subject.spec.causal else 0
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, shift: int) -> float:
-    """In float64, of logits (B, T, V) and labels (B, T), label t scored at t - shift."""
+    """Return the mean for logits (B, T, V) and labels (B, T), if label t is predicted at t - shift."""
     nll, weight, _ = _pairs(_scores(logits.double(), _KINDS[0]), labels, shift, "skipped")
     return float(nll.sum() / weight.sum())
 
@@ -178,49 +177,45 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, shift: int) -> float:
 def labelled_loss(
     subject: Subject, model: nn.Module, inputs: Tensor, labels: Tensor
 ) -> tuple[float, Tensor | None]:
-    """The loss, and the logits that the same call gives, where it shows any."""
+    """Return the loss, and the logits of the same call, or None if it returns none."""
     assert subject.spec.labelled_loss is not None
-    seen: list[Tensor] = []
+    with _recorded_logits(model) as recorded, subject.fixed_randomness():
+        value = subject.spec.labelled_loss(model, inputs.clone(), labels.clone())
+    if value.numel() != 1:
+        raise TypeError(f"labelled_loss: got shape {tuple(value.shape)}; allowed: a scalar")
+    return value.double().item(), recorded[-1].clone() if recorded else None
 
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
+
+@contextmanager
+def _recorded_logits(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, record the logits of each call of the model."""
+    recorded: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
         with suppress(TypeError):
-            seen.append(logits_of(output).detach().clone())
+            recorded.append(logits_of(output))
 
-    handle = model.register_forward_hook(keep)
+    handle = model.register_forward_hook(hook)
     try:
-        with subject.fixed_randomness():
-            value = subject.spec.labelled_loss(model, inputs.clone(), labels.clone())
+        yield recorded
     finally:
         handle.remove()
-    if value.numel() != 1:
-        raise TypeError(f"labelled_loss: got shape {tuple(value.shape)}; wanted a scalar")
-    return value.double().item(), seen[-1] if seen else None
 
 
 def part_that_learns(subject: Subject) -> float | None:
-    """The part of the labels whose own logit the loss wants larger, at the shift where most are.
+    """Return the share of labels with a logit that a step would increase, at the best shift.
 
-    By the gradient of the loss with respect to the logits that the same call gives; None where these are not
-    seen, or are not what the loss is computed from.
+    It is measured by the gradient of the loss with respect to the logits of the same call. None: the loss is
+    not computed from these logits.
     """
     spec, model = subject.spec, subject.model(fill_zeros=subject.starts_at_zero)
     inputs, labels = subject.inputs(_ROWS), subject.inputs(_ROWS, shift=1)
-    seen: list[Tensor] = []
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        with suppress(TypeError):
-            seen.append(logits_of(output))
-
     assert spec.labelled_loss is not None
-    handle = model.register_forward_hook(keep)
-    try:
-        with torch.enable_grad(), subject.fixed_randomness():
-            loss = spec.labelled_loss(model, inputs.clone(), labels.clone())
-    finally:
-        handle.remove()
-    if not seen or not seen[-1].requires_grad or not loss.requires_grad:
+    with _recorded_logits(model) as recorded, torch.enable_grad(), subject.fixed_randomness():
+        loss = spec.labelled_loss(model, inputs.clone(), labels.clone())
+    if not recorded or not recorded[-1].requires_grad or not loss.requires_grad:
         return None
-    gradient = torch.autograd.grad(loss, seen[-1], allow_unused=True)[0]
+    gradient = torch.autograd.grad(loss, recorded[-1], allow_unused=True)[0]
     if gradient is None or gradient.shape[:2] != labels.shape or not gradient.any():
         return None
     if gradient.ndim != 3 or gradient.shape[-1] < spec.width:
@@ -238,17 +233,17 @@ def part_that_learns(subject: Subject) -> float | None:
 
 
 def _labelings(subject: Subject, logits: Tensor) -> list[Tensor]:
-    """Labels independent of the inputs: full, then ragged with token 0, then ragged without it."""
+    """Return labels that do not depend on the inputs: all, then some ignored with and without token 0."""
     z = logits.double()
     B, T, width = *z.shape[:2], subject.spec.width
     nll = -z.log_softmax(dim=-1)[..., :width].amax(dim=(0, 1))
-    # Columns of a padded or forbidden vocabulary, at -1e9, would swamp everything.
+    # Columns of a padded or forbidden vocabulary, at -1e9, would hide all others.
     allowed = (nll < 20 + 4 * nll.median()).nonzero().flatten()
     others = allowed[allowed != 0]
     if len(others) < 2 or not z.isfinite().all(dim=-1).any():
         raise UnreadableLossError("needs at least 3 tokens with finite logits")
     if _spread(z[..., others.to(z.device)]) < _MIN_SPREAD:
-        raise UnreadableLossError("the logits hardly vary, so that no label can be told from another")
+        raise UnreadableLossError("needs logits that vary, to distinguish labels")
     generator = torch.Generator().manual_seed(subject.seed + 1)
 
     def draw(choices: Tensor) -> Tensor:
@@ -267,14 +262,14 @@ def _labelings(subject: Subject, logits: Tensor) -> list[Tensor]:
 
 
 def _spread(z: Tensor) -> float:
-    """How far the log-probability of a token varies between positions and tokens."""
+    """Return the standard deviation of the finite logits."""
     finite = z[z.isfinite()]
     return float(finite.std()) if finite.numel() > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """Losses of several labelings: `logits` are those of each labeling, in one or two versions."""
+    """Losses of several labelings, and the logits of each labeling in one or two versions."""
 
     logits: list[list[Tensor]]
     labelings: list[Tensor]
@@ -290,12 +285,12 @@ class _Reading:
         return _pairs(self._scores[id(z), kind], labels, shift, ignored)
 
     def plain(self, logits: list[Tensor], index: int = 0) -> float:
-        """The mean cross-entropy, as it should be."""
+        """Return the mean cross-entropy of a labeling."""
         terms = self.terms(logits[index], self.labelings[index], self.expected_shift)
         return _reduce(terms, "mean", self.labelings[index]).item()
 
     def exact_formula(self, logits: list[Tensor]) -> LossFormula | None:
-        """The one with the fewest mistakes that gives every value, or None."""
+        """Return the formula with the fewest mistakes that gives every value, or None."""
         if all(_close(value, self.plain(logits, i)) for i, value in enumerate(self.values)):
             return LossFormula(self.expected_shift, value=self.values[0], expected=self.plain(logits))
         best: tuple[int, LossFormula] | None = None
@@ -318,7 +313,7 @@ class _Reading:
         return None if best is None else best[1]
 
     def narrow_formula(self, logits: list[Tensor]) -> LossFormula | None:
-        """The right one, where each value is rounded to a narrow dtype."""
+        """Return the correct formula if each value is rounded to a narrow dtype, otherwise None."""
         values = torch.tensor(self.values, dtype=torch.float64)
         for dtype in (torch.bfloat16, torch.float16):
             near = all(
@@ -336,9 +331,9 @@ class _Reading:
         return None
 
     def formula_of_differences(self, logits: list[Tensor]) -> LossFormula | None:
-        """What the labels do to the loss, whatever else it adds; None where that is no cross-entropy."""
-        # The ragged labelings without token 0 share one mask; where the logits follow the labels,
-        # differences say nothing.
+        """Return the formula of the terms that depend on labels. None: they are no cross-entropy."""
+        # The last labelings share their ignored labels. If the logits depend on the labels, the other terms
+        # do not cancel.
         chosen = range(2, len(self.labelings))
         if any(not torch.equal(logits[k], logits[2]) for k in chosen):
             return None
@@ -403,10 +398,10 @@ class _Reading:
         return "scaled"
 
     def _smoothing(self, logits: list[Tensor], shift: int) -> str:
-        """Whether label smoothing takes in the positions of ignored labels ("smoothed") or not ("skipped").
+        """Return "smoothed" if label smoothing includes the positions of ignored labels, else "skipped".
 
-        Its uniform part is fitted to the losses under every mask, over targets and over all positions;
-        only one of the two fits to the digit.
+        Its uniform part, over the targets or over all positions, is fitted to the losses of all labelings.
+        Only one of both fits exactly.
         """
         means, on_targets, everywhere, overall = [], [], [], []
         for z, labels in zip(logits, self.labelings, strict=True):
@@ -430,7 +425,13 @@ class _Reading:
 
 
 class _Terms(NamedTuple):
-    """Of each pair of logits and label, (B, T - |shift|): its loss, whether it counts, and should."""
+    """Tensors (B, T - |shift|), one entry per pair of logits and label.
+
+    Attributes:
+        nll: loss of the pair.
+        weight: 1 if the formula counts the pair.
+        target: 1 if it should be counted.
+    """
 
     nll: Tensor
     weight: Tensor
@@ -438,7 +439,7 @@ class _Terms(NamedTuple):
 
 
 def _scores(z: Tensor, kind: str) -> Tensor:
-    """What the loss takes the negative of, at the label (B, T, V)."""
+    """Return the scores (B, T, V). The loss is minus the score of the label."""
     match kind:
         case "cross-entropy":
             return z.log_softmax(dim=-1)

@@ -1,8 +1,8 @@
-"""Shadow: every operation of a call computed a second time, in float64, beside the call itself.
+"""Shadow: every operation of a call is also computed in float64.
 
-The first operation whose own result is far from its shadow is where precision is lost, and the stack says
-where that is in the model's code. The idea is that of shadow execution for finding floating-point errors
-(Benz, Hildebrandt, Hack, "A dynamic program analysis to find floating-point accuracy problems", PLDI 2012).
+The first operation that differs much from its shadow loses precision. The stack names its line in the
+model's code. This is shadow execution for floating-point errors (Benz, Hildebrandt, Hack, "A dynamic
+program analysis to find floating-point accuracy problems", PLDI 2012).
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ Kind = Literal["table", "parameter", "activation"]
 _KINDS: tuple[Kind, ...] = ("table", "parameter", "activation")
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])  # checks and probes
-# Not measured: memory that nothing has been written to; and means near 0, whose relative error says nothing:
-# where such an error matters, whatever is made of the mean shows it.
+# Not measured: memory without values, and means, which may be near 0 with a large relative error. If such an
+# error matters, later operations show it.
 _NOT_MEASURED = ("empty", "new_empty", "mean", "sum", "var", "std")
-# The error of an exponential is that of its operand, which for large scores is large in any case.
-# That of a product of matrices is large where its terms cancel.
+# Operations that amplify rounding: an exponential of large scores, a product of matrices with terms that
+# cancel.
 _SHARP = ("softmax", "scaled_dot_product", "exp", "mm")
-# The part of all positions that is left out where they are far worse than the rest: a vector that is near 0,
-# or of nearly equal numbers, lost its digits when it came about, and a norm makes it large again.
+# Share of positions that may be much worse than the rest: a vector near 0, or of nearly equal numbers, has
+# lost digits, and a norm scales it up.
 _FEW, _ENOUGH_POSITIONS = 1 / 20, 8
 _PRUNE_EVERY = 64
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm")
-# What an operation costs beside its elements, in elements.
+# Constant cost of an operation, in elements.
 _OVERHEAD = 25_000
 
 
 @dataclass(frozen=True)
 class Loss:
-    """An operation whose result is not what float64 gives.
+    """Operation with a result that differs from float64.
 
     Attributes:
-        error: norm of the difference over the norm of the shadow; for "table" and "parameter" over how far
-            the shadow varies; inf where only the shadow is finite.
-        operation: as PyTorch calls it.
+        error: norm of the difference over the norm of the shadow, or over its standard deviation for "table"
+            and "parameter". inf if only the shadow is finite.
+        operation: name in PyTorch.
         where: module and line of code.
-        kind: what has a part in the result: an input of the model ("activation"), if none then a parameter
-            ("parameter"), or neither ("table").
-        is_sharp: whether the operation is one that enlarges the rounding of large operands by its nature.
-        is_difference: whether it is a sum or a difference, where large operands may cancel.
+        kind: "activation" if the result depends on an input of the model, otherwise "parameter" if it depends
+            on a parameter, otherwise "table".
+        is_sharp: the operation amplifies the rounding of large operands.
+        is_difference: the operation is a sum or a difference, in which large operands may cancel.
     """
 
     error: float
@@ -73,7 +73,7 @@ class TooMuchError(RuntimeError):
 
 
 class _CallsOfUser(TorchFunctionMode):
-    """Notes whether autocast is on where an operation is called: inside the operation, it never is."""
+    """Record if autocast is on at the call of an operation. Inside the operation, it is always off."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _CallsOfUser(TorchFunctionMode):
         self.autocasts = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Attention by the plain formula widens what it is given on purpose.
+        # Attention by the plain formula widens its inputs on purpose.
         attends = function in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
         self.autocasts = torch.is_autocast_enabled(self._device_type) and not attends
         return function(*args, **(kwargs or {}))
@@ -90,22 +90,22 @@ class _CallsOfUser(TorchFunctionMode):
 class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, each operation is also computed in float64, from float64 operands.
 
-    Choices (comparisons, top-k, indices) follow the call itself, so that both compute the same function. What
-    cannot be computed in float64 starts again from the call's own result. Tensors are known by their
-    storage: a view is the same place in the shadow of the storage.
+    Choices (comparisons, top-k, indices) are those of the call, so that both compute the same function. If an
+    operation cannot be computed in float64, its shadow is a copy of its result. Tensors are identified by
+    their storage: a view is the same part of the shadow of the storage.
 
     Args:
-        model: whose parameters and buffers stand for themselves, until `give` says otherwise.
-        inputs: of the model.
-        limits: kind -> largest error that is no loss; a kind that is left out has none.
-        budget: elements that may be computed; beyond it, `TooMuchError` is raised.
+        model: the model. Its parameters and buffers are exact, unless `give` replaces them.
+        inputs: inputs of the model.
+        limits: kind -> largest error that is not a loss. Default: infinite.
+        budget: number of elements to compute, after which `TooMuchError` is raised.
 
     Attributes:
-        loss: the first operation beyond its limit, and not at a few positions alone.
-        loss_of_few: the first operation that is beyond its limit at a few positions of an activation alone.
-        overflow: the first operation that is NaN or infinite where its shadow is not.
-        worst: kind -> its largest error.
-        uncast: places of products of float32 matrices inside an enabled autocast.
+        loss: first operation beyond its limit at more than a few positions.
+        loss_of_few: first operation on activations beyond its limit at a few positions only.
+        overflow: first operation with NaN or inf, if its shadow is finite.
+        worst: kind -> largest error.
+        uncast: places of products of float32 matrices while autocast is on.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def give(self, tensor: Tensor, exact: Tensor, kind: Kind) -> None:
-        """Let `exact` be what `tensor` stands for."""
+        """Set the shadow of `tensor` to `exact`."""
         with torch.no_grad():
             self._keep(tensor.detach(), _wide(exact.detach()), _KINDS.index(kind))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shadow of a result."""
+        """Return the shadow of a result."""
         return self._shadow(tensor.detach())[0].clone()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +171,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         any_floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
         for index, (real, twin) in enumerate(zip(outputs, exacts, strict=False)):
             is_choice = any_floating and not _inexact(real) and not _is_count(function, shadows)
-            # A parameter that is only cast is one that is kept in that format: no loss of the computation.
+            # A parameter that is only cast is stored in that dtype, which is not a loss of the computation.
             is_stored = _KINDS[kind] == "parameter" and function._schema.name == "aten::_to_copy"
             if twin is None or is_choice or is_stored:
                 twin = _wide(real)
@@ -186,7 +186,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _compute(self, function: Any, leaves: list[Any], shadows: list[Tensor], structure: Any) -> Any:
-        """The operation on shadows; None where that cannot be."""
+        """Return the result of the operation on shadows, or None if it has none."""
         if torch.Tag.nondeterministic_seeded in function.tags and not _without_dropout(function, leaves):
             return None
         rest = iter(shadows)
@@ -198,7 +198,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
 
     def _shadow(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """Where `tensor` is in the shadow of its storage, and its kind."""
+        """Return the shadow of `tensor`, a view of the shadow of its storage, and its kind."""
         known = self._flat.get(_key(tensor))
         if known is not None:
             flat, kind = known
@@ -229,23 +229,13 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flat = exact.as_strided((size,), (1,))
         else:
             flat = torch.zeros(size, dtype=dtype, device=tensor.device)
-            if tensor.numel() < size:
-                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                whole.set_(tensor.untyped_storage(), 0, (size,), (1,))
-                flat.copy_(whole)
-            if tensor.numel() and 0 not in [
-                s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
-            ]:
+            is_expanded = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+            if is_expanded or tensor.numel() < size:
+                storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                storage.set_(tensor.untyped_storage(), 0, (size,), (1,))
+                flat.copy_(storage)
+            if not is_expanded:
                 flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(exact)
-            elif tensor.numel():
-                return self._keep_expanded(tensor, flat, kind)
-        self._flat[_key(tensor)] = (flat, kind)
-        return None
-
-    def _keep_expanded(self, tensor: Tensor, flat: Tensor, kind: int) -> None:
-        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        whole.set_(tensor.untyped_storage(), 0, (flat.numel(),), (1,))
-        flat.copy_(whole)
         self._flat[_key(tensor)] = (flat, kind)
 
     def _measure(self, function: Any, real: Tensor, kind: int) -> None:
@@ -295,7 +285,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def place_in_code(names: dict[int, str]) -> str:
-    """The innermost module of `names` (id -> name) on the stack, and the innermost line outside torch."""
+    """Return the innermost module of `names` (id -> name) and the innermost line of the user on the stack."""
     module = line = None
     frame: Any = sys._getframe(1)
     while frame is not None and (module is None or line is None):
@@ -334,7 +324,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _without_worst(real: Tensor, exact: Tensor, n_positions: int) -> float:
-    """The error of all positions but the worst few, on each axis of positions; inf where none is seen."""
+    """Return the error without the worst few positions of each axis of positions. inf: there is none."""
     axes = [axis for axis, size in enumerate(exact.shape) if size == n_positions]
     if not axes or n_positions < _ENOUGH_POSITIONS:
         return torch.inf
@@ -349,7 +339,7 @@ def _without_worst(real: Tensor, exact: Tensor, n_positions: int) -> float:
 
 
 def _is_count(function: Any, shadows: list[tuple[Tensor, int]]) -> bool:
-    """Whether whole numbers that were counted in floating point become integers: a value, no choice."""
+    """Return True if whole numbers in floating point are cast to integers. This is not a choice."""
     if function._schema.name != "aten::_to_copy":
         return False
     value = shadows[0][0]
@@ -357,7 +347,7 @@ def _is_count(function: Any, shadows: list[tuple[Tensor, int]]) -> bool:
 
 
 def _without_dropout(function: Any, leaves: list[Any]) -> bool:
-    """Whether this is attention, which could drop out, but does not."""
+    """Return True for attention with a dropout of 0."""
     if "scaled_dot_product" not in function._schema.name:
         return False
     return not any(isinstance(leaf, float) and 0 < leaf < 1 for leaf in leaves[3:5])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.subject.inference import cast
 from stackwise.subject.spec import ModelSpec
 
 
@@ -33,6 +34,8 @@ class History(Variation):
             kinds.append("train")
         if exam.spec.decode is not None and exam.spec.causal:
             kinds.append("decode")
+        if exam.spec.masked is not None and exam.spec.padding_sides:
+            kinds.append("padded")
         count = rng.choice((1, 2))
         return [[rng.choice(kinds), rng.choice(exam.lengths)] for _ in range(count)]
 
@@ -46,7 +49,7 @@ class History(Variation):
     def text(self, value: list[list[Any]]) -> str:
         """Return the earlier calls."""
         names = {"plain": "a call", "wider": "a call", "train": "a training step", "decode": "decoding"}
-        names["broken"] = "a call that raised an error in a module,"
+        names |= {"broken": "a call that raised an error in a module,", "padded": "a call with padding"}
         return "the model was used before: " + ", ".join(
             f"{names[kind]} of {n} positions" for kind, n in value
         )
@@ -68,9 +71,21 @@ class History(Variation):
                     half = max(1, length // 2)
                     _, cache = spec.decode(model.eval(), inputs[:, :half].contiguous(), None)
                     spec.decode(model, inputs[:, half:].contiguous(), cache)
+                elif kind == "padded" and spec.masked is not None:
+                    spec.masked(
+                        model.eval(), cast(inputs, model), _half_padded(inputs, spec.padding_sides[0])
+                    )
                 else:
                     spec.logits(model.eval(), inputs)
         return model.eval()
+
+
+def _half_padded(inputs: Tensor, side: str) -> Tensor:
+    """Return a mask (B, T) that hides one half of the last row."""
+    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    half = inputs.shape[1] // 2
+    keep[-1, slice(half) if side == "left" else slice(-half, None)] = False
+    return keep
 
 
 class _Broken(Exception):  # noqa: N818  not for users

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
@@ -30,10 +30,15 @@ class Positions(Switch):
         return "position_ids are passed"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
-        """Return positions that count from the model's first position at the start of each sequence."""
-        positions = torch.zeros(call.inputs.shape[:2], dtype=torch.long, device=call.inputs.device)
-        width = positions.shape[1]
-        for place in call.places:
-            # Later tokens go on counting.
-            positions[place.row, place.start :] = torch.arange(width - place.start)
-        return {"position_ids": positions + exam.first_position}
+        """Return the positions."""
+        return {"position_ids": counted_positions(call, exam)}
+
+
+def counted_positions(call: Call, exam: Examination) -> Tensor:
+    """Return positions (B, W) that count from the model's first position at the start of each sequence."""
+    positions = torch.zeros(call.inputs.shape[:2], dtype=torch.long, device=call.inputs.device)
+    width = positions.shape[1]
+    for place in call.places:
+        # Later tokens go on counting.
+        positions[place.row, place.start :] = torch.arange(width - place.start)
+    return positions + exam.first_position

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
-from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, takes_more
+from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, limit_by_trial
 from stackwise.subject.inference.trial import Trial, try_calls
 from stackwise.subject.output import logits_of
 
@@ -97,10 +97,10 @@ def _call(model: nn.Module, declared: Mapping[str, Any], notes: list[str]) -> tu
         inferred["forward"] = _transposed_call
         notes.append("batch_first=False: called with positions first")
     trial = try_calls(model, {**inferred, **declared})
-    if is_doubtful and "max_length" not in declared:
+    if max_length is not None and "max_length" not in declared:
         found = {"forward": trial.form, **inferred, **trial.attributes, **declared}
-        if takes_more(model, found):
-            inferred["max_length"] = None
+        inferred["max_length"] = limit_by_trial(model, found, is_doubtful=is_doubtful)
+        if inferred["max_length"] != max_length:
             trial = try_calls(model, {**inferred, **declared})
     inferred |= trial.attributes
     if trial.form is not None and trial.form != CallForm():

@@ -22,10 +22,10 @@ __all__ = [
     "image_channels",
     "is_sequence",
     "length_limit",
+    "limit_by_trial",
     "made_batch",
     "random_batches",
     "reads_images_or_audio",
-    "takes_more",
     "vocabulary_candidates",
     "vocabulary_read",
     "width_candidates",
@@ -210,19 +210,26 @@ def length_limit(model: nn.Module) -> tuple[int | None, bool]:
     return None, False
 
 
-def takes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Return True if the model takes one position more than its limit.
+def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: bool) -> int | None:
+    """Return the longest sequence that the model takes, near the limit of its settings.
 
-    A limit is believed without a trial if it is long, if `make_batch` is declared, and on CUDA, where an
-    index out of range ruins the process.
+    A doubtful limit is none if the model takes one position more. A table of positions may have one or two
+    rows that no token uses (RoBERTa). A limit is believed without a trial if it is long, if `make_batch` is
+    declared, and on CUDA, where an index out of range ruins the process.
     """
-    limit = known["max_length"]
+    limit: int | None = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
     if limit is None or limit > _LONGEST_TRIAL or not on_cpu or "make_batch" in known:
-        return False
-    inputs = example_batch(model, {**known, "seq_len": limit + 1})[:1]
-    logits = attempt(lambda: logits_of(known["forward"](model, inputs)))
-    return logits is not None and logits.shape[:2] == inputs.shape[:2]
+        return limit
+
+    def takes(length: int) -> bool:
+        inputs = example_batch(model, {**known, "seq_len": length})[:1]
+        logits = attempt(lambda: logits_of(known["forward"](model, inputs)))
+        return logits is not None and logits.shape[:2] == inputs.shape[:2]
+
+    if is_doubtful and takes(limit + 1):
+        return None
+    return next((length for length in (limit, limit - 1, limit - 2) if length > 0 and takes(length)), limit)
 
 
 def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from stackwise.subject.spec import ModelSpec
+from tests.zoo.gpt import GPT, spec_of
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +263,19 @@ def test_trainable(subjects, models):
     assert (result.status, result.where) == ("failed", "places.weight after eval()")
 
 
+def test_frozen_bias_that_only_chooses_experts(subjects):
+    class Routed(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.expert_bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+        def mix(self, x):
+            chosen = (x[..., :4].detach() + self.expert_bias).argmax(-1, keepdim=True)
+            return x * (1 + chosen)
+
+    assert subjects.ask(Routed, "trainable").status == "passed"
+
+
 @pytest.mark.parametrize("name", ["rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"])
 def test_models_of_others(subjects, name):
     for check in ("gradient_flow", "gradient_exact", "trainable"):
@@ -306,3 +320,92 @@ def test_parameters_behind_a_class_token_are_unusual(subjects):
     result = subjects.ask(ClassToken, "gradient_flow")
     assert (result.status, result.where) == ("warned", "layers.1.weight")
     assert "class token" in result.advice
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """Mean over the labels that are not ignored. Its gradient is divided by `count`, if there is one."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, count):
+        real = targets != -100
+        safe = targets.clamp(min=0)
+        nll = -logits.log_softmax(-1).gather(-1, safe[:, None])[:, 0]
+        gradient = logits.softmax(-1) - nn.functional.one_hot(safe, logits.shape[-1])
+        ctx.save_for_backward(gradient * real[:, None] / (count or real.sum()))
+        return (nll * real).sum() / real.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+class FusedLoss(GPT):
+    def loss(self, logits, labels):
+        targets = labels[:, 1:].flatten()
+        return FusedCrossEntropy.apply(logits[:, :-1].flatten(0, 1), targets, self.count(targets))
+
+    def count(self, targets):
+        return 0
+
+
+class DividedByAll(FusedLoss):
+    def count(self, targets):
+        return len(targets)
+
+
+class DividedByAllInTrainMode(FusedLoss):
+    def count(self, targets):
+        return len(targets) if self.training else 0
+
+
+class WithZLoss(GPT):
+    """A term that no formula knows."""
+
+    def loss(self, logits, labels):
+        return super().loss(logits, labels) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+class ZLossDetached(GPT):
+    def loss(self, logits, labels):
+        size = logits.logsumexp(-1)
+        return super().loss(logits, labels) + 0.1 * (size * size.detach()).mean()
+
+
+class Normalized(GPT):
+    """A batch norm, whose statistics each call in train mode updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(self.width)
+
+    def embed(self, input_ids):
+        return self.statistics(super().embed(input_ids).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "build, where",
+    [
+        (GPT, None),
+        (FusedLoss, None),
+        (WithZLoss, None),
+        (Normalized, None),
+        (DividedByAll, "eval mode, some labels ignored"),
+        (DividedByAllInTrainMode, "train mode, some labels ignored"),
+        (ZLossDetached, "eval mode, all labels"),
+    ],
+)
+def test_gradient_of_the_own_loss(subjects, build, where):
+    result = subjects.ask(spec_of(build), "loss_gradient")
+    assert result.status == ("failed" if where else "passed"), result
+    if where:
+        assert result.where.startswith(where)
+        assert result.value > 100 * result.limit
+
+
+def test_gradient_of_a_declared_loss(subjects, models):
+    def spec(loss):
+        return ModelSpec.of(models["Sound"], loss=lambda model, ids: loss(model(ids)).mean())
+
+    assert subjects.ask(spec(torch.sin), "loss_gradient").status == "passed"
+    assert subjects.ask(spec(lambda z: z * z.detach()), "loss_gradient").status == "failed"
+    assert subjects.ask(models["Sound"], "loss_gradient").status == "not applicable"

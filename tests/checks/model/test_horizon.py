@@ -62,7 +62,7 @@ def test_window_that_is_not(subjects, window, seen):
     assert result.status == "failed", result
     if seen == 1:
         assert result.value == 0
-        assert "The whole reads 0 before and 0 after" in result.meaning
+        assert "The whole model reads 0 before and 0 after" in result.meaning
     else:
         assert (result.value, result.limit, result.where) == (seen, window, "layers.0.out")
         assert f"The layer reads {seen - 1} before and 0 after" in result.meaning
@@ -114,10 +114,55 @@ def test_layers_of_transformers(subjects):
         return lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
 
     assert subjects.ask(build(5), NAME).status == "passed"
-    assert "needs the claim" in subjects.ask(build(None), NAME).meaning
+    assert "needs window=" in subjects.ask(build(None), NAME).meaning
     for window in (4, 6, None):
         result = subjects.ask(ModelSpec.of(build(window), window=5), NAME)
         assert (result.status, result.where) == ("failed", "model.layers.0")
+
+
+class Alternate(nn.Module):
+    """GPT whose layers are modules."""
+
+    def __init__(self, windows):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in windows)
+        for layer, window in zip(self.layers, windows, strict=True):
+            layer.forward = self.attending(layer.forward, window)
+
+    def attending(self, attend, window):
+        def forward(x):
+            T = x.shape[1]
+            distance = torch.arange(T)[:, None] - torch.arange(T)
+            hidden = (distance < 0) | (distance >= (window or T))
+            return attend(x, x, x, attn_mask=hidden, need_weights=False)[0]
+
+        return forward
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "windows, status, where", [((None, None), "passed", ""), ((None, 100), "failed", "layers.1")]
+)
+def test_declared_full_past_is_read_by_each_layer(subjects, windows, status, where):
+    spec = ModelSpec.of(lambda: Alternate(windows), window=None, causal=True)
+    result = subjects.ask(spec, NAME)
+    assert (result.status, result.where) == (status, where)
+    if where:
+        assert (result.value, result.limit) == (100, 511)
+
+
+@pytest.mark.parametrize("seen, status", [(None, "passed"), (5, "failed")])
+def test_declared_full_past_is_read_by_the_whole_model(subjects, seen, status):
+    class Windowed(GPT):
+        window = seen
+
+    assert subjects.ask(spec_of(Windowed, window="full"), NAME).status == status
 
 
 def test_two_windows_in_one_layer(subjects):
@@ -192,7 +237,7 @@ def test_nothing_is_read(subjects):
 
 def test_what_cannot_be_asked(subjects):
     for spec, reason in [
-        (spec_of(), "needs the claim window="),
+        (spec_of(), "needs window="),
         (spec_of(window=100, max_length=64), "within 64 positions"),
         (spec_of(window=5000), "within 1024 positions"),
     ]:

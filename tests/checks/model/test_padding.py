@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.exploration import Explorer, explore
 from stackwise.checks.model import equivalence
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
@@ -28,7 +28,7 @@ def _few_variations(monkeypatch):
     """Explore the variations that matter here, without random compositions: less than a second."""
     names = ("padded_rows", "empty_row", "half_precision", "batch", "later_tokens", "train_mode")
     some = {name: known_variations()[name] for name in names}
-    monkeypatch.setattr(equivalence, "explore", lambda subject, _: explore(subject, some, count=0))
+    monkeypatch.setattr(equivalence, "Explorer", lambda subject, _: Explorer(subject, some, count=0))
 
 
 def answers(model, *checks):

@@ -28,9 +28,10 @@ def test_every_input_of_a_sound_model_has_an_effect(subjects, make):
     # Two layers of five positions reach 8 positions back, of 24.
     [(Windowed, 15, "input 14 of 24"), (FirstTokenHidden, 1, "input 0 of 24")],
 )
-def test_inputs_without_an_effect_are_a_warning(subjects, build, count, last):
-    result = subjects.ask(spec_of(build, window=None), "token_effect")
-    assert (result.status, result.value, result.where) == ("warned", count, last)
+def test_inputs_without_an_effect_are_reported(subjects, build, count, last):
+    for window, status in ((None, "warned"), ("full", "failed")):
+        result = subjects.ask(spec_of(build, window=window), "token_effect")
+        assert (result.status, result.value, result.where) == (status, count, last)
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,22 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.exploration import compare, explore
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.cache import Fused, position_is_counted_by_the_model
-from tests.zoo.gpt import GPT, placed, spec_of
+from tests.zoo.gpt import GPT, Encoder, Placed, encoder, placed, spec_of
 
 CPU = torch.device("cpu")
 
 
 class RowsMixed(GPT):
-    """Each row reads a little of the others."""
+    """Each row of three or more reads a little of the others."""
 
     def embed(self, input_ids):
         x = super().embed(input_ids)
-        return x + 0.1 * x.mean(dim=0, keepdim=True)
+        return x + 0.1 * x.mean(dim=0, keepdim=True) if len(x) > 2 else x
 
 
 class DocumentsIgnored(GPT):
@@ -77,6 +77,20 @@ class FirstMaskKept(GPT):
         if self.kept.shape[-1] < T:
             return super().visible(T, past, keep, documents)
         return self.kept[..., :T, :T]
+
+
+class PaddingKept(GPT):
+    """The padding of the last call with a mask is hidden in later chunks as well."""
+
+    kept = None
+
+    def visible(self, T, past, keep, documents):
+        self.kept = self.kept if keep is None else keep
+        visible = super().visible(T, past, keep, documents)
+        if past and keep is None and self.kept is not None:
+            n = min(visible.shape[-1], self.kept.shape[-1])
+            visible[..., :n] &= self.kept[-1, :n]
+        return visible
 
 
 class TableNotSaved(GPT):
@@ -270,7 +284,126 @@ class PositionsRestartInStaticCache(transformers.LlamaForCausalLM):
         return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **more)
 
 
+class Cache(list):
+    """Keys and values of each layer, and the number of tokens."""
+
+    def __init__(self, pairs, count):
+        super().__init__(pairs)
+        self.count = count
+
+    def __deepcopy__(self, memo):
+        return type(self)([(k.clone(), v.clone()) for k, v in self], self.count.clone())
+
+    def each(self, change):
+        self[:] = [(change(k), change(v)) for k, v in self]
+
+    def crop(self, count):
+        self.each(lambda x: x[:, :, :count])
+        self.count += count
+
+    def reorder_cache(self, order):
+        self.each(lambda x: x[order])
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats):
+        self.each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reset(self):
+        self.clear()
+        self.count.zero_()
+
+
+class WithCache(Placed):
+    """Takes the positions of new tokens from its cache."""
+
+    cache_type = Cache
+
+    def forward(self, input_ids, *arguments, cache=None, use_cache=False, **named):
+        cache = self.cache_type([], torch.tensor(0)) if cache is None else cache
+        self.past = int(cache.count)
+        output = super().forward(input_ids, *arguments, cache=cache or None, use_cache=True, **named)
+        cache.count += input_ids.shape[1]
+        output.cache = self.cache_type(output.cache, cache.count)
+        return output
+
+    def place(self, input_ids, past, keep, documents):
+        return super().place(input_ids, self.past, keep, documents)
+
+
+def with_cache(**methods):
+    """Return a model whose cache has other methods."""
+    cache_type = type("BrokenCache", (Cache,), methods)
+    return type("WithBrokenCache", (WithCache,), {"cache_type": cache_type})
+
+
+def keys_alone(cache, change):
+    cache[:] = [(change(k), v) for k, v in cache]
+
+
+CACHE_BUGS = {
+    "copy": with_cache(__deepcopy__=lambda cache, memo: type(cache)(cache, cache.count)),
+    "crop": with_cache(crop=lambda cache, count: cache.each(lambda x: x[:, :, :count])),
+    "reorder_cache": with_cache(reorder_cache=lambda cache, order: keys_alone(cache, lambda x: x[order])),
+    "batch_repeat_interleave": with_cache(
+        batch_repeat_interleave=lambda cache, n: cache.each(lambda x: torch.cat([x] * n))
+    ),
+    "reset": with_cache(reset=lambda cache: cache.clear()),
+}
+
+
+class IntegerMaskIgnored(Encoder):
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, keep if keep is None or keep.dtype == torch.bool else None, documents)
+
+
+class WholeMasks(GPT):
+    """Takes masks (B, 1, T, S) as well, boolean or additive."""
+
+    def positions(self, input_ids, past, keep, documents):
+        return super().positions(input_ids, past, None if self.is_whole(keep) else keep, documents)
+
+    def visible(self, T, past, keep, documents):
+        if not self.is_whole(keep):
+            return super().visible(T, past, keep, documents)
+        return self.shown(keep if keep.dtype == torch.bool else keep == 0, past)
+
+    def is_whole(self, keep):
+        return keep is not None and keep.ndim == 4
+
+    def shown(self, visible, past):
+        return visible
+
+
+class LastRowOfMask(WholeMasks):
+    """In a chunk, every token gets the mask of the last one."""
+
+    def shown(self, visible, past):
+        return visible[:, :, -1:] if past else visible
+
+
+class PromptPaddingNotCounted(GPT):
+    """After a prompt, only padding on its left is subtracted from the positions."""
+
+    def positions(self, input_ids, past, keep, documents):
+        if keep is None or not past:
+            return super().positions(input_ids, past, keep, documents)
+        n_left = (keep.long().cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
+        return super().positions(input_ids, past, None, None) - n_left
+
+
+class PositionsCountedWithCache(WithArguments):
+    """With a cache, position_ids are ignored."""
+
+    def positions(self, input_ids, past, keep, documents):
+        self.given = None if past else self.given
+        return super().positions(input_ids, past, keep, documents)
+
+
 BUGS = {
+    "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
+    "mask_forms": (IntegerMaskIgnored, Encoder),
+    "shifted_positions": (PositionsCountedWithCache, WithArguments),
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),
     "batch": (RowsMixed, GPT),
@@ -298,6 +431,8 @@ BUGS = {
 TOGETHER = {
     "mask_of_ones": ("documents", "mask_of_ones"),
     "half_precision": ("padded_rows", "half_precision"),
+    "mask_forms": ("padded_rows", "mask_forms"),
+    "shifted_positions": ("cache_parts", "shifted_positions"),
 }
 
 
@@ -311,6 +446,8 @@ def spec_for(build):
         return build()
     if issubclass(build, Prefix):
         return prefix_spec(build)
+    if issubclass(build, Encoder):
+        return encoder(build)
     return llama_spec(build) if issubclass(build, transformers.PreTrainedModel) else spec_of(build)
 
 
@@ -337,8 +474,49 @@ def test_variation_finds_its_bug(name):
     assert not explored(healthy, names).findings
 
 
-# Every way that puts tokens after others shows that they are read, and every call shows traces of it.
-SHOWN_BY_OTHERS = {"later_tokens", "history"}
+def outputs_agree(build, values):
+    [output, *_] = compare(lambda: spec_for(build), values, length=9)
+    return not output.is_real
+
+
+@pytest.mark.parametrize("operation", CACHE_BUGS)
+def test_cache_operation_finds_its_bug(operation):
+    values = {"cache_operations": [operation]}
+    assert not outputs_agree(CACHE_BUGS[operation], values)
+    assert outputs_agree(WithCache, values)
+
+
+@pytest.mark.parametrize("operation", CACHE_BUGS)
+def test_llama_passes_cache_operation(operation):
+    assert outputs_agree(
+        transformers.LlamaForCausalLM, {"cache_operations": [operation], "cache_parts": [3, 2]}
+    )
+
+
+@pytest.mark.parametrize("form", ["4d bool", "4d additive"])
+def test_whole_mask_finds_a_bug_of_chunks(form):
+    values = {"mask_forms": form, "cache_parts": [3, 2]}
+    assert not outputs_agree(LastRowOfMask, values)
+    assert outputs_agree(WholeMasks, values)
+
+
+def test_mask_of_an_earlier_call_is_found_in_later_chunks():
+    values = {"history": [["padded", 8]], "cache_parts": [3, 2]}
+    assert not outputs_agree(PaddingKept, values)
+    assert outputs_agree(GPT, values)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompt_continues_with_cache(side):
+    values = {"padded_rows": {"side": side, "amount": 3}, "cache_parts": [3, 2], "batch": [5]}
+    assert outputs_agree(GPT, values)
+    assert outputs_agree(transformers.LlamaForCausalLM, values)
+    assert outputs_agree(PromptPaddingNotCounted, values) == (side == "left")
+
+
+# Every way that puts tokens after others shows that they are read, and every call shows traces of it. A mask
+# of ones is also passed in other forms, and a copy of a cache is used in turns with its original.
+SHOWN_BY_OTHERS = {"later_tokens", "history", "mask_of_ones", "turns"}
 
 
 @pytest.mark.slow

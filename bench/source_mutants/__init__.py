@@ -1,0 +1,1 @@
+"""Source mutants: small mistakes in the source of third-party models, and an independent oracle."""

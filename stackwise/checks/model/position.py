@@ -1,0 +1,366 @@
+"""Position: positions have an effect, each has a row of its own, and rotary positions are relative.
+
+Shapes: T positions, V outputs, N rows of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.engine.call import accepts, execute
+from stackwise.checks.engine.examination import Examination, gradients_in, projection
+from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.call import reason_of, refusals
+from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference, repeats
+from stackwise.checks.probe.widened import Widened
+from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.subject import Subject
+
+# Positions by which a rotary model is shifted, and positions of the sequence.
+_SHIFT, _LENGTH = 3, 12
+# Effect of a shift, relative to that of doubled distances. In healthy models it is rounding.
+_SHIFT_LIMIT = 1e-3
+# Rounding of outputs in float64, without the casts to float32 that the model's own code has.
+_ROUNDING = 1e-9
+# Longest sequence on which all rows of a table are tested.
+_LONGEST = 1024
+# Tables that start after this row are tables of distances.
+_MOST_RESERVED = 2
+
+# Returns the output (T, V) of a new model at positions (T,), which count from 0.
+_Placed = Callable[[Tensor], Tensor]
+
+
+@check
+def token_order(subject: Subject) -> CheckResult:
+    """Does exchanging two earlier inputs change the output?"""
+    spec = subject.spec
+    if spec.positionless:
+        return subject.not_applicable("needs a model that is not declared positionless")
+    if not (spec.per_position or spec.inputs == "tokens"):
+        return subject.not_applicable("needs a sequence of inputs")
+    exam = Examination(subject)
+    length = exam.lengths[-1]
+    if length < 3:
+        return subject.not_applicable("needs at least 3 positions")
+    if not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
+    sequence, limit = exam.sequence(0, length), _rounding(exam)
+    other = exam.unlike(sequence, exam.filler(1, length)[0])
+    effect, order = 0.0, 0.0
+    for i, j in ((length - 3, length - 2), (0, length - 2), (0, 1)):
+        original, changed, exchanged = sequence.clone(), sequence.clone(), sequence.clone()
+        original[i] = exam.unlike(sequence[j], other[i])
+        changed[i] = sequence[j]
+        exchanged[i], exchanged[j] = original[j], original[i]
+        plain, replaced, swapped = (
+            _read_at(exam, _output(exam, exam.model(), each), (i, j))
+            for each in (original, changed, exchanged)
+        )
+        effect = max(effect, float(relative_difference(plain, replaced).max()))
+        order = max(order, float(relative_difference(plain, swapped).max()))
+        if order > limit:
+            return subject.passed(order, limit)
+    if effect <= limit:
+        return subject.not_applicable("needs a model in which positions read each other; see token_effect")
+    return subject.warned(
+        order,
+        limit,
+        where=f"inputs {i} and {j} of {length}",
+        meaning="Exchanging two inputs does not change the output at other positions: the model does not "
+        "know the order of its inputs.",
+        correct_if="it has no positions on purpose, as a bag of words; if it is not causal, declare "
+        "positionless=True",
+        advice="Look for positions that are computed and not added, and for a rotation that is not applied.",
+    )
+
+
+def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tensor:
+    """Return the outputs (., V) that are not at these places: of a causal model, the last one."""
+    if not exam.spec.per_position:
+        return output
+    if exam.spec.causal:
+        return output[-1:]
+    keep = torch.ones(len(output), dtype=torch.bool, device=output.device)
+    keep[list(places)] = False
+    return output[keep]
+
+
+@check
+def position_effect(subject: Subject) -> CheckResult:
+    """Do position_ids, and tables of cos and sin, have an effect on the output?"""
+    exam = Examination(subject)
+    found = _placed(exam)
+    if isinstance(found, str):
+        return subject.not_applicable(found)
+    limit = _rounding(exam)
+    for name, place in found.items():
+        effect = _effect(exam, place, 2 * _positions(exam))
+        if effect <= limit:
+            return subject.warned(
+                effect,
+                limit,
+                where=name,
+                meaning=f"The output is the same with other {name}.",
+                correct_if="the model has no positions, or counts them itself, and takes the argument for "
+                "compatibility",
+                advice="Look for positions that are replaced by a count, and for a missing rotation.",
+            )
+    return subject.passed(meaning=f"The output depends on {listed(found)}.")
+
+
+@check
+def rotary_shift(subject: Subject) -> CheckResult:
+    """Does the output of a model with rotary positions stay the same if all positions are shifted?"""
+    exam = Examination(subject)
+    if not _has_rotary(exam.base):
+        return subject.not_applicable("needs rotary positions: inv_freq, or tables of cos and sin")
+    found = _placed(exam)
+    if isinstance(found, str):
+        return subject.not_applicable(found)
+    if "position_ids" in found and _tables(exam):
+        del found["position_ids"]  # they also choose the row of a learned table
+    shifts = []
+    for name, place in found.items():
+        effect = _effect(exam, place, 2 * _positions(exam))
+        if effect <= _rounding(exam):
+            continue
+        shifts.append(_effect(exam, place, _positions(exam) + _SHIFT) / effect)
+        if shifts[-1] > _SHIFT_LIMIT:
+            return subject.failed(
+                shifts[-1],
+                _SHIFT_LIMIT,
+                where=name,
+                meaning=f"The output changes if {_SHIFT} is added to all positions. A score of rotated "
+                "queries and keys depends on their distance only.",
+                advice="Rotate queries and keys by the same angles, and not values. Look for a rotation that "
+                "only one of them has, for halves in one and interleaved pairs in the other, and for other "
+                "positions of the keys.",
+            )
+    if not shifts:
+        return subject.not_applicable("needs rotary positions that have an effect, without a learned table")
+    return subject.passed(max(shifts), _SHIFT_LIMIT)
+
+
+@check
+def position_table(subject: Subject) -> CheckResult:
+    """Has each position a row of its own in a learned table, up to max_length, and does it get a gradient?"""
+    exam, limit = Examination(subject), subject.spec.max_length
+    if not repeats(subject):
+        return subject.not_applicable(NOT_REPEATED)
+    tables = _tables(exam)
+    for name, rows in tables.items():
+        first, n = min(rows), max(rows) + 1
+        if unlearned := _rows_without_gradient(exam, name, rows):
+            return subject.failed(
+                float(len(unlearned)),
+                0.0,
+                where=f"{name}, row {listed(map(str, unlearned))}",
+                meaning="Rows of the position table change the output and get no gradient.",
+                advice="Remove padding_idx from the embedding of positions. Look for a hook or a detach().",
+            )
+        if len(rows) < n - first:
+            return subject.warned(
+                float(n - first - len(rows)),
+                0.0,
+                where=f"{name}, rows {listed(map(str, sorted(rows)), 8)}",
+                meaning=f"A sequence of {exam.lengths[-1]} positions does not read consecutive rows of the "
+                "position table.",
+                correct_if="positions are numbered in another way on purpose",
+                advice="Look for positions of -1, which are the last row, and for a step other than 1.",
+            )
+        if _reserves(exam.base, name, first):
+            continue
+        if limit is None:
+            if not first:
+                continue
+            return subject.warned(
+                float(first),
+                0.0,
+                where=name,
+                meaning=f"The first token reads row {first} of the position table; earlier rows are unused.",
+                correct_if="these rows are reserved on purpose",
+                advice="Count positions from 0.",
+            )
+        if limit > _LONGEST or first > _MOST_RESERVED:
+            continue
+        try:
+            used = len(_used_rows(exam, exam.sequence(0, limit))[name])
+        except refusals() as error:
+            return subject.failed(
+                where=name,
+                meaning=f"A call of max_length = {limit} positions raises {reason_of(error)}. The first "
+                f"token reads row {first} of the position table.",
+                advice="Count positions from 0, or add the reserved rows to the table.",
+            )
+        if used < limit:
+            return subject.failed(
+                float(used),
+                float(limit),
+                where=name,
+                meaning=f"{limit} positions, which are max_length, read only {used} rows of the position "
+                "table: some positions share a row.",
+                advice="Look for a clamp of the positions, and for a count that starts at 1.",
+            )
+    if not tables:
+        return subject.not_applicable("needs a learned table with a row for each position")
+    return subject.passed(where=listed(tables))
+
+
+def _rounding(exam: Examination) -> float:
+    """Return the largest change of the output that is rounding."""
+    return _ROUNDING if exam.is_float64 else exam.limit
+
+
+def _output(exam: Examination, model: nn.Module, sequence: Tensor) -> Tensor:
+    """Return the plain output (T, V), or (1, V)."""
+    return _widened(exam, lambda: exam.plain(model, sequence))
+
+
+@torch.no_grad()
+def _widened(exam: Examination, call: Callable[[], Tensor]) -> Tensor:
+    """Return the result of a call of the model, without its casts to float32 if it runs in float64."""
+    if exam.is_float64:
+        try:
+            with Widened():
+                return call()
+        except refusals():  # such as a constant that does not fit into float32
+            pass
+    return call()
+
+
+def _positions(exam: Examination) -> Tensor:
+    """Return the positions 1, 2, 3, ..., such that they can be doubled and shifted.
+
+    Position 0 is left out, because some recurrent layers reset their state at it.
+    """
+    longest = exam.spec.max_length or 2 * _LENGTH + 1
+    length = min(exam.lengths[-1], _LENGTH, (longest - 1) // 2, longest - _SHIFT - 1)
+    return torch.arange(1, max(length, 0) + 1, device=exam.subject.device)
+
+
+def _effect(exam: Examination, place: _Placed, positions: Tensor) -> float:
+    """Return the largest change of the output if its positions are `positions`."""
+    return float(relative_difference(place(_positions(exam)), place(positions)).max())
+
+
+def _placed(exam: Examination) -> dict[str, _Placed] | str:
+    """Return each way to place the inputs at other positions, or why there is none."""
+    if not exam.spec.per_position or not repeats(exam.subject):
+        return "needs an output per position that repeats itself"
+    positions = _positions(exam)
+    n = len(positions)
+    if n < 3:
+        return "needs at least 7 positions"
+    sequence = exam.sequence(0, n)[None]
+    ways: dict[str, _Placed] = {}
+
+    def by_argument(positions: Tensor) -> Tensor:
+        arguments = {"position_ids": positions[None] + exam.first_position}
+        call = Call(sequence, [], [], arguments=arguments)
+        with exam.subject.fixed_randomness():
+            return _widened(exam, lambda: execute(exam.spec, exam.model(), call)[0])
+
+    def by_table(positions: Tensor) -> Tensor:
+        model = exam.model()
+        for table, dim in _rotary_tables(model, 2 * n + 1):
+            table.narrow(dim, 0, n).copy_(table.index_select(dim, positions))
+        return _output(exam, model, sequence[0])
+
+    if accepts(exam.base, "position_ids"):
+        ways["position_ids"] = by_argument
+    if _rotary_tables(exam.base, 2 * n + 1):
+        ways["tables of cos and sin"] = by_table
+    try:
+        for place in ways.values():
+            place(2 * positions)
+    except refusals() as error:
+        return f"the model does not take other positions: {reason_of(error)}"
+    return ways or "needs a parameter position_ids, or tables of cos and sin"
+
+
+def _has_rotary(model: nn.Module) -> bool:
+    """Return True if the model has frequencies or tables of rotary positions."""
+    names = (name.rpartition(".")[2] for name, _ in model.named_buffers())
+    return any("inv_freq" in name for name in names) or bool(_rotary_tables(model, 1))
+
+
+def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
+    """Return each buffer that has cos or sin of at least n positions, and the dimension of the positions.
+
+    Its first row is the rotation by 0: all cos are 1, or all sin are 0.
+    """
+    found = []
+    for buffer in model.buffers():
+        table = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        is_pair = buffer.is_complex() or (table.ndim > 2 and table.shape[-1] == 2)
+        sizes = list(table.shape[:-2] if is_pair else table.shape[:-1])
+        if not table.is_floating_point() or not sizes or max(sizes) < max(n, 2):
+            continue
+        dim = sizes.index(max(sizes))
+        first, second = (table.select(dim, index) for index in (0, 1))
+        unit = torch.tensor([1.0, 0.0]).to(first) if is_pair else first.flatten()[:1].round()
+        is_rotation = bool((first == unit).all()) and float(table.abs().max()) <= 1
+        if is_rotation and bool((unit >= 0).all()) and not torch.equal(first, second):
+            found.append((buffer, dim))
+    return found
+
+
+def _tables(exam: Examination) -> dict[str, set[int]]:
+    """Return the learned position tables, and the rows that a sequence of the longest length reads.
+
+    Which rows get a gradient depends on the length only, and each position adds one.
+    """
+    long, short = exam.lengths[-1], (exam.lengths[0] + exam.lengths[-1]) // 2
+    if short == long or not exam.spec.per_position:
+        return {}
+    one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
+    fewer = _used_rows(exam, exam.sequence(0, short))
+    return {
+        name: rows
+        for name, rows in one.items()
+        if rows == other.get(name)
+        and fewer.get(name, set()) <= rows
+        and len(rows) - len(fewer.get(name, set())) == long - short
+    }
+
+
+def _used_rows(exam: Examination, sequence: Tensor) -> dict[str, set[int]]:
+    """Return the rows that get a gradient, for each parameter (N, .) or (1, N, .)."""
+    model = exam.model()
+    with torch.enable_grad():
+        output = exam.plain(model, sequence)
+        if output.requires_grad:
+            (output * projection(output, 0)).sum().backward()  # type: ignore[no-untyped-call]
+    rows = {}
+    for name, gradient in gradients_in(model).items():
+        table = gradient.to_dense()
+        table = table[0] if table.ndim == 3 and len(table) == 1 else table
+        if table.ndim == 2:
+            rows[name] = set(table.any(dim=1).nonzero().flatten().tolist())
+    return rows
+
+
+@torch.no_grad()
+def _rows_without_gradient(exam: Examination, name: str, rows: set[int]) -> list[int]:
+    """Return the rows before the last one of `rows` that change the output and are not in `rows`."""
+    sequence, found = exam.sequence(0, exam.lengths[-1]), []
+    answer = _output(exam, exam.model(), sequence)
+    for row in set(range(max(rows))) - rows:
+        model = exam.model()
+        table: Tensor = model.get_parameter(name)
+        table = table[0] if table.ndim == 3 else table
+        table[row] += table.std() * torch.randn(table.shape[1:], generator=torch.Generator().manual_seed(row))
+        if float(relative_difference(answer, _output(exam, model, sequence)).max()) > _rounding(exam):
+            found.append(row)
+    return found
+
+
+def _reserves(model: nn.Module, name: str, first: int) -> bool:
+    """Return True if the rows before the first position are declared by padding_idx, as in RoBERTa."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return first > 0 and getattr(owner, "padding_idx", None) == first - 1

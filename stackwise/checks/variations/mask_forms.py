@@ -1,0 +1,119 @@
+"""Mask forms: the padding mask with another dtype, or with four dimensions.
+
+Shapes: B rows, T columns of a call, S columns of the mask, which cover the cache as well.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.engine.call import accepts, decode_takes_mask, execute
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call, Place, Question, Transform
+from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
+from stackwise.checks.probe.difference import relative_difference
+
+_NAME = "attention_mask"
+_TEXTS = {
+    "bool": "a tensor of bool",
+    "int64": "a tensor of int64",
+    "float32": "a tensor of float32, 0 or 1",
+    "4d bool": "a tensor (B, 1, T, S) of bool",
+    "4d additive": "a tensor (B, 1, T, S) that is added to the scores",
+}
+
+
+class MaskForms(Variation):
+    """Pass the padding mask in another form. Value: the form.
+
+    A form applies if a mask of ones in this form gives the plain output.
+    """
+
+    name = "mask_forms"
+    question = "Is the output the same with a padding mask of another dtype, or of four dimensions?"
+    rank = 41
+    includes = frozenset({"mask_of_ones"})
+    advice = (
+        "Look for a branch on the dtype or the dimensions of the mask, and for ~mask, which is not the "
+        "opposite of an integer mask."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `masked`, and a model that takes another form."""
+        if exam.spec.masked is None:
+            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
+        if not accepts(exam.base, _NAME):
+            return f"needs a parameter {_NAME}"
+        return "" if _forms(exam) else "the model takes only one form of the padding mask"
+
+    def draw(self, exam: Examination, rng: random.Random) -> str:
+        """Draw a form."""
+        return rng.choice(_forms(exam))
+
+    def text(self, value: str) -> str:
+        """Return the form."""
+        return f"the padding mask is {_TEXTS[value]}"
+
+    def change(self, question: Question, value: str, exam: Examination) -> None:
+        """Pass a mask."""
+        if question.parts and not decode_takes_mask(exam.spec):
+            raise Refused("decode takes no mask")
+        question.mask = True
+
+    def edit(self, call: Call, value: str, exam: Examination) -> None:
+        """Convert the mask of each call."""
+        call.transforms.append(partial(_converted, form=value, exam=exam))
+
+
+def _converted(arguments: dict[str, Any], width: int, *, form: str, exam: Examination) -> dict[str, Any]:
+    """Return the arguments of a call of `width` columns, with its mask in a form."""
+    mask = arguments.get(_NAME)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        raise Refused("no mask (B, S) of 0 and 1 is passed")
+    if not form.startswith("4d"):
+        converted = mask.to(getattr(torch, form))
+        if converted.dtype == mask.dtype:
+            raise Refused("the mask already has this form")
+        return {**arguments, _NAME: converted}
+    keep, columns = mask.bool(), torch.arange(mask.shape[1], device=mask.device)
+    is_shifted = bool(((keep.long().cumsum(dim=1) - 1 != columns) & keep).any())
+    if is_shifted and arguments.get("position_ids") is None:
+        raise Refused("a mask of four dimensions does not say the positions of padded rows")
+    queries = columns[len(columns) - width :, None]
+    visible = keep[:, None, None] & ((columns <= queries) | (not exam.spec.causal))
+    visible = visible | (columns == queries)  # otherwise a padded query sees nothing
+    if form == "4d bool":
+        return {**arguments, _NAME: visible}
+    scores = torch.zeros(visible.shape, dtype=dtype_of(exam.base), device=mask.device)
+    return {**arguments, _NAME: scores.masked_fill(~visible, torch.finfo(scores.dtype).min)}
+
+
+def _forms(exam: Examination) -> list[str]:
+    """Return the forms that the model takes, other than the one that `masked` passes."""
+    return exam.once("mask_forms", lambda: [form for form in _TEXTS if _takes(exam, form)])
+
+
+def _takes(exam: Examination, form: str) -> bool:
+    inputs = exam.sequence(0, exam.lengths[-1])[None]
+    if form.startswith("4d") and (
+        has_fixed_state(exam.subject, inputs) or leaves_state(exam.subject, inputs)
+    ):
+        return False  # a recurrent layer needs to know which tokens are padding
+    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    transforms: list[Transform] = [partial(_converted, form=form, exam=exam)]
+    if not exam.agrees(Call(inputs, [], [Place(0, 0, inputs.shape[1])], keep, transforms=transforms)):
+        return False
+    if form != "float32":
+        return True
+    # A float of 1 that is added to all scores changes nothing. If one token is hidden, it does.
+    keep[:, 1] = False
+    with torch.no_grad():
+        ways = (Call(inputs, [], [], keep, transforms=some) for some in (list[Transform](), transforms))
+        one, two = (execute(exam.spec, exam.model(), call)[:, 2:] for call in ways)
+    return bool(relative_difference(one, two).max() <= exam.limit)

@@ -1,0 +1,74 @@
+"""Shifted positions: all positions are larger by the same number, which relative positions do not show."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from stackwise.checks.engine.call import accepts
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import Variation
+from stackwise.checks.variations.positions import counted_positions
+
+_SHIFTS = (1, 5, 16, 37)
+
+
+class ShiftedPositions(Variation):
+    """Pass `position_ids` that do not start at the first position. Value: the shift.
+
+    It applies to models whose plain output does not depend on the shift.
+    """
+
+    name = "shifted_positions"
+    question = "Is the output of a model with relative positions the same if position_ids are shifted?"
+    rank = 46
+    explained_by = frozenset({"positions"})
+    advice = (
+        "Look for a part of the model that counts positions itself although position_ids are passed, such as "
+        "the length of the cache, and for a mask that is computed from position_ids."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require relative positions: a plain call gives the same output with shifted `position_ids`."""
+        if not accepts(exam.base, "position_ids"):
+            return "needs a parameter position_ids"
+        shifts = _shifts(exam)
+        if not shifts:
+            return "needs a model that takes longer sequences"
+        is_relative = all(exam.agrees_at(exam.first_position + shift) for shift in shifts)
+        return "" if is_relative else "the model has absolute positions: a shift changes its output"
+
+    def draw(self, exam: Examination, rng: random.Random) -> int:
+        """Draw a shift."""
+        return rng.choice(_shifts(exam))
+
+    def simpler(self, value: int) -> Iterator[int]:
+        """Yield a shift by one."""
+        if value > 1:
+            yield 1
+
+    def text(self, value: int) -> str:
+        """Return the shift."""
+        return f"all position_ids are larger by {value}"
+
+    def edit(self, call: Call, value: int, exam: Examination) -> None:
+        """Shift the positions, whether this variation or a function of the spec passes them."""
+        call.transforms.append(partial(_shifted, shift=value))
+
+    def arguments(self, call: Call, model: nn.Module, value: int, exam: Examination) -> dict[str, Any]:
+        """Return the positions that are shifted, unless a function of the spec passes others."""
+        return {"position_ids": counted_positions(call, exam)}
+
+
+def _shifted(arguments: dict[str, Any], _: int, *, shift: int) -> dict[str, Any]:
+    return {**arguments, "position_ids": arguments["position_ids"] + shift}
+
+
+def _shifts(exam: Examination) -> list[int]:
+    room = max(_SHIFTS) if exam.spec.max_length is None else exam.spec.max_length - exam.longest
+    return [shift for shift in _SHIFTS if shift <= room]

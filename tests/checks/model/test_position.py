@@ -1,0 +1,242 @@
+"""Positions: an unknown order, ignored positions, untrained rows and absolute rotations are found."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.subject.spec import ModelSpec
+from tests.zoo.gpt import GPT, Encoder, Placed, encoder, gpt, placed, spec_of
+
+
+class Unordered(Encoder):
+    """Bag of words: no rotation, and each position sees all."""
+
+    before = after = 100
+
+    def rotate(self, x, positions):
+        return x
+
+
+class OneLayerUnordered(GPT):
+    n_layers = 1
+
+    def rotate(self, x, positions):
+        return x
+
+
+class Alone(GPT):
+    """No position reads another."""
+
+    def visible(self, T, past, keep, documents):
+        return torch.eye(T, dtype=torch.bool)[None, None]
+
+
+@pytest.mark.parametrize("make", [gpt, placed, encoder])
+def test_order_of_inputs_changes_the_output(subjects, make):
+    result = subjects.ask(make(), "token_order")
+    assert (result.status, result.value > 1e-4) == ("passed", True)
+
+
+@pytest.mark.parametrize("build, causal", [(Unordered, False), (OneLayerUnordered, True)])
+def test_unknown_order_is_a_warning(subjects, build, causal):
+    spec = spec_of(build, causal=causal, decode=None, labelled_loss=None, window=None)
+    result = subjects.ask(spec, "token_order")
+    assert result.status == "warned"
+    assert "positionless=True" in result.advice
+
+
+def test_order_needs_inputs_with_an_effect(subjects):
+    assert subjects.ask(spec_of(Alone), "token_order").status == "not applicable"
+    assert subjects.ask(spec_of(positionless=True), "token_order").status == "not applicable"
+
+
+class Rotary(GPT):
+    """Takes position_ids, and rotates queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        half = torch.arange(0, self.head_dim, 2) / self.head_dim
+        self.register_buffer("inv_freq", 10000.0**-half, persistent=False)
+
+    def forward(self, input_ids, *args, position_ids=None, **kwargs):
+        self.given = position_ids
+        return super().forward(input_ids, *args, **kwargs)
+
+    def positions(self, *arguments):
+        return super().positions(*arguments) if self.given is None else self.given
+
+    def attend(self, layer, x, positions, visible, cache):
+        self.rotations = 0
+        return super().attend(layer, x, positions, visible, cache)
+
+    def rotate(self, x, positions):
+        self.rotations += 1  # queries come first
+        return super().rotate(x, positions)
+
+
+class QueriesOnly(Rotary):
+    def rotate(self, x, positions):
+        return x if self.rotations else super().rotate(x, positions)
+
+
+class KeysOnly(Rotary):
+    def rotate(self, x, positions):
+        rotated = super().rotate(x, positions)
+        return rotated if self.rotations == 2 else x
+
+
+class ValuesToo(Rotary):
+    def split(self, x):
+        heads = super().split(x)
+        positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if self.given is None else self.given
+        return GPT.rotate(self, heads, positions) if self.rotations == 2 else heads
+
+
+class Ignored(Rotary):
+    def positions(self, *arguments):
+        return GPT.positions(self, *arguments)
+
+
+class Tabled(GPT):
+    """Rotates by tables of cos and sin."""
+
+    paired = False
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+        for name, table in self.tables(angles.cos(), angles.sin()).items():
+            self.register_buffer(name, table, persistent=False)
+
+    def tables(self, cos, sin):
+        return {"cos": cos, "sin": sin}
+
+    def rotate(self, x, positions):
+        T = x.shape[2]
+        cos, sin = self.cos[:T], self.sin[:T]
+        one, two = x.chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+
+
+class TabledQueries(Tabled):
+    def rotate(self, x, positions):
+        return super().rotate(x, positions) if x.shape[1] == self.n_heads else x
+
+
+class TabledPairs(Tabled):
+    def tables(self, cos, sin):
+        return {"table": torch.stack((cos, sin), dim=-1)}
+
+    def rotate(self, x, positions):
+        self.cos, self.sin = self.table.unbind(-1)
+        return super().rotate(x, positions)
+
+
+class TabledUnread(Tabled):
+    def rotate(self, x, positions):
+        return GPT.rotate(self, x, positions)
+
+
+@pytest.mark.parametrize(
+    "build, status",
+    [
+        (Rotary, "passed"),
+        (QueriesOnly, "failed"),
+        (KeysOnly, "failed"),
+        (ValuesToo, "failed"),
+        (Tabled, "passed"),
+        (TabledPairs, "passed"),
+        (TabledQueries, "failed"),
+        (TabledUnread, "not applicable"),
+        (GPT, "not applicable"),
+        (Placed, "not applicable"),
+    ],
+)
+def test_rotary_positions_are_relative(subjects, build, status):
+    result = subjects.ask(spec_of(build), "rotary_shift")
+    assert result.status == status, result
+    if status == "failed":
+        assert result.value > 0.05
+
+
+@pytest.mark.parametrize(
+    "build, status, where",
+    [
+        (Rotary, "passed", ""),
+        (Tabled, "passed", ""),
+        (Ignored, "warned", "position_ids"),
+        (TabledUnread, "warned", "tables of cos and sin"),
+        (GPT, "not applicable", ""),
+    ],
+)
+def test_positions_have_an_effect(subjects, build, status, where):
+    result = subjects.ask(spec_of(build), "position_effect")
+    assert (result.status, result.where) == (status, where)
+
+
+class FirstRowIsPadding(Placed):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(64, self.width, padding_idx=0)
+
+
+class FromOne(Placed):
+    def place(self, *arguments):
+        return super().place(*arguments) + 1
+
+
+class FromOneClamped(Placed):
+    def place(self, *arguments):
+        return (super().place(*arguments) + 1).clamp(max=63)
+
+
+class FromMinusOne(Placed):
+    def place(self, *arguments):
+        return (super().place(*arguments) - 1) % 64
+
+
+class Reserved(FromOne):
+    """Two rows are reserved, as in RoBERTa; the second one is that of padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(64, self.width, padding_idx=0)
+
+
+class Enlarged(FromOne):
+    """A row is added to the table, as in OPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(65, self.width)
+
+
+@pytest.mark.parametrize(
+    "build, status, part",
+    [
+        (Placed, "passed", "places.weight"),
+        (Reserved, "passed", "places.weight"),
+        (Enlarged, "passed", "places.weight"),
+        (FirstRowIsPadding, "failed", "row 0"),
+        (FromOne, "failed", "places.weight"),
+        (FromOneClamped, "failed", "places.weight"),
+        (FromMinusOne, "warned", "rows 0, 1"),
+        (GPT, "not applicable", ""),
+    ],
+)
+def test_each_position_has_its_row(subjects, build, status, part):
+    result = subjects.ask(spec_of(build, max_length=64), "position_table")
+    assert result.status == status, result
+    assert part in result.where
+
+
+@pytest.mark.parametrize("build, status", [(Placed, "passed"), (FromOne, "warned")])
+def test_unread_rows_without_a_known_length(subjects, build, status):
+    assert subjects.ask(spec_of(build), "position_table").status == status
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gru", "conv", "x_decoder"])
+def test_positions_of_third_party_models(subjects, name):
+    spec = ModelSpec.of(getattr(subjects, name))
+    for check in ("token_order", "position_effect", "rotary_shift", "position_table"):
+        assert subjects.ask(spec, check).status in ("passed", "not applicable"), check

@@ -1,8 +1,7 @@
-"""Check: one question asked of a model or of a training step, and the registry of all of them.
+"""Check: one question about a model or a training step, and the registry of all checks.
 
-A family of checks is one file in `model/` or `trainer/`; `@check` and `@trainer_check` enter each function
-in the registry, and the registry reads the folders, so that a new family is one new file and touches
-nothing else.
+A family of checks is one file in `model/` or `trainer/`. The decorators `@check` and `@trainer_check` add a
+function to the registry, which imports all files of the two folders.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, Literal, TypeVar, overload
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 
@@ -39,7 +38,8 @@ __all__ = [
 ]
 
 Suite = Literal["fast", "full"]
-# Names that selections and declarations may also use -> the check that asks the same question.
+Kind = Literal["model", "trainer"]
+# Former names of checks -> present names. Selections and declarations may use both.
 OTHER_NAMES = {
     "cache_chunks": "cache_decoding",
     "cache_padding": "padding_amount",
@@ -49,33 +49,32 @@ OTHER_NAMES = {
     "padding_finite": "half_precision",
     "padding_gradients": "padding_empty_row",
 }
-Question = TypeVar("Question", bound=Callable[..., CheckResult])
 
 
 @dataclass(frozen=True)
 class Check:
-    """A named question.
+    """Question about a model or a training step.
 
     Attributes:
-        name: in test ids, reports and selections.
-        family: the file it lives in.
+        name: name in test ids, reports and selections.
+        family: name of the file that contains it.
         summary: the question, in one line.
-        function: asks it of a Subject, or of a TrainerSubject.
-        asks: what it is asked of, "model" or "trainer".
-        suite: "fast" where it belongs to both suites, "full" where to that alone.
+        function: examines a Subject or a TrainerSubject.
+        asks: kind of the object that it examines, "model" or "trainer".
+        suite: "fast" for both suites, "full" for this one only.
     """
 
     name: str
     family: str
     summary: str
     function: Callable[[Any], CheckResult]
-    asks: Literal["model", "trainer"] = "model"
+    asks: Kind = "model"
     suite: Suite = "fast"
 
     def run(
         self, spec: ModelSpec | TrainerSpec, *, device: torch.device | str = "cpu", seed: int = 0
     ) -> CheckResult:
-        """Ask the question. Tiny models run on one thread.
+        """Run the check. Tiny models run on one thread.
 
         Raises:
             Exception: any exception of the subject or of the check, unchanged.
@@ -95,29 +94,13 @@ class Check:
 _registry: dict[str, Check] = {}
 
 
-@overload
-def check(question: Question, *, suite: Suite = "fast") -> Question: ...
-@overload
-def check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
-def check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
-    """Enter a question about a model in the registry, under the function's name.
+def check(question: Any = None, *, asks: Kind = "model", suite: Suite = "fast") -> Callable[..., Any]:
+    """Add a question about a model to the registry, under the name of the function.
 
-    Its docstring's first line is the question. `@check`, or `@check(suite="full")` for what takes seconds.
+    The first line of its docstring is the question. Slow checks use `@check(suite="full")`.
     """
-    return _entered(question, "model", suite)
 
-
-@overload
-def trainer_check(question: Question, *, suite: Suite = "fast") -> Question: ...
-@overload
-def trainer_check(question: None = None, *, suite: Suite = "fast") -> Callable[[Question], Question]: ...
-def trainer_check(question: Question | None = None, *, suite: Suite = "fast") -> Any:
-    """As `check`, for a question about a training step."""
-    return _entered(question, "trainer", suite)
-
-
-def _entered(question: Question | None, asks: Literal["model", "trainer"], suite: Suite) -> Any:
-    def decorate(function: Question) -> Question:
+    def decorate(function: Callable[[Any], CheckResult]) -> Callable[[Any], CheckResult]:
         assert function.__doc__, function
         family = function.__module__.rpartition(".")[2]
         summary = function.__doc__.strip().splitlines()[0]
@@ -127,15 +110,19 @@ def _entered(question: Question | None, asks: Literal["model", "trainer"], suite
     return decorate if question is None else decorate(question)
 
 
+# Add a question about a training step to the registry.
+trainer_check = partial(check, asks="trainer")
+
+
 def enter(check: Check) -> None:
-    """Enter a check in the registry."""
+    """Add a check to the registry."""
     assert check.name not in _registry, check.name
     _registry[check.name] = check
 
 
 @cache
 def known_checks() -> Mapping[str, Check]:
-    """Every check by name, determinism first: where it fails, no comparison means much."""
+    """Return every check by name. Determinism is first: if it fails, comparisons are not reliable."""
     from stackwise.checks import model, trainer
 
     for package in (model, trainer):
@@ -144,56 +131,52 @@ def known_checks() -> Mapping[str, Check]:
     return dict(sorted(_registry.items(), key=lambda item: (item[1].family != "determinism", item[0])))
 
 
-def refuse_unknown(names: Iterable[str], *, asks: Literal["model", "trainer"] | None = None) -> None:
-    """Refuse names that no check and no family has.
+def refuse_unknown(names: Iterable[str], *, asks: Kind | None = None) -> None:
+    """Raise if a name is neither a check nor a family.
 
     Args:
-        names: to be looked up.
-        asks: of what the checks are asked; None: of either.
+        names: names of checks or families.
+        asks: kind of the object that the checks examine. None: both kinds.
 
     Raises:
-        ValueError: naming them, or where there is none.
+        ValueError: an unknown name, or no name.
     """
     wanted = set(names)
     require(bool(wanted), "checks", [], "names of checks or families, or None for all")
-    kinds: dict[str, dict[str, None]] = {"model": {}, "trainer": {}}
-    for one in known_checks().values():
-        kinds[one.asks].update(dict.fromkeys((one.name, one.family)))
-    kinds["model"].update(dict.fromkeys(OTHER_NAMES))
-    known = {name: None for kind, some in kinds.items() if asks in (None, kind) for name in some}
-    refused = sorted(wanted - known.keys())
-    elsewhere = [name for name in refused if any(name in some for some in kinds.values())]
-    unknown = [name for name in refused if name not in elsewhere]
+    checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
+    known = {*checks, *checks.values()} | (set() if asks == "trainer" else OTHER_NAMES.keys())
+    every_kind = {name for one in known_checks().values() for name in (one.name, one.family)}
+    unknown = sorted(wanted - known - every_kind - OTHER_NAMES.keys())
+    of_other_kind = sorted(wanted - known - set(unknown))
     problems = [f"unknown {', '.join(unknown)}"] if unknown else []
-    if elsewhere:
-        this, other = ("a model", "a training step") if asks == "model" else ("a training step", "a model")
-        problems.append(f"{', '.join(elsewhere)} asked of {other}, and this is {this}")
-    if problems:
-        text = "; ".join(problems)
-        matches = {name: get_close_matches(name, known.keys() - OTHER_NAMES.keys(), n=2) for name in unknown}
-        near = dict.fromkeys(match for found in matches.values() for match in found)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
-        families = ", ".join(dict.fromkeys(checks.values()))
-        every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
-        raise ValueError(f"checks: {text}{hint}; families: {families}{every}")
+    if of_other_kind:
+        other = "training steps" if asks == "model" else "models"
+        problems.append(f"{', '.join(of_other_kind)} for {other} only")
+    if not problems:
+        return
+    matches = {name: get_close_matches(name, known - OTHER_NAMES.keys(), n=2) for name in unknown}
+    near = dict.fromkeys(match for found in matches.values() for match in found)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    families = ", ".join(dict.fromkeys(checks.values()))
+    every = "" if matches and all(matches.values()) else f"; checks: {', '.join(checks)}"
+    raise ValueError(f"checks: {'; '.join(problems)}{hint}; families: {families}{every}")
 
 
 def select_checks(
     names: Iterable[str] | None = None,
     *,
     suite: Suite = "fast",
-    asks: Literal["model", "trainer"] = "model",
+    asks: Kind = "model",
 ) -> list[Check]:
-    """The checks of a suite, in registry order.
+    """Return the checks of a suite, in registry order.
 
     Args:
-        names: of checks, or of families; None: all. A check that is named is taken, whatever its suite.
+        names: names of checks or families; None: all. A named check need not belong to the suite.
         suite: "fast" (seconds) or "full" (all).
-        asks: of what they are asked.
+        asks: kind of the object that they examine.
 
     Raises:
-        ValueError: a name that is neither a check nor a family of these, or an unknown suite.
+        ValueError: an unknown name or suite.
     """
     check_choice("suite", suite, ("fast", "full"))
     known = {name: c for name, c in known_checks().items() if c.asks == asks}

@@ -1,4 +1,4 @@
-"""Output of the model under test: a line is shown once, however often the model is built and called."""
+"""Filter of the output of the model under test: repeated lines are shown once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, TextIO
 
 __all__ = ["ShownLines", "shown_once"]
 
-# What changes between two updates of a progress bar, or between two builds: numbers and blocks.
+# Numbers and blocks, which change between two updates of a progress bar or between two builds.
 _VARIABLE = re.compile(r"[\d\s.,:#?█▉▊▋▌▍▎▏]+")
 
 
 class ShownLines:
-    """Record of the lines shown so far. The first build is one round, and each check is another.
+    """Record of the shown lines. The first build is one round, and each check is another round.
 
     A line is a repeat if it was shown in this round, or if a line of an earlier round differs from it only in
-    numbers. So a table of layers is shown once, and not again with other timings.
+    numbers. For example, a table of layers is shown once, although its timings change.
 
     Attributes:
         repeats: number of lines that were not shown.
@@ -36,7 +36,7 @@ class ShownLines:
         self._kinds.clear()
 
     def add(self, line: str) -> bool:
-        """Return True if the line is to be shown: it is no repeat."""
+        """Record a line, and return True if it is not a repeat."""
         kind = _VARIABLE.sub("", line)
         is_progress = line.endswith("\r")
         if kind in self._earlier or line in self._lines or (is_progress and kind in self._kinds):
@@ -51,8 +51,8 @@ class ShownLines:
 def shown_once() -> Iterator[ShownLines]:
     """Show each line of standard output and standard error once, and at the end the number of repeats.
 
-    Covers `print`, warnings, progress bars, and log handlers that write to one of the two streams. A line is
-    shown as soon as it is complete, so that a crash loses none. If used inside itself, the outer one counts.
+    It applies to `print`, warnings, progress bars, and log handlers of the two streams. A line is shown as
+    soon as it is complete, so that a crash loses no line. A nested call uses the outer record.
     """
     if isinstance(sys.stdout, _OnceStream):
         yield sys.stdout.shown
@@ -62,16 +62,16 @@ def shown_once() -> Iterator[ShownLines]:
     sys.stdout, sys.stderr = out, err
     for handler in _stream_handlers():
         for stream in (out, err):
-            if handler.stream is stream.behind:
+            if handler.stream is stream.target:
                 handler.setStream(stream)
     try:
         yield shown
     finally:
-        sys.stdout, sys.stderr = out.behind, err.behind
-        # A handler that was created inside holds one of the two as well.
+        sys.stdout, sys.stderr = out.target, err.target
+        # Handlers that were created inside hold one of the two streams.
         for handler in _stream_handlers():
             if isinstance(handler.stream, _OnceStream):
-                handler.setStream(handler.stream.behind)
+                handler.setStream(handler.stream.target)
         out.finish()
         err.finish()
         if shown.repeats:
@@ -88,32 +88,32 @@ def _stream_handlers() -> list[logging.StreamHandler[Any]]:
 
 
 class _OnceStream:
-    """Text stream that passes on the lines that are no repeats.
+    """Text stream that forwards the lines that are not repeats.
 
     Attributes:
-        behind: the stream that they are passed on to.
-        shown: the lines so far, which the two streams of a process share.
+        target: the stream that receives them.
+        shown: record of the shown lines, shared by the two streams.
     """
 
-    def __init__(self, behind: TextIO, shown: ShownLines) -> None:
-        self.behind, self.shown = behind, shown
+    def __init__(self, target: TextIO, shown: ShownLines) -> None:
+        self.target, self.shown = target, shown
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Pass on the lines that are complete. A carriage return ends a line too, as in progress bars."""
+        """Forward the complete lines. A carriage return completes a line too, as in progress bars."""
         *lines, self._line = re.split(r"(?<=[\n\r])", self._line + text)
         for line in lines:
-            self._pass_on(line)
+            self._forward(line)
         return len(text)
 
     def finish(self) -> None:
-        """Pass on the last line, which has no end."""
-        self._pass_on(self._line)
+        """Forward the last line, which is incomplete."""
+        self._forward(self._line)
         self._line = ""
 
-    def _pass_on(self, line: str) -> None:
+    def _forward(self, line: str) -> None:
         if line.strip() and self.shown.add(line):
-            self.behind.write(line.rstrip("\r\n") + "\n")
+            self.target.write(line.rstrip("\r\n") + "\n")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.target, name)

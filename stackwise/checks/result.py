@@ -1,4 +1,4 @@
-"""CheckResult: the answer of a check, as data."""
+"""CheckResult: result of a check, as data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ class CheckResult:
     Attributes:
         check: name of the check.
         model: name of the model or training step.
-        status: "passed"; "failed" (a defect); "warned" (probably a defect, but some correct models do this);
+        status: "passed"; "failed" (a defect); "warned" (a probable defect that some correct models have);
             "accepted warning" and "expected failure" (declared by the user, with a reason);
             "not applicable"; "error" (the check could not finish).
         value: measured value, or None.
         limit: largest value that passes, or None.
-        where: the place: a position, a parameter, a module.
-        meaning: what is wrong, in one sentence.
-        advice: the likely cause and what to look at. Of a warning: first when the model is correct after all.
-        seconds: time that the check took, or None.
-        combined: of a check of the family equivalence: number of compositions of its variation with each
-            other one. None: another check.
+        where: the place: a position, a parameter or a module.
+        meaning: the defect, in one sentence.
+        advice: likely causes. For a warning: first the condition under which the model is correct.
+        seconds: duration of the check, or None.
+        combined: for the family equivalence: number of compositions of its variation with each other one.
     """
 
     check: str
@@ -105,10 +104,10 @@ class Examined:
         Args:
             value: measured value.
             limit: largest value that passes.
-            meaning: what is wrong, as a sentence.
-            correct_if: condition under which nothing is wrong, as the end of "This is correct if ...".
-            advice: what to do otherwise, as a sentence that begins with an imperative.
-            where: the place: a position, a parameter, a module.
+            meaning: the defect, as a sentence.
+            correct_if: condition under which the model is correct, as the end of "This is correct if ...".
+            advice: action for all other models, as a sentence that starts with an imperative.
+            where: the place: a position, a parameter or a module.
         """
         advice = f"This is correct if {correct_if}. Otherwise, {advice[0].lower()}{advice[1:]}"
         return CheckResult("", self.name, "warned", value, limit, where, meaning, advice)
@@ -123,9 +122,9 @@ class Examined:
         advice: str,
         where: str = "",
     ) -> CheckResult:
-        """Return a failure, or a warning if there is a condition under which nothing is wrong.
+        """Return a failure, or a warning if the model is correct under a condition.
 
-        Arguments are those of `warned`.
+        See `warned` for the arguments.
         """
         if correct_if is None:
             return self.failed(value, limit, meaning=meaning, advice=advice, where=where)
@@ -136,7 +135,7 @@ class Examined:
         return self.passed(value, limit) if value <= limit else self.failed(value, limit, **text)
 
     def not_applicable(self, reason: str) -> CheckResult:
-        """Return the result of a question that makes no sense for this model."""
+        """Return the result of a check that does not apply to this model."""
         return CheckResult("", self.name, "not applicable", meaning=reason)
 
 

@@ -1,4 +1,4 @@
-"""Strategies: configurations, batches, masks and faults for property tests of one's own, by Hypothesis.
+"""Hypothesis strategies for user-defined property tests: configurations, batches, masks and faults.
 
     from hypothesis import given
     from stackwise.checks import strategies
@@ -9,8 +9,8 @@
     def test_padding_is_not_read(batch):
         ...
 
-Everything shrinks towards what is small: one row, few positions, token 0, no padding, one document, one
-layer, nothing switched on. Tensors are on the CPU.
+Examples shrink towards one row, few positions, token 0, no padding, one document, one layer, and no option.
+Tensors are on the CPU.
 
 Shapes: B batch, T positions, S keys.
 """
@@ -57,7 +57,7 @@ _PROFILES = {"cpu": "stackwise-cpu", "cuda": "stackwise-gpu"}
 def token_ids(
     vocab_size: int, *, max_batch_size: int = 4, max_seq_len: int = 16, min_seq_len: int = 1
 ) -> st.SearchStrategy[Tensor]:
-    """Token ids (B, T), int64, below `vocab_size`."""
+    """Return token ids (B, T), int64, below `vocab_size`."""
     check_sizes(vocab_size=vocab_size, max_batch_size=max_batch_size, min_seq_len=min_seq_len)
     check_sizes(min_seq_len, max_seq_len=max_seq_len)
     return st.tuples(st.integers(1, max_batch_size), st.integers(min_seq_len, max_seq_len)).flatmap(
@@ -74,14 +74,14 @@ def padding_masks(
     sides: tuple[Side, ...] = ("right",),
     min_real: int = 1,
 ) -> Tensor:
-    """Masks (B, T), bool, true at real tokens: each row is padded to its own length, all on one side.
+    """Return masks (B, T), bool, true at real tokens. Rows have different lengths and padding on one side.
 
     Args:
-        draw: Hypothesis gives it.
+        draw: supplied by Hypothesis.
         batch_size: B.
         seq_len: T.
-        sides: where padding may be.
-        min_real: fewest real tokens of a row; 0 allows rows of padding alone.
+        sides: possible sides of padding.
+        min_real: smallest number of real tokens in a row. 0 allows rows of padding only.
     """
     check_sizes(batch_size=batch_size, seq_len=seq_len)
     check_sizes(0, min_real=min_real)
@@ -96,7 +96,7 @@ def padding_masks(
 
 @st.composite
 def document_ids(draw: st.DrawFn, batch_size: int, seq_len: int) -> Tensor:
-    """Ids (B, T), int64, of documents packed one after the other: each row counts its own from 0."""
+    """Return document ids (B, T), int64, of packed documents, counted from 0 in each row."""
     check_sizes(batch_size=batch_size, seq_len=seq_len)
     starts = torch.zeros(batch_size, seq_len, dtype=torch.int64)
     if seq_len > 1:
@@ -106,15 +106,15 @@ def document_ids(draw: st.DrawFn, batch_size: int, seq_len: int) -> Tensor:
 
 @st.composite
 def labels(draw: st.DrawFn, ids: Tensor, keep: Tensor | None = None, *, ignored: int = -100) -> Tensor:
-    """Labels (B, T), not shifted: the ids, with a run of each row ignored, and with all padding ignored.
+    """Return labels (B, T), not shifted. One range of each row and all padding are ignored.
 
-    A run may be empty, a prompt at the start of its row, or all of it.
+    A range may be empty, a prompt at the start of its row, or the complete row.
 
     Args:
-        draw: Hypothesis gives it.
-        ids: (B, T).
-        keep: (B, T), true at real tokens; None: all are real.
-        ignored: the label of a position that is not to be predicted.
+        draw: supplied by Hypothesis.
+        ids: token ids (B, T).
+        keep: (B, T), true at real tokens. None: all are real.
+        ignored: label of positions without a target.
     """
     B, T = ids.shape
     start = torch.tensor(draw(_lists(st.integers(0, T - 1), B)))[:, None]
@@ -137,18 +137,18 @@ def batches(
     sides: tuple[Side, ...] = ("right", "left"),
     packed: bool = False,
 ) -> dict[str, Tensor]:
-    """Batches of a language model: `input_ids`, `attention_mask` and `labels`, each (B, T), int64.
+    """Return batches of a language model: `input_ids`, `attention_mask` and `labels`, each (B, T), int64.
 
-    Labels are not shifted; those of padding and of a run of each row are -100.
+    Labels are not shifted. They are -100 at padding and in one range of each row.
 
     Args:
-        draw: Hypothesis gives it.
-        vocab_size: ids are below it.
-        max_batch_size: the largest B.
-        max_seq_len: the largest T.
-        min_seq_len: the smallest T.
-        sides: where padding may be; (): there is none.
-        packed: with `document_ids` too. Rows are then full, since packing replaces padding.
+        draw: supplied by Hypothesis.
+        vocab_size: number of token ids.
+        max_batch_size: largest B.
+        max_seq_len: largest T.
+        min_seq_len: smallest T.
+        sides: possible sides of padding. (): no padding.
+        packed: add `document_ids`. Rows then have no padding, because packing replaces it.
     """
     ids = draw(
         token_ids(vocab_size, max_batch_size=max_batch_size, max_seq_len=max_seq_len, min_seq_len=min_seq_len)
@@ -166,26 +166,26 @@ def batches(
 def attention_masks(
     draw: st.DrawFn, seq_len: int, *, causal: bool | None = None, min_visible: int = 1
 ) -> Tensor:
-    """Masks (T, S), bool, true where query t sees key s: all, causal, a window, documents, or at random.
+    """Return masks (T, S), bool, true if query t sees key s: all, causal, a window, documents, or random.
 
     Args:
-        draw: Hypothesis gives it.
+        draw: supplied by Hypothesis.
         seq_len: T and S.
-        causal: whether no query may see a later key; None: either.
-        min_visible: 1: each query sees itself; 0: a query may see nothing at all.
+        causal: True if no query may see a later key. None: both.
+        min_visible: 1: each query sees itself; 0: a query may see no key.
     """
     check_sizes(seq_len=seq_len)
     check_choice("min_visible", str(min_visible), ("0", "1"))
     index = torch.arange(seq_len)
     distance = index[:, None] - index
-    kind = draw(st.sampled_from(("whole", "window", "documents", "any")))
+    kind = draw(st.sampled_from(("full", "window", "documents", "random")))
     match kind:
         case "window":
             visible = distance.abs() < draw(st.integers(1, seq_len))
         case "documents":
             [documents] = draw(document_ids(1, seq_len))
             visible = documents[:, None] == documents
-        case "any":
+        case "random":
             visible = draw(_filled((seq_len, seq_len), st.booleans())).bool()
         case _:
             visible = torch.ones(seq_len, seq_len, dtype=torch.bool)
@@ -201,12 +201,12 @@ def attention_masks(
 def faults(
     steps: int, *, targets: tuple[str, ...] = ("loss", "activation", "gradient"), max_duration: int = 3
 ) -> st.SearchStrategy[Fault]:
-    """Faults of a run of `steps` steps, each within it: for `stackwise.stability_run(faults=[...])`.
+    """Return faults within a run of `steps` steps, for `stackwise.stability_run(faults=[...])`.
 
     Args:
-        steps: of the run.
-        targets: what a NanInjection may break, patterns included: "activation:*.attention".
-        max_duration: most steps that one fault breaks.
+        steps: number of steps of the run.
+        targets: targets of NanInjection, including patterns: "activation:*.attention".
+        max_duration: largest number of steps of one fault.
     """
     check_sizes(steps=steps, max_duration=max_duration)
     require(bool(targets), "targets", targets, "at least one target of NanInjection")
@@ -221,7 +221,7 @@ def faults(
                 target=st.sampled_from(targets),
                 kind=st.sampled_from(("nan", "inf")),
             ),
-            # From what a detector by median and MAD must see at once, to overflow in float16.
+            # From the smallest factor that a detector by median and MAD must find, to overflow in float16.
             st.builds(
                 GradientExplosion,
                 step=st.just(step),
@@ -234,37 +234,34 @@ def faults(
 
 
 def block_configs(**fixed: Any) -> st.SearchStrategy[BlockConfig]:
-    """Valid small BlockConfigs: every kind of attention, norm, position and initialisation.
+    """Return valid small BlockConfigs with every kind of attention, norm, position and initialisation.
 
     Args:
-        **fixed: fields with a value, or a strategy, of one's own. What cannot go with them is not drawn.
+        **fixed: fields with a user-defined value or strategy. Values that they exclude are not drawn.
 
     Raises:
-        ConfigError: when drawn from, where no configuration has these values.
+        ConfigError: when an example is drawn, if no configuration has these values.
     """
     return _sections(fixed).map(BlockConfig.from_dict)
 
 
 @st.composite
 def model_configs(draw: st.DrawFn, /, *, max_layers: int = 4, **fixed: Any) -> ModelConfig:
-    """Valid small ModelConfigs, as `block_configs`, with a vocabulary and a number of layers.
+    """Return valid small ModelConfigs: `block_configs` with a vocabulary and a number of layers.
 
     Args:
-        draw: Hypothesis gives it.
-        max_layers: most Blocks in all Stacks together.
-        **fixed: as of `block_configs`.
+        draw: supplied by Hypothesis.
+        max_layers: largest number of Blocks in all Stacks together.
+        **fixed: see `block_configs`.
     """
     check_sizes(max_layers=max_layers)
-    # Of a ModelConfig, unlike a BlockConfig, the default is grouped heads.
+    # The default of a ModelConfig, unlike that of a BlockConfig, is grouped heads.
     section: dict[str, Any] = {"n_kv_heads": None, **draw(_sections(fixed))}
     if "architecture" not in fixed:
         n_stacks = draw(st.integers(1, min(2, max_layers)))
         per_stack = draw(st.integers(1, max_layers // n_stacks))
         section["architecture"] = {"n_stacks": n_stacks, "blocks_per_stack": per_stack}
-    for key, values in (
-        ("vocab_size", st.integers(2, 64)),
-        ("tie_embeddings", st.booleans()),
-    ):
+    for key, values in {"vocab_size": st.integers(2, 64), "tie_embeddings": st.booleans()}.items():
         if key not in fixed:
             section[key] = draw(values)
     return ModelConfig.from_dict(section)
@@ -272,17 +269,13 @@ def model_configs(draw: st.DrawFn, /, *, max_layers: int = 4, **fixed: Any) -> M
 
 @st.composite
 def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
-    """The keys that blocks and models share, in the order in which one depends on another."""
-    made: dict[str, Any] = {}
+    """Return the keys that blocks and models share. Each may depend on the previous ones."""
+    section: dict[str, Any] = {}
 
     def choose(key: str, values: st.SearchStrategy[Any]) -> Any:
-        if key not in fixed:
-            made[key] = draw(values)
-        elif isinstance(fixed[key], st.SearchStrategy):
-            made[key] = draw(fixed[key])
-        else:
-            made[key] = fixed[key]
-        return made[key]
+        value = fixed.get(key, values)
+        section[key] = draw(value) if isinstance(value, st.SearchStrategy) else value
+        return section[key]
 
     kinds: tuple[str, ...] = ("mha", "gqa", "mqa", "mla", "kernel")
     if fixed.get("n_kv_heads") is not None:
@@ -306,7 +299,7 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
             ),
         )
     else:
-        # Rotated in pairs.
+        # RoPE rotates pairs of channels.
         per_head = st.integers(1, 4).map(lambda size: (2 if use_rope else 1) * size)
         if "d_model" in fixed:
             choose("d_model", st.nothing())
@@ -338,21 +331,21 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
             {"rope_type": st.sampled_from(("linear", "llama3")), "factor": st.sampled_from((1.0, 2.0, 8.0))}
         )
         choose("rope_scaling", st.none() | scaling)
-    kinds_of_start = ("normal", "kaiming", "xavier", "small", "zero_out", "mup")
-    if choose("initialization", st.sampled_from(kinds_of_start)) == "mup":
-        # Of which the base has a whole number of heads.
-        choose("mup_base_width", st.sampled_from((made["d_model"], 2 * made["d_model"])))
-    return made | {key: value for key, value in fixed.items() if key not in made}
+    initializations = ("normal", "kaiming", "xavier", "small", "zero_out", "mup")
+    if choose("initialization", st.sampled_from(initializations)) == "mup":
+        # The base width must be divisible into heads.
+        choose("mup_base_width", st.sampled_from((section["d_model"], 2 * section["d_model"])))
+    return fixed | section
 
 
 def _kernels(feature_map: str) -> st.SearchStrategy[dict[str, Any]]:
-    """A section `kernel`: all but `elu` have a number of features."""
+    """Return sections `kernel`. All feature maps except `elu` have a number of features."""
     features = {} if feature_map == "elu" else {"n_features": st.integers(1, 8).map(lambda n: 2 * n)}
     return st.fixed_dictionaries({"feature_map": st.just(feature_map), **features})
 
 
 def _filled(shape: tuple[int, int], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
-    """Tensors of a shape, int64, element by element, so that each one shrinks."""
+    """Return tensors of a shape, int64, with elements that shrink."""
     rows, columns = shape
     return _lists(elements, rows * columns).map(
         lambda values: torch.tensor(values, dtype=torch.int64).view(rows, columns)
@@ -364,16 +357,15 @@ def _lists(elements: st.SearchStrategy[int], size: int) -> st.SearchStrategy[lis
 
 
 def load_profile(device: Literal["cpu", "cuda"] = "cpu") -> str:
-    """Make the profile "stackwise-cpu" or "stackwise-gpu" the active one, unless the user chose another.
+    """Activate the profile "stackwise-cpu" or "stackwise-gpu", unless the user has selected another one.
 
-    A choice is a profile that `settings.load_profile` or `--hypothesis-profile` has made active, or the
-    environment variable HYPOTHESIS_PROFILE, which conftests read. Hypothesis' own "default" and "ci" are
-    none. Both profiles have no deadline, since the first call of a model takes longer than later ones,
-    and keep everything else as it was at the import of this file; that of a GPU asks for 25 examples
-    at most.
+    Users select a profile by `settings.load_profile`, by `--hypothesis-profile`, or by the environment
+    variable HYPOTHESIS_PROFILE, which conftests read. The default profiles of Hypothesis, "default" and "ci",
+    do not count. Both profiles have no deadline, because the first call of a model is slow. Other settings
+    are those of the profile that was active at import. The profile for GPUs has at most 25 examples.
 
     Returns:
-        The name of the profile that is active now.
+        Name of the active profile.
     """
     check_choice("device", device, _PROFILES)
     active = settings.get_current_profile_name()
@@ -383,7 +375,7 @@ def load_profile(device: Literal["cpu", "cuda"] = "cpu") -> str:
 
 
 def _register_profiles() -> None:
-    """Enter both profiles, on top of the active one; those that the user has under these names stay."""
+    """Register both profiles with the active one as parent, except names that the user has registered."""
     active = settings.get_profile(settings.get_current_profile_name())
     slow = {*active.suppress_health_check, HealthCheck.too_slow}
     for name, examples in (("stackwise-cpu", active.max_examples), ("stackwise-gpu", 25)):

@@ -1,4 +1,4 @@
-"""Subject: a model under examination, made anew for each question."""
+"""Subject: a model under examination, which is rebuilt for each check."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Subject"]
 
 @dataclass(frozen=True)
 class Subject(Examined):
-    """A model under examination: a spec, on a device, under a seed.
+    """Model under examination.
 
     Attributes:
-        spec: the model.
-        device: where it runs.
-        seed: of weights, inputs and dropout.
+        spec: description of the model.
+        device: device of the model.
+        seed: seed of weights, inputs and dropout.
     """
 
     spec: ModelSpec
@@ -35,18 +35,18 @@ class Subject(Examined):
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.spec.name
 
     def model(
         self, *, train: bool = False, dtype: torch.dtype | None = None, fill_zeros: bool = False
     ) -> nn.Module:
-        """A fresh model.
+        """Return a new model.
 
         Args:
-            train: in train mode, else in eval mode.
-            dtype: of floating-point weights and buffers; complex ones get the complex dtype as wide.
-            fill_zeros: make the weights random that `starts_at_zero` finds.
+            train: train mode or eval mode.
+            dtype: dtype of floating-point weights and buffers. Complex ones get the complex dtype of it.
+            fill_zeros: replace weights that are zero by random ones. See `starts_at_zero`.
         """
         model = self.spec.create(self.device, self.seed)
         if fill_zeros:
@@ -60,31 +60,31 @@ class Subject(Examined):
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether a weight (not a bias) is all zero, as in branches and heads that start switched off.
+        """True if a weight (not a bias) is all zero, as in branches and heads that are off at the start.
 
-        What is behind it cannot be seen until it has trained, or has been made random.
+        It hides the code before it until it is trained or replaced by a random one.
         """
         return bool(_zero_weights(self.spec.create(self.device, self.seed)))
 
     def inputs(self, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
-        """A batch; `shift` gives another one."""
+        """Return a batch, another one for each `shift`."""
         seq_len = self.seq_len if seq_len is None else seq_len
         return self.spec.batch(batch_size, seq_len, device=self.device, seed=self.seed + 7919 * shift)
 
     @property
     def seq_len(self) -> int:
-        """T of the checks, within what the model takes."""
+        """Number of positions T of inputs, within the limit of the model."""
         return min(self.spec.seq_len, self.spec.max_length or self.spec.seq_len)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The output without gradients, with every random choice (dropout) the same at each call."""
+        """Return the logits without gradients. Random choices (dropout) are the same at each call."""
         return self.call(model, lambda: self.spec.logits(model, inputs.clone()))
 
     @torch.no_grad()
     def call(self, model: nn.Module, function: Callable[[], Any]) -> Tensor:
-        """The logits in what `function` returns, without gradients and with every random choice the same.
+        """Return the logits in the result of a function, without gradients and with the same random choices.
 
-        Buffers that the call updates (running statistics) are put back, so that calls are comparable.
+        Buffers that the call updates (running statistics) are restored, so that calls are comparable.
         """
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with self.fixed_randomness():
@@ -95,7 +95,7 @@ class Subject(Examined):
         return output
 
     def fixed_randomness(self) -> AbstractContextManager[None]:
-        """Inside, random choices start from the seed; outside, nothing is changed."""
+        """Return a context in which random choices start from the seed. It restores random states."""
         return seeded(self.seed, self.device)
 
 
@@ -106,7 +106,6 @@ def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_complex():
-        with warnings.catch_warnings():  # that complex numbers of float16 are experimental
-            warnings.simplefilter("ignore", UserWarning)
+        with warnings.catch_warnings(action="ignore"):  # complex float16 is experimental
             return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

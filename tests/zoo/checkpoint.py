@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.another_process import Recipe, run_in_processes
 from stackwise.support.random_state import seeded
 from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant
@@ -395,7 +395,7 @@ def places_after_resume(spec):
         train(run, spec, 2)
         run.save(folder)
         recipe = Recipe.of(spec)
-        [outcome] = run_elsewhere(f"{__name__}:position_in_new_process", recipe, [{"folder": folder}])
+        [outcome] = run_in_processes(f"{__name__}:position_in_new_process", recipe, [{"folder": folder}])
     assert not outcome.error, outcome.error
     return outcome.value
 

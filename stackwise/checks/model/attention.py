@@ -1,7 +1,7 @@
-"""Attention: the softmax over keys, seen from outside as it runs.
+"""Attention: axis, scale and entropy of the softmax over keys.
 
-Whatever the model calls (softmax, scaled_dot_product_attention, nn.MultiheadAttention) ends in a matrix
-product of queries and keys and a softmax of (T, S) scores, which a dispatch mode sees.
+A dispatch mode records the matrix product of queries and keys and the softmax of the scores (T, S). All
+implementations execute them: softmax, scaled_dot_product_attention, nn.MultiheadAttention.
 
 Shapes: N batch times heads, T queries, S keys, D head size.
 """
@@ -22,13 +22,14 @@ from stackwise.checks.probe.call import refusals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
-_LENGTH = 13  # that no head size or number of heads is likely to be
+_LENGTH = 13  # unlikely to be a head size or a number of heads
 _BATCH_SIZE = 8
 _MASKED = -1e3
-# Std of the scores that a key's content makes: of a sound fresh model it is 1 at most.
+# Std of the scores. It is at most 1 in a healthy new model.
 SOFT, SATURATED = 2.0, 10.0
-# Relative error of a scale that is measured by the RMS of queries and keys.
+# Relative error of a measured scale.
 _SAME_WIDTH = 0.2
+_NOT_SEEN = "no softmax over (positions, positions) was seen"
 
 
 @check
@@ -37,42 +38,42 @@ def attention_axis(subject: Subject) -> CheckResult:
     seen = _watch(subject)
     if not seen:
         return subject.not_applicable(_NOT_SEEN)
-    wrong = [s for s in seen if s.axis != -1]
-    if wrong:
-        values = wrong[0].scores.softmax(wrong[0].axis)
-        off = (values.sum(dim=-1) - 1).abs().max().item()
-        return subject.failed(
-            off,
-            1e-5,
-            where=f"softmax {seen.index(wrong[0]) + 1} of {len(seen)}, over dimension {wrong[0].axis}",
-            meaning="The weights of a query do not add up to 1 over the keys: the softmax runs over another "
-            "dimension.",
-            advice="Look for dim=1, dim=-2 or dim=0 where dim=-1 is meant, and for scores as k @ q^T.",
-        )
+    for number, each in enumerate(seen, start=1):
+        if each.axis != -1:
+            sums = each.scores.softmax(each.axis).sum(dim=-1)
+            return subject.failed(
+                (sums - 1).abs().max().item(),
+                1e-5,
+                where=f"softmax {number} of {len(seen)}, over dimension {each.axis}",
+                meaning="The softmax runs over another dimension than the keys, so the weights of a query do "
+                "not add up to 1.",
+                advice="Look for dim=1, dim=-2 or dim=0 instead of dim=-1, and for scores as k @ q^T.",
+            )
     return subject.passed(0.0, 1e-5, meaning=f"{len(seen)} softmaxes over keys.")
 
 
 @check
 def attention_scale(subject: Subject) -> CheckResult:
     """Are scores divided by the root of the head size, or queries and keys normalised?"""
-    unit = _watch(subject, unit=1.0)
-    unit = [s for s in unit if s.axis == -1 and s.head_dim >= 4]
+    unit = [s for s in _watch(subject, unit=1.0) if s.axis == -1 and s.head_dim >= 4]
     if not unit:
         return subject.not_applicable(_NOT_SEEN)
     spreads = [s.spread() for s in unit]
     if not max(spreads) > 0:
         return subject.not_applicable("needs scores that depend on the content of keys")
-    mildest = min((i for i, spread in enumerate(spreads) if spread > 0), key=lambda i: spreads[i])
-    value, D = spreads[mildest], unit[mildest].head_dim
+    value, scores = min(
+        ((spread, each) for spread, each in zip(spreads, unit, strict=True) if spread > 0),
+        key=lambda pair: pair[0],
+    )
+    D, width = scores.head_dim, scores.n_heads * scores.head_dim
     limit = D**0.35
     meaning = (
-        f"Queries and keys of unit variance and head size {D} give scores of std {value:.2f}, as by a factor "
-        f"of about 1 / sqrt({D / value**2:.2g})"
+        f"For queries and keys of unit variance and head size {D}, the std of scores is {value:.2f}. That is "
+        f"a factor of about 1 / sqrt({D / value**2:.2g})"
     )
-    scale, width = unit[mildest].scale, unit[mildest].n_heads * D
-    if width > D and scale > 0 and math.isclose(scale**-2, width, rel_tol=_SAME_WIDTH):
+    if width > D and scores.scale > 0 and math.isclose(scores.scale**-2, width, rel_tol=_SAME_WIDTH):
         return subject.warned(
-            scale * math.sqrt(D),
+            scores.scale * math.sqrt(D),
             1.0,
             meaning=f"Scores are divided by the root of the width ({width}), not of the head size ({D}).",
             correct_if="scores of this architecture are small on purpose",
@@ -81,22 +82,22 @@ def attention_scale(subject: Subject) -> CheckResult:
     if value <= limit:
         return subject.passed(value, limit, meaning=f"{meaning}; 1 is usual.")
     if not _follows(subject):
-        return subject.passed(value, limit, meaning=f"{meaning}; they do not grow with queries and keys.")
+        return subject.passed(value, limit, meaning=f"{meaning}; scores do not grow with queries and keys.")
     own = max((s.spread() for s in _watch(subject)), default=0.0)
-    mild = f"a scale is part of the weights or of a norm: with the model's own weights the std is {own:.2f}"
+    correct_if = f"a scale is part of the weights or of a norm: with the own weights the std is {own:.2f}"
     return subject.failed_unless(
-        mild if subject.spec.trained or own <= 1.5 else None,
+        correct_if if subject.spec.trained or own <= 1.5 else None,
         value,
         limit,
-        meaning=f"Scores are not divided by the root of the head size. {meaning}; 1 is usual, and a missing "
-        f"scale gives sqrt({D}) = {math.sqrt(D):.2f}. With the model's own weights the std is {own:.2f}.",
+        meaning=f"Scores are not divided by the root of the head size. {meaning}; 1 is usual, and the std "
+        f"without a scale is sqrt({D}) = {math.sqrt(D):.2f}. With the model's own weights it is {own:.2f}.",
         advice="Look for a missing 1 / sqrt(head size), a scale= that overrides it, and one that multiplies.",
     )
 
 
 @check
 def attention_entropy(subject: Subject) -> CheckResult:
-    """Is attention soft in a fresh model: scores of moderate spread, rows of high entropy?"""
+    """Is attention soft in a new model: scores of moderate spread, rows of high entropy?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     seen = [s for s in _watch(subject) if s.axis == -1]
@@ -104,14 +105,11 @@ def attention_entropy(subject: Subject) -> CheckResult:
         return subject.not_applicable(_NOT_SEEN)
     spreads = [s.spread() for s in seen]
     worst = max(range(len(seen)), key=lambda i: spreads[i])
-    entropy, largest = seen[worst].entropy(), seen[worst].largest()
     value, where = spreads[worst], f"softmax {worst + 1} of {len(seen)}"
-    meaning = (
-        f"Std of scores {value:.2f}, largest score {largest:.1f}, mean entropy {entropy:.0%} of the uniform."
-    )
+    meaning = f"Std of scores {value:.2f}, mean entropy {seen[worst].entropy():.0%} of the uniform."
     advice = (
-        "Look for weights of queries and keys, or an embedding without a norm, that start too large, and "
-        "for a missing 1 / sqrt(head size)."
+        "Look for large initial weights of queries and keys, a large embedding without a norm, and a missing "
+        "1 / sqrt(head size)."
     )
     if value > SATURATED and _follows(subject):
         return subject.failed(value, SATURATED, where=where, meaning=meaning, advice=advice)
@@ -120,7 +118,7 @@ def attention_entropy(subject: Subject) -> CheckResult:
             value,
             SOFT,
             where=where,
-            meaning=f"Attention is sharp in a fresh model. {meaning}",
+            meaning=f"Attention is sharp in a new model. {meaning}",
             correct_if="attention of this architecture starts sharp on purpose",
             advice=advice,
         )
@@ -128,7 +126,7 @@ def attention_entropy(subject: Subject) -> CheckResult:
 
 
 def _follows(subject: Subject) -> bool:
-    """Whether scores grow with queries and keys, which those of normalised ones do not."""
+    """Return True if scores grow with queries and keys. They do not if these are normalised."""
     one, two = (
         min((s.spread() for s in _watch(subject, unit=unit) if s.spread() > 0), default=0.0)
         for unit in (1.0, 2.0)
@@ -136,17 +134,14 @@ def _follows(subject: Subject) -> bool:
     return two > 2 * one > 0
 
 
-_NOT_SEEN = "no softmax over (positions, positions) was seen"
-
-
 @dataclass(frozen=True)
 class _Scores:
-    """What went into one softmax of attention.
+    """Input of one softmax of attention.
 
     Attributes:
-        scores: (..., T, S), masked ones at -inf or a large negative constant.
-        axis: of the softmax, from the end.
-        head_dim: D of the product that made them; 0: unknown.
+        scores: (..., T, S), with -inf or a large negative constant at masked positions.
+        axis: dimension of the softmax, counted from the end.
+        head_dim: D of the product of queries and keys; 0: unknown.
         scale: factor of the product, for queries and keys of RMS 1; 0: unknown.
     """
 
@@ -157,25 +152,20 @@ class _Scores:
 
     @property
     def n_heads(self) -> int:
-        """Number of heads; 0: unknown."""
+        """Number of heads, or 0 if unknown."""
         rows = self.scores[..., 0, 0].numel()
         return rows // _BATCH_SIZE if rows % _BATCH_SIZE == 0 else 0
 
     def spread(self) -> float:
-        """The std over rows of the batch, for each head, query and visible key: biases do not count."""
+        """Return the std over rows of the batch, for each head, query and visible key, so without biases."""
         by_row = self.scores.double().reshape(_BATCH_SIZE, -1, *self.scores.shape[-2:])
         visible = (by_row > _MASKED).all(dim=0) & by_row.isfinite().all(dim=0)
         if not visible.any():
             return 0.0
         return by_row.var(dim=0)[visible].mean().sqrt().item()
 
-    def largest(self) -> float:
-        """Of the visible scores."""
-        scores = self.scores.double()
-        return scores[scores.isfinite() & (scores > _MASKED)].abs().max().item()
-
     def entropy(self) -> float:
-        """Mean entropy of rows with at least two visible keys, over that of uniform attention."""
+        """Return the mean entropy of rows with two or more visible keys, relative to uniform attention."""
         visible = (self.scores > _MASKED).sum(dim=-1)
         weights = self.scores.double().softmax(dim=-1)
         entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=-1)
@@ -184,11 +174,11 @@ class _Scores:
 
 
 def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
-    """Every softmax of attention in one call, in order.
+    """Return every softmax of attention in one call, in order.
 
     Args:
         subject: the model.
-        unit: give the result of each product with a weight this RMS, so that queries and keys have it.
+        unit: RMS to which the result of each product with a weight is scaled, and so queries and keys.
     """
     T = min(_LENGTH, subject.spec.max_length or _LENGTH)
     is_sequence = subject.spec.make_batch is None
@@ -196,7 +186,7 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
         model = subject.model(fill_zeros=True)
         mode = _Watch(length if is_sequence else None, unit)
         try:
-            # With gradients on, torch's layers do not take their fused path, which shows nothing.
+            # Without gradients, torch's layers take a fused path without a visible softmax.
             with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]), mode:
                 subject.spec.logits(model, subject.inputs(_BATCH_SIZE, length))
         except refusals():
@@ -206,7 +196,7 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each softmax over (T, S) scores. Without a length T, such as of an image, T = S >= 4."""
+    """Record each softmax over scores (T, S). If the length T is None, as for images, T = S >= 4."""
 
     def __init__(self, length: int | None, unit: float | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,7 +211,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function.overloadpacket.__name__
         if name in ("mm", "addmm") and self.unit is not None and output.is_floating_point():
             if name == "addmm":
-                output.sub_(args[0])  # the content alone is to be of that size, not a bias
+                output.sub_(args[0])  # without the bias
             size = output.double().square().mean().sqrt().item()
             if math.isfinite(size) and size > 0:
                 output.mul_(self.unit / size)
@@ -248,7 +238,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _ratio(product: Tensor | None, scores: Tensor) -> float:
-    """Return the factor between a product and the scores made of it; 0: unknown."""
+    """Return the factor between a product and its scores, or 0 if unknown."""
     if product is None or product.numel() != scores.numel():
         return 0.0
     product, scores = product.flatten().double(), scores.flatten().double()

@@ -1,4 +1,4 @@
-"""Auxiliary loss: what balances routers reaches them, and counts real tokens alone."""
+"""Auxiliary loss: it trains the routers, and ignores padding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.loss_formula import expected_shift, labelled_loss, mean_cross_entropy
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
 _NEEDED = "needs auxiliary_loss"
-# Routers' losses are computed in float32 by many models, whatever the dtype of their weights.
+# Many models compute it in float32, also if their weights are float64.
 _ROUNDING = 1e-5
 
 
@@ -32,7 +32,7 @@ def auxiliary_value(subject: Subject) -> CheckResult:
                 value,
                 where=f"{mode} mode",
                 meaning="The auxiliary loss is not finite.",
-                advice="Look for a log of 0, an expert that no token chose, and a softmax in half precision.",
+                advice="Look for a log of 0, an expert without tokens, and a softmax in half precision.",
             )
         values.append(value)
     if min(values) < 0:
@@ -51,7 +51,7 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
     """Does the auxiliary loss reach any weight?"""
     if subject.spec.auxiliary_loss is None:
         return subject.not_applicable(_NEEDED)
-    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    model = subject.model(train=True, fill_zeros=True)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         return subject.not_applicable("no parameter is trainable")
@@ -64,14 +64,14 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
     if not gradients:
         return subject.failed(
             0.0,
-            meaning="No weight gets a gradient from the auxiliary loss: it balances nothing.",
-            advice="Look for detach(), no_grad() or counts of chosen experts (topk, argmax) in place of the "
+            meaning="No weight gets a gradient from the auxiliary loss, so it has no effect.",
+            advice="Look for detach(), no_grad() or counts of chosen experts (topk, argmax) instead of the "
             "router's probabilities.",
         )
     bad = [name for name, g in gradients.items() if not g.isfinite().all()]
     if bad:
         return subject.failed(
-            where=", ".join(bad[:3]),
+            where=listed(bad),
             meaning=f"{len(bad)} gradients of the auxiliary loss are not finite.",
             advice="Look for a log or division at 0 in the router's probabilities.",
         )
@@ -79,52 +79,47 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
     if largest <= 1e-7 * max(1.0, abs(loss.item())):
         return subject.warned(
             largest,
-            meaning="The gradients of the auxiliary loss are 0, so it balances nothing.",
+            meaning="The gradients of the auxiliary loss are 0, so it has no effect.",
             correct_if="every token goes to every expert",
-            advice="Look for counts of chosen experts in place of the router's probabilities.",
+            advice="Look for counts of chosen experts instead of the router's probabilities.",
         )
     return subject.passed(largest, meaning=f"{len(gradients)} of {len(named)} parameters get a gradient.")
 
 
 @check
 def auxiliary_padding(subject: Subject) -> CheckResult:
-    """Does the auxiliary loss leave padding out, whatever is in it and however much there is?"""
+    """Is the auxiliary loss independent of the content and the amount of padding?"""
     spec = subject.spec
     if spec.auxiliary_loss is None:
         return subject.not_applicable(_NEEDED)
     if spec.inputs != "tokens" or subject.seq_len < 6:
         return subject.not_applicable("needs token ids and at least 6 positions")
-    T = subject.seq_len
-    length = max(4, T // 2)
+    length = max(4, subject.seq_len // 2)
     inputs, others = subject.inputs(2), subject.inputs(2, shift=1)
     keep = torch.zeros_like(inputs, dtype=torch.bool)
     keep[0, :length] = True
     keep[1, : length - 2] = True
-    poisoned = torch.where(keep, inputs, others)
-    cases = {
-        "other padding": (poisoned[:, :length], keep[:, :length]),
-        "more padding": (inputs, keep),
-    }
+    other_padding = torch.where(keep, inputs, others)
 
     def gap(model: nn.Module) -> tuple[float, str]:
-        base = _auxiliary(subject, model, inputs[:, :length], keep[:, :length]).double()
-        gaps = {
-            name: float(
-                (_auxiliary(subject, model, *case).double() - base).abs() / base.abs().clamp(min=1e-6)
+        plain, other, more = (
+            _auxiliary(subject, model, *batch).double()
+            for batch in (
+                (inputs[:, :length], keep[:, :length]),
+                (other_padding[:, :length], keep[:, :length]),
+                (inputs, keep),
             )
-            for name, case in cases.items()
-        }
-        worst = max(gaps, key=lambda name: gaps[name])
-        return gaps[worst], worst
+        )
+        gaps = [float((each - plain).abs() / plain.abs().clamp(min=1e-6)) for each in (other, more)]
+        return max(zip(gaps, ("other padding", "more padding"), strict=True))
 
-    fill_zeros = subject.starts_at_zero
     with torch.no_grad():
         try:
-            value, where = gap(subject.model(fill_zeros=fill_zeros))
+            value, where = gap(subject.model(fill_zeros=True))
         except TypeError as error:
             return subject.not_applicable(f"takes no mask: {error}")
         with suppress(*REFUSALS):
-            value, where = gap(subject.model(dtype=torch.float64, fill_zeros=fill_zeros))
+            value, where = gap(subject.model(dtype=torch.float64, fill_zeros=True))
     if value <= _ROUNDING:
         return subject.passed(value, _ROUNDING)
     if spec.masked is None and _ignores_keep(subject, inputs, keep):
@@ -136,8 +131,8 @@ def auxiliary_padding(subject: Subject) -> CheckResult:
         _ROUNDING,
         where=where,
         meaning="The auxiliary loss changes with the padding of a batch.",
-        advice="Leave masked positions out of both the counts and the mean probabilities of the router, and "
-        "hand the mask on to it.",
+        advice="Pass the mask to the router, and ignore masked positions in the counts and in the mean "
+        "probabilities.",
     )
 
 
@@ -152,7 +147,7 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
     if spec.inputs != "tokens" or subject.seq_len < 2:
         return subject.not_applicable("needs token ids and at least 2 positions")
     inputs = subject.inputs(2)
-    model = subject.model(train=True, fill_zeros=subject.starts_at_zero)
+    model = subject.model(train=True, fill_zeros=True)
     value, logits = labelled_loss(subject, model, inputs, inputs)
     if logits is None or logits.shape[:2] != inputs.shape:
         return subject.not_applicable("the call with labels shows no logits to compare with")
@@ -165,12 +160,12 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
             added, meaning=f"The loss adds {added:.3g}; the auxiliary loss is {auxiliary:.3g}."
         )
     meaning = f"The model's own loss does not contain the auxiliary loss, which is {auxiliary:.3g}."
-    if _asks_for_it(model):
+    if _is_requested(model):
         return subject.failed(
             added,
             noise,
-            meaning=meaning + " The configuration asks for it (output_router_logits=True).",
-            advice="Add it wherever the model trains, not only where the caller asks for router logits.",
+            meaning=meaning + " The configuration requests it (output_router_logits=True).",
+            advice="Add it in every training step, not only if the caller requests router logits.",
         )
     return subject.warned(
         added,
@@ -181,8 +176,8 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
     )
 
 
-def _asks_for_it(model: nn.Module) -> bool:
-    """Whether the model's configuration says that router logits are part of training."""
+def _is_requested(model: nn.Module) -> bool:
+    """Return True if the model's configuration includes the auxiliary loss in training."""
     config = getattr(model, "config", None)
     coefficient = getattr(config, "router_aux_loss_coef", 1.0)
     return getattr(config, "output_router_logits", False) is True and bool(coefficient)
@@ -190,7 +185,7 @@ def _asks_for_it(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _ignores_keep(subject: Subject, inputs: Tensor, keep: Tensor) -> bool:
-    model = subject.model(fill_zeros=subject.starts_at_zero)
+    model = subject.model(fill_zeros=True)
     one, two = (_auxiliary(subject, model, inputs, mask) for mask in (torch.ones_like(keep), keep))
     return torch.equal(one, two)
 

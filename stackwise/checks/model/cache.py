@@ -17,7 +17,7 @@ from stackwise.checks.probe.call import (
     reason_of,
     refusals,
 )
-from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
+from stackwise.checks.probe.difference import NOT_REPEATED, measure_difference, relative_difference, repeats
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -77,7 +77,7 @@ def cache_limit(subject: Subject) -> CheckResult:
             correct_if="the cache is meant to be shorter than max_length",
             advice="Give the cache as much room as the model has positions.",
         )
-    found = hear(subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes), same_shapes=False)
+    found = measure_difference(subject, lambda model: _gaps(subject, model, inputs[:, :limit], sizes))
     if not found.real:
         try:
             decoded(subject, subject.model(), inputs, (*sizes, 1, 1))
@@ -91,7 +91,7 @@ def cache_limit(subject: Subject) -> CheckResult:
                 meaning=f"The cache goes on where the model itself refuses ({reason_of(error)}).",
                 advice="Look for positions that are clamped or wrapped; raise an error instead.",
             )
-        found = hear(subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)), same_shapes=False)
+        found = measure_difference(subject, lambda model: _gaps(subject, model, inputs, (*sizes, 1, 1)))
         if not found.real:
             return subject.passed(found.value, found.limit, meaning="beyond it, as the whole sequence does")
     if not repeats(subject):

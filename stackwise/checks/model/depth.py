@@ -1,4 +1,4 @@
-"""Depth: activations and gradients keep their size from layer to layer.
+"""Depth: the size of activations and gradients is stable from layer to layer.
 
 Shapes: B batch, T positions, C width, L layers.
 """
@@ -16,48 +16,47 @@ from stackwise.checks.probe.layers import Stream, residual_stream
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
-# L equal contributions to a residual stream make it at most L times as large: ln L nats. What is
-# beyond that by the first is unusual, by the second it multiplies from layer to layer.
-UNUSUAL, EXPLOSIVE = 1.5, 3.0
-VANISHED = 12.0
-# Of fewer layers one alone may be unlike the others; that is no rule by which the size grows.
+# Growth in nats beyond ln L, the largest growth by L equal contributions to a residual stream.
+UNUSUAL, EXPLOSIVE, VANISHED = 1.5, 3.0, 12.0
+# In fewer layers, one unusual layer could decide.
 _ENOUGH_LAYERS = 4
+_TOO_FEW = "needs at least two layers of one type that run one after the other"
 
 
 @check
 def depth_activations(subject: Subject) -> CheckResult:
-    """Does the residual stream keep its size from layer to layer, in a fresh model?"""
+    """Is the size of the residual stream stable from layer to layer, in a new model?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     model = subject.model()
     stream = residual_stream(model, lambda: subject.logits(model, subject.inputs(2)))
     if stream is None or len(stream.after) < 2:
-        return subject.not_applicable("needs at least two layers of one kind that run one after the other")
+        return subject.not_applicable(_TOO_FEW)
     sizes = [_size(x) for x in stream.after]
     return _judged(
         subject,
         sizes,
         stream,
-        what="The size of the residual stream",
-        advice="Look for a residual that is added twice, layers without a norm whose weights are too "
-        "large, a norm behind the residual branch that is missing, and a scale of the branches such as "
-        "1 / sqrt(2 L) that multiplies where it should divide.",
+        measured="The size of the residual stream",
+        advice="Look for a residual that is added twice, large weights in layers without a norm, a missing "
+        "norm after the residual branch, and a scale of the branches, such as 1 / sqrt(2 L), that multiplies "
+        "and should divide.",
     )
 
 
 @check
 def depth_gradients(subject: Subject) -> CheckResult:
-    """Do gradients, relative to what they are of, keep their size from the last layer to the first?"""
+    """Is the size of gradients, times that of the stream, stable from the last layer to the first?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     model, outputs = subject.model(), list[Tensor]()
     with torch.enable_grad(), subject.fixed_randomness():
         stream = residual_stream(model, lambda: outputs.append(subject.spec.logits(model, subject.inputs(2))))
     if stream is None or len(stream.after) < 2:
-        return subject.not_applicable("needs at least two layers of one kind that run one after the other")
+        return subject.not_applicable(_TOO_FEW)
     if not outputs[0].requires_grad or not all(x.requires_grad for x in stream.after):
         return subject.not_applicable("needs gradients that reach every layer")
-    # Of a random direction of the output: a loss may be flat where a model starts.
+    # The gradient of a random projection of the output, because a loss may be flat in a new model.
     generator = torch.Generator().manual_seed(subject.seed)
     direction = torch.randn(outputs[0].shape, generator=generator).to(outputs[0])
     direction = direction.masked_fill(~outputs[0].isfinite(), 0.0)
@@ -66,14 +65,14 @@ def depth_gradients(subject: Subject) -> CheckResult:
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise
-        return subject.not_applicable("changes in place, in eval mode, what its gradient needs")
+        return subject.not_applicable(
+            "in eval mode, the model changes tensors in place that its gradient needs"
+        )
     reached = [g for g in gradients if g is not None]
     if len(reached) < len(gradients):
         return subject.not_applicable("needs a stream that passes through every layer")
-    # Times the stream's own size: what a change by a given part of it does to the output. A stream that
-    # a norm reads has a gradient in inverse proportion to its size, which is no fault.
-    # Only at positions that the output reads: a head that reads a class token, or the last token, has no
-    # direct gradient elsewhere, and the attention to the rest is no part of the depth.
+    # Times the size of the stream: before a norm, the gradient is in inverse proportion to the stream.
+    # Only positions that the head reads, such as a class token, have a direct gradient.
     read = reached[-1].ne(0).any(dim=-1)
     read = read if read.any() else torch.ones_like(read)
     pairs = zip(stream.after, reached, strict=True)
@@ -83,26 +82,27 @@ def depth_gradients(subject: Subject) -> CheckResult:
         subject,
         sizes,
         backwards,
-        what="The gradient of the residual stream, times the stream,",
-        advice="Look for layers without a residual connection or a norm, weights far from 1 / sqrt(fan in), "
-        "and a scale of the stream that each layer applies anew.",
+        measured="The gradient of the residual stream, times the stream,",
+        advice="Look for layers without a residual connection or a norm, weights much larger or smaller than "
+        "1 / sqrt(fan in), and a scale of the stream that every layer applies.",
     )
 
 
-def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, advice: str) -> CheckResult:
-    """By the growth from the first to the last of `sizes`, in nats."""
+def _judged(
+    subject: Subject, sizes: list[float], stream: Stream, *, measured: str, advice: str
+) -> CheckResult:
+    """Compare the growth from the first to the last size, in nats, with the limits."""
     L = len(sizes)
     if not all(math.isfinite(size) for size in sizes):
         place = next(i for i, size in enumerate(sizes) if not math.isfinite(size))
-        meaning = f"{what} is not finite."
-        return subject.failed(where=stream.layers[place], meaning=meaning, advice=advice)
+        return subject.failed(where=stream.layers[place], meaning=f"{measured} is not finite.", advice=advice)
     if min(sizes) == 0:
         if max(sizes) == 0:
-            return subject.not_applicable(f"{what.lower()} is 0 everywhere")
+            return subject.not_applicable(f"{measured.lower()} is 0 in every layer")
         return subject.warned(
             where=stream.layers[sizes.index(0)],
-            meaning=f"{what} is 0 at this layer and not at the others.",
-            correct_if="this layer is switched off at the start, as by a gate of 0",
+            meaning=f"{measured} is 0 at this layer only.",
+            correct_if="this layer is off at the start, for example by a gate of 0",
             advice=advice,
         )
     logs = [math.log(size) for size in sizes]
@@ -110,7 +110,7 @@ def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, 
     steps = [b - a for a, b in pairwise(logs)]
     worst = max(range(L - 1), key=lambda i: abs(steps[i])) + 1
     meaning = (
-        f"{what} changes by {growth:+.2f} nats (x{math.exp(min(growth, 700)):.3g}) over {L} layers, "
+        f"{measured} changes by {growth:+.2f} nats (x{math.exp(min(growth, 700)):.3g}) over {L} layers, "
         f"{growth / (L - 1):+.2f} a layer."
     )
     if growth > limit and L >= _ENOUGH_LAYERS:
@@ -124,17 +124,17 @@ def _judged(subject: Subject, sizes: list[float], stream: Stream, *, what: str, 
             usual,
             where=stream.layers[worst],
             meaning=meaning,
-            correct_if="the architecture is published with such a start and trains stably at full depth",
+            correct_if="the published architecture has this initialisation and trains stably at full depth",
             advice=advice,
         )
     return subject.passed(abs(growth), usual, meaning=meaning)
 
 
 def _size(x_C: Tensor) -> float:
-    """Return the median over positions (...) of the root mean square of x (..., C), without those that are 0.
+    """Return the median over positions (...) of the nonzero root mean squares of x (..., C), or inf.
 
-    It is inf if any is not finite. The mean would not do: the gradient of a norm at a padding token, whose
-    embedding is 0, is 1 / sqrt(eps).
+    It is inf if any is not finite. The mean is not robust: the gradient of a norm at a padding token with
+    embedding 0 is 1 / sqrt(eps).
     """
     sizes = x_C.detach().double().square().mean(dim=-1).sqrt()
     if not sizes.isfinite().all():

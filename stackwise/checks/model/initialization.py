@@ -1,4 +1,4 @@
-"""Initialisation: a fresh model knows nothing, and says so.
+"""Initialisation: values, sizes and symmetry of new weights, and loading of saved weights.
 
 Shapes: N vectors, C channels.
 """
@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS, dtype_of
+from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
-from stackwise.support.system_errors import is_out_of_memory
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
-# A sound model stays well below the first; beyond the second with widely spread logits none does.
+# Nats. Healthy models are well below USUAL. None exceeds LIMIT with a std of logits above 1.
 USUAL, LIMIT = 0.25, 2.0
+_TRAINED = "the weights are trained"
 _N_VECTORS = 64
 
 
@@ -34,7 +36,7 @@ def initial_loss(subject: Subject) -> CheckResult:
     """Is the first loss near ln(vocabulary)?"""
     spec = subject.spec
     if spec.trained:
-        return subject.not_applicable("the weights are trained")
+        return subject.not_applicable(_TRAINED)
     if spec.inputs != "tokens":
         return subject.not_applicable("needs token ids and logits over a vocabulary")
     if not spec.per_position:
@@ -42,7 +44,7 @@ def initial_loss(subject: Subject) -> CheckResult:
     logits = subject.logits(subject.model(), subject.inputs(4)).float()
     if logits.shape[-1] < spec.width:
         return subject.not_applicable(f"{logits.shape[-1]} outputs are no logits over {spec.width} tokens")
-    # Independent random targets: what no model can know, causal or not.
+    # Random targets, independent of the inputs.
     targets = subject.inputs(4, shift=1)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     expected = math.log(logits.shape[-1])
@@ -53,8 +55,8 @@ def initial_loss(subject: Subject) -> CheckResult:
     side = "above" if loss > expected else "below"
     meaning = f"The first loss is {distance:.2f} nats {side} that of a uniform guess: {numbers}"
     advice = (
-        "Look at the scale of the embedding and the head (N(0, 1), torch's default, is too large when "
-        "they are tied), and at a final norm that is missing."
+        "Look at the scale of the embedding and the head (N(0, 1), torch's default, is too large if they are "
+        "tied), and look for a missing final norm."
     )
     if not distance <= LIMIT and not spread <= 1.0:
         return subject.failed(distance, LIMIT, meaning=meaning, advice=advice)
@@ -69,87 +71,89 @@ def initial_loss(subject: Subject) -> CheckResult:
 
 @check
 def initialized(subject: Subject) -> CheckResult:
-    """Is every weight given a value, and the same one under the same seed?"""
+    """Is every weight initialised, and with the same value for the same seed?"""
     if subject.spec.trained:
-        return subject.not_applicable("the weights are trained")
+        return subject.not_applicable(_TRAINED)
     with _unset_memory_is_nan():
         model = subject.spec.create("cpu", subject.seed)
-    tensors = {**dict(model.named_parameters()), **_saved_buffers(model)}
+    tensors = _saved(model)
     if not tensors:
         return subject.not_applicable("the model has no weights")
     unset = [n for n, t in tensors.items() if t.is_floating_point() and t.isnan().any()]
-    again = subject.spec.create("cpu", subject.seed)
-    if not unset:
-        others = {**dict(again.named_parameters()), **_saved_buffers(again)}
-        differ = [n for n, t in tensors.items() if n not in others or not torch.equal(t, others[n])]
-        if differ:
-            return subject.failed(
-                len(differ) / len(tensors),
-                0.0,
-                where=listed(differ),
-                meaning=f"{len(differ)} of {len(tensors)} tensors differ between two models of one seed.",
-                advice="Look for a generator of its own (numpy.random.default_rng(), random.Random()) and "
-                "for an order that hangs on a set or on ids.",
-            )
-        return _initialized_alike(subject, model)
-    return subject.failed(
-        len(unset) / len(tensors),
-        0.0,
-        where=listed(unset),
-        meaning=f"{len(unset)} of {len(tensors)} tensors have values that nothing set: memory as it was.",
-        advice="Look for torch.empty() or torch.Tensor(sizes) whose initialisation is skipped: a module type "
-        "that _init_weights does not know, a reset_parameters() that is not called.",
-    )
+    if unset:
+        return subject.failed(
+            len(unset) / len(tensors),
+            0.0,
+            where=listed(unset),
+            meaning=f"{len(unset)} of {len(tensors)} tensors are uninitialised memory.",
+            advice="Look for torch.empty() or torch.Tensor(sizes) without initialisation: a module type that "
+            "_init_weights does not know, a reset_parameters() that is not called.",
+        )
+    others = _saved(subject.spec.create("cpu", subject.seed))
+    differ = [n for n, t in tensors.items() if not _same(t, others.get(n))]
+    if differ:
+        return subject.failed(
+            len(differ) / len(tensors),
+            0.0,
+            where=listed(differ),
+            meaning=f"{len(differ)} of {len(tensors)} tensors differ between two models of one seed.",
+            advice="Look for a separate generator (numpy.random.default_rng(), random.Random()) and for an "
+            "order that depends on a set or on ids.",
+        )
+    return _siblings_initialized(subject, model)
 
 
 @check
 def norm_gains(subject: Subject) -> CheckResult:
-    """Do fresh norms give vectors of RMS 1, without a bias and without turning channels around?"""
+    """Does every new norm return vectors of RMS 1, without a bias and with the signs of its input?"""
     if subject.spec.trained:
-        return subject.not_applicable("the weights are trained")
+        return subject.not_applicable(_TRAINED)
     norms = _norms(subject)
     if not norms:
-        return subject.not_applicable("no module was seen that norms vectors and has weights")
-    worst = max(norms, key=lambda name: abs(math.log(max(norms[name][0], 1e-9))))
-    for name, (size, flipped, offset) in norms.items():
-        meaning = f"{len(norms)} norms; {name} gives vectors of RMS {size:.3g}, offset {offset:.3g}"
-        if size > 0 and flipped > 0.05:
+        return subject.not_applicable("no norm with weights was found")
+    for norm in norms:
+        if norm.size > 0 and norm.flipped > 0.05:
             return subject.failed(
-                flipped,
+                norm.flipped,
                 0.05,
-                where=name,
-                meaning=f"{meaning}, and turns the sign of {flipped:.0%} of the channels.",
-                advice="Gains start at 1 (or at 0 where 1 + gain is meant): look for an initialisation of "
-                "all weights from N(0, std) that takes norms with it.",
+                where=norm.name,
+                meaning=f"A new norm changes the sign of {norm.flipped:.0%} of the channels.",
+                advice="Gains start at 1 (or at 0 for 1 + gain): look for an initialisation of all weights "
+                "from N(0, std) that includes norms.",
             )
-    size, _, offset = norms[worst]
-    value = abs(math.log(max(size, 1e-9)))
-    meaning = f"{len(norms)} norms; {worst} gives vectors of RMS {size:.3g}."
-    usual = "norms of this architecture start that way, as published"
-    advice = "Look for gains that start at another value than 1: (1 + gain) or gain, eps and scale."
-    biased = max(norms, key=lambda name: norms[name][2])
-    if norms[biased][2] > 0.1:
+    correct_if = "norms of the published architecture start so"
+    biased = max(norms, key=lambda norm: norm.offset)
+    if biased.offset > 0.1:
         return subject.warned(
-            norms[biased][2],
+            biased.offset,
             0.1,
-            where=biased,
-            meaning=f"A fresh norm adds a bias of RMS {norms[biased][2]:.3g}, where 0 is usual.",
-            correct_if=usual,
-            advice="Look for an initialisation of all biases that includes those of norms.",
+            where=biased.name,
+            meaning=f"A new norm adds a bias of RMS {biased.offset:.3g}; 0 is usual.",
+            correct_if=correct_if,
+            advice="Look for an initialisation of all biases that includes norms.",
         )
-    if value > math.log(3):
-        meaning = f"A fresh norm gives vectors of RMS {size:.3g}, where 1 is usual."
+    worst = max(norms, key=lambda norm: norm.distance)
+    if worst.distance > math.log(3):
         return subject.warned(
-            value, math.log(3), where=worst, meaning=meaning, correct_if=usual, advice=advice
+            worst.distance,
+            math.log(3),
+            where=worst.name,
+            meaning=f"The output of a new norm has RMS {worst.size:.3g}; 1 is usual.",
+            correct_if=correct_if,
+            advice="Look for gains that do not start at 1: (1 + gain) or gain, eps and scale.",
         )
-    return subject.passed(value, math.log(3), meaning=meaning)
+    return subject.passed(
+        worst.distance,
+        math.log(3),
+        meaning=f"{len(norms)} norms; the output of {worst.name} has RMS {worst.size:.3g}.",
+    )
 
 
 @check
 def symmetry(subject: Subject) -> CheckResult:
-    """Do units of a layer differ, in their weights or at least in their gradients?"""
+    """Do the units of a layer differ, in their weights or at least in their gradients?"""
     if subject.spec.trained:
-        return subject.not_applicable("the weights are trained")
+        return subject.not_applicable(_TRAINED)
     if subject.seq_len < 2 and subject.spec.causal and subject.spec.loss is None:
         return subject.not_applicable("needs at least 2 positions, to predict one from the other")
     model = subject.model()
@@ -173,73 +177,80 @@ def symmetry(subject: Subject) -> CheckResult:
             len(stuck) / len(equal),
             0.0,
             where=listed(stuck),
-            meaning=f"All rows of {len(stuck)} weights are equal and get equal gradients, for good.",
-            advice="Look for weights that start constant where random ones are meant.",
+            meaning=f"All rows of {len(stuck)} weights are equal and stay equal: so are their gradients.",
+            advice="Look for weights that start constant and should be random.",
         )
     return subject.passed(0.0, 0.0, meaning=f"Equal rows of {listed(equal)} get different gradients.")
 
 
 @check
 def load_round_trip(subject: Subject) -> CheckResult:
-    """Does a model with the weights of another one, loaded, compute what the other computes?"""
+    """Does a model give the same outputs as another model after it has loaded its weights?"""
     source, inputs = subject.model(), subject.inputs(2)
-    subject.logits(source, inputs)  # one that has been used, beside one that has not
+    subject.logits(source, inputs)  # the other model loads before its first call
     generator = torch.Generator().manual_seed(subject.seed)
     with torch.no_grad():
-        # No value that an initialisation would give, so that one that comes after loading shows.
+        # Different from initial values, so that an initialisation after loading shows.
         for p in source.parameters():
             if p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p)
                 p.copy_(p * (1 + 0.1 * noise) + 0.01 * noise)
-    state = {name: t.clone() for name, t in source.state_dict().items() if isinstance(t, Tensor)}
-    wanted = subject.logits(source, inputs)
+    saved, expected = _state(source), subject.logits(source, inputs)
     target = subject.spec.create(subject.device, subject.seed + 1).eval()
     try:
         target.load_state_dict(source.state_dict())
     except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+        reraise_if_out_of_memory(error)
         return subject.failed(
-            where=" ".join(str(error).split())[:160],
-            meaning="A model refuses the state_dict() of another of its kind.",
-            advice="Look for names or shapes that depend on what was called before, and hooks on state_dict.",
+            where=reason_of(error),
+            meaning="A model refuses the state_dict() of another model of its class.",
+            advice="Look for names or shapes that depend on earlier calls, and hooks on state_dict.",
         )
-    loaded = {name: t.clone() for name, t in target.state_dict().items() if isinstance(t, Tensor)}
-    got = subject.logits(target, inputs)
-    value = relative_difference(wanted, got).max().item()
+    loaded, outputs = _state(target), subject.logits(target, inputs)
+    value = relative_difference(expected, outputs).max().item()
     limit = max(subject.spec.tolerance, 8 * torch.finfo(dtype_of(source)).eps)
     if value <= limit:
         return subject.passed(value, limit)
-    after = {name: t for name, t in target.state_dict().items() if isinstance(t, Tensor)}
-    changed = [n for n in state if not torch.equal(loaded.get(n, state[n]), state[n])]
-    later = [n for n in state if n in after and not torch.equal(after[n], loaded.get(n, after[n]))]
+    after = _state(target)
+    tensors = dict((*target.named_parameters(), *target.named_buffers()))
+    changed = [n for n, t in saved.items() if not _same(loaded.get(n, t), t)]
+    later = [n for n, t in after.items() if n in saved and not _same(loaded.get(n, t), t)]
     unsaved = [
         n
         for n, t in (*source.named_parameters(), *source.named_buffers())
-        if n not in state and not _same(t, dict((*target.named_parameters(), *target.named_buffers())).get(n))
+        if n not in saved and not _same(t, tensors.get(n))
     ]
+    where, advice = "", "Look for values outside parameters and buffers, computed once."
     if changed:
-        where, advice = (
-            f"{listed(changed)}, while loading",
-            "Look for hooks that initialise or convert weights.",
-        )
+        where = f"{listed(changed)}, while loading"
+        advice = "Look for hooks that initialise or convert weights."
     elif later:
         where, advice = f"{listed(later)}, at the first call", "Look for an initialisation in forward()."
     elif unsaved:
-        where, advice = f"{listed(unsaved)}, not in state_dict()", "Save what is random: persistent=True."
-    else:
-        where, advice = "", "Look for values outside parameters and buffers, and derived from them once."
+        where, advice = f"{listed(unsaved)}, not in state_dict()", "Save random values: persistent=True."
     return subject.failed(
         value,
         limit,
         where=where,
-        meaning="Given the weights of another model by load_state_dict(), a model computes something else.",
+        meaning="After load_state_dict() from another model, the outputs differ from its outputs.",
         advice=advice,
     )
 
 
-def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
-    """Warn if one of several siblings has torch's default initialisation, and the others have another."""
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and the persistent buffers."""
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the tensors in `state_dict()`."""
+    return {name: t.clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+
+
+def _siblings_initialized(subject: Subject, model: nn.Module) -> CheckResult:
+    """Warn if some of several siblings have torch's default initialisation, and the others do not."""
     siblings: dict[tuple[str, type[nn.Module], torch.Size], list[str]] = defaultdict(list)
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 and p.numel() >= 256}
     for name, p in weights.items():
@@ -261,7 +272,7 @@ def _initialized_alike(subject: Subject, model: nn.Module) -> CheckResult:
 
 
 def _is_torch_default(weight: Tensor) -> bool:
-    """Whether it looks like U(-b, b) with b = 1 / sqrt(fan in), as nn.Linear gives."""
+    """Return True for values of U(-b, b) with b = 1 / sqrt(fan in), the default of nn.Linear."""
     b, w = weight.shape[1] ** -0.5, weight.detach().double()
     top = w.abs().max().item()
     return 0.95 * b < top <= b * (1 + 1e-4) and bool(abs(w.std().item() * math.sqrt(3) / b - 1) < 0.1)
@@ -269,34 +280,48 @@ def _is_torch_default(weight: Tensor) -> bool:
 
 @contextmanager
 def _unset_memory_is_nan() -> Iterator[None]:
-    """Inside, torch.empty() is filled with NaN (in float tensors)."""
-    was, only_warned = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    """Fill floating-point tensors of torch.empty() with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         deterministic.fill_uninitialized_memory = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
         deterministic.fill_uninitialized_memory = filled
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    saved = model.state_dict().keys()
-    return {name: b for name, b in model.named_buffers() if name in saved}
+@dataclass(frozen=True)
+class _Norm:
+    """Module with an output that does not depend on the size of its input.
+
+    Attributes:
+        name: name of the module.
+        size: RMS of the output without its mean over inputs.
+        flipped: share of the channels with another sign than the input.
+        offset: RMS of the mean output.
+    """
+
+    name: str
+    size: float
+    flipped: float
+    offset: float
+
+    @property
+    def distance(self) -> float:
+        """Distance of the size from 1, in nats."""
+        return abs(math.log(max(self.size, 1e-9)))
 
 
-def _norms(subject: Subject) -> dict[str, tuple[float, float, float]]:
-    """Modules that give the same for x and 4 x: (RMS of the output, part of channels turned, RMS of bias)."""
+def _norms(subject: Subject) -> list[_Norm]:
+    """Return the norms among the modules that have vectors as parameters."""
     model, widths = subject.model(), dict[str, int]()
 
-    def note(name: str) -> Any:
+    def record(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             x = next((a for a in args if isinstance(a, Tensor)), None)
             alike = isinstance(output, Tensor) and x is not None and x.shape == output.shape
@@ -306,42 +331,40 @@ def _norms(subject: Subject) -> dict[str, tuple[float, float, float]]:
         return hook
 
     handles = [
-        m.register_forward_hook(note(name))
-        for name, m in model.named_modules()
-        if any(p.ndim == 1 for p in m.parameters(recurse=False))
-        and not any(list(child.parameters()) for child in m.children())
+        module.register_forward_hook(record(name))
+        for name, module in model.named_modules()
+        if {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1})
+        and not any(list(child.parameters()) for child in module.children())
     ]
     try:
         subject.logits(model, subject.inputs(2))
     finally:
         for handle in handles:
             handle.remove()
-    generator, found = torch.Generator().manual_seed(subject.seed), {}
+    generator, found = torch.Generator().manual_seed(subject.seed), []
     for name, C in widths.items():
-        module = model.get_submodule(name)
-        if any(p.ndim > 1 for p in module.parameters(recurse=False)):
-            continue
         half_NC = torch.randn(1, _N_VECTORS, C, generator=generator)
-        x_NC = torch.cat((half_NC, -half_NC), dim=1)
-        with suppress(*REFUSALS), torch.no_grad():
-            weight = next(module.parameters())
-            x_NC = x_NC.to(weight)
-            y_NC, larger = module(x_NC).double()[0], module(4 * x_NC).double()[0]
-            variable = y_NC - y_NC.mean(dim=0)
-            if (larger - y_NC).abs().max() > 0.02 * max(variable.abs().max().item(), 1e-12):
-                continue
-            along = (variable * x_NC[0].double()).sum(dim=0)
-            turned = (along < 0).double().mean().item()
-            found[name] = (
-                variable.square().mean().sqrt().item(),
-                min(turned, 1 - turned),
-                y_NC.mean(dim=0).square().mean().sqrt().item(),
-            )
-    return found
+        with suppress(*REFUSALS):
+            found.append(_norm(name, model.get_submodule(name), torch.cat((half_NC, -half_NC), dim=1)))
+    return [norm for norm in found if norm is not None]
+
+
+@torch.no_grad()
+def _norm(name: str, module: nn.Module, x_NC: Tensor) -> _Norm | None:
+    """Return the figures of a norm, or None if its outputs for x and 4 x differ."""
+    x_NC = x_NC.to(next(module.parameters()))
+    y_NC, larger = module(x_NC).double()[0], module(4 * x_NC).double()[0]
+    mean = y_NC.mean(dim=0)
+    variable = y_NC - mean
+    if (larger - y_NC).abs().max() > 0.02 * max(variable.abs().max().item(), 1e-12):
+        return None
+    flipped = ((variable * x_NC[0].double()).sum(dim=0) < 0).double().mean().item()
+    size, offset = (t.square().mean().sqrt().item() for t in (variable, mean))
+    return _Norm(name, size, min(flipped, 1 - flipped), offset)
 
 
 def _rows_are_equal(p: Tensor) -> bool:
-    """Of a weight matrix with several rows and several columns."""
+    """Return True for a matrix of several rows and columns with equal rows."""
     return p.ndim == 2 and min(p.shape) > 1 and p.is_floating_point() and torch.equal(p, p[:1].expand_as(p))
 
 

@@ -1,4 +1,4 @@
-"""Invariance: what must not matter does not matter."""
+"""Invariance: the order of positions does not matter to a model without positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.difference import NOT_REPEATED, hear, relative_difference, repeats
+from stackwise.checks.probe.difference import NOT_REPEATED, measure_difference, relative_difference, repeats
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -25,7 +25,7 @@ def permutation_equivariance(subject: Subject) -> CheckResult:
     orders = {"reversed": torch.arange(T, device=inputs.device).flip(0), "shuffled": order}
 
     def gaps(model: nn.Module) -> Tensor:
-        """[order]: how far the output of the reordered inputs is from the reordered output."""
+        """Return the difference between the output of reordered inputs and the reordered output."""
         output = subject.logits(model, inputs)
         return torch.stack(
             [
@@ -34,14 +34,15 @@ def permutation_equivariance(subject: Subject) -> CheckResult:
             ]
         )
 
-    found = hear(subject, gaps, same_shapes=False, fill_zeros=True)
+    found = measure_difference(subject, gaps, fill_zeros=True)
     if found.real and not repeats(subject):
         return subject.not_applicable(NOT_REPEATED)
     if found.real:
+        worst = gaps(subject.model(dtype=found.dtype, fill_zeros=True)).argmax()
         return subject.failed(
             found.value,
             found.limit,
-            where=f"positions {list(orders)[int(found.gaps.argmax())]}",
+            where=f"positions {list(orders)[int(worst)]}",
             meaning="Positions in another order give other outputs, not the same in that order.",
             advice="Look for position embeddings, for a causal mask, for convolutions and shifts over "
             "positions, and for pooling that takes the first or last position.",

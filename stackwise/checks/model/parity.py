@@ -1,10 +1,11 @@
-"""Parity: a model computes what its reference computes, in its outputs, its loss and every gradient.
+"""Parity: the model computes the same outputs, loss and gradients as a trusted reference.
 
-A reference is an implementation, or a revision, that is trusted, with the same parameter names.
+A reference is another implementation or revision with the same parameter names.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,11 +17,11 @@ from stackwise.checks.check import check
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.difference import (
     Finding,
-    hear,
+    measure_difference,
     relative_difference,
     uses_less_than_float64,
 )
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.subject.inference import logits_of
 
@@ -30,22 +31,22 @@ _NEEDED = "needs reference="
 _ROOT = "(outside the submodules)"
 _LOSS = "the loss"
 _EXACT = 1e-8
-# Sound pairs, one with a softmax in float32 and one without, get to 1.5e-6 with lively weights.
+# Healthy pairs, one with a softmax in float32 and one without, differ by up to 1.5e-6 with random weights.
 _FLOAT32 = 5e-6
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two models part.
+    """First difference between two models.
 
     Attributes:
         module: name of the first module, in order of execution, that differs; "(outside the submodules)" for
             the root.
-        side: "output": its inputs agree, what it makes of them does not; "input": it is handed something
-            else, by code that is outside of any module.
-        after: the last module whose output agreed, or "".
-        value: the difference, relative to how far the tensor varies.
-        limit: beyond which it counts.
+        side: "output": its inputs agree and its outputs differ; "input": its inputs differ, because of code
+            outside of any submodule.
+        after: the last module with equal outputs, or "".
+        value: difference, relative to the variation of the tensor.
+        limit: largest difference that is rounding.
     """
 
     module: str
@@ -69,34 +70,35 @@ def first_divergence(
     run: Callable[[nn.Module, Tensor], Any] | None = None,
     limit: float | None = None,
 ) -> Divergence | None:
-    """The first place where two models with the same module names differ on the same inputs.
+    """Return the first difference between two models with the same module names, for the same inputs.
 
-    Every module that both have by the same name is compared at every call, in the order in which
-    `model` runs them: what goes in, then what comes out.
+    The inputs and the outputs of every module that both models have are compared at every call, in the
+    order of the calls in `model`.
 
     Args:
-        model: the one under suspicion; in the mode and dtype to be compared.
-        reference: the other; an earlier revision, another implementation, the same on another backend.
+        model: the model to examine, in the mode and dtype of the comparison.
+        reference: the trusted model: an earlier revision, another implementation, another backend.
         inputs: (B, T) ids or (B, T, C) vectors.
         run: (model, inputs) -> anything; None: `model(inputs)`.
-        limit: largest difference, relative to how far a tensor varies, that counts as rounding;
-            None: 1e-8 in float64, else 16 eps of the tensor's dtype.
+        limit: largest difference, relative to the variation of a tensor, that is rounding;
+            None: 1e-8 in float64, otherwise 16 eps of the tensor's dtype.
 
     Returns:
-        None where nothing that both show differs.
+        None if no module differs.
     """
     run = run or (lambda module, batch: module(batch))
-    events = _events(model, lambda: run(model, inputs))
-    others = dict(_events(reference, lambda: run(reference, inputs)))
+    events = _recorded(model, lambda: run(model, inputs))
+    expected = _recorded(reference, lambda: run(reference, inputs))
     after = ""
-    for event, tensors in events:
-        theirs = others.get(event)
-        if theirs is None or [t.shape for t in tensors] != [t.shape for t in theirs]:
+    for event, tensors in events.items():
+        others = expected.get(event)
+        if others is None or [t.shape for t in tensors] != [t.shape for t in others]:
             continue
         module, side, _ = event
-        for mine, other in zip(tensors, theirs, strict=True):
-            allowed = _allowed(mine, other) if limit is None else limit
-            value = _difference(other, mine)
+        for tensor, other in zip(tensors, others, strict=True):
+            eps = max(torch.finfo(tensor.dtype).eps, torch.finfo(other.dtype).eps)
+            allowed = max(_EXACT, 16 * eps) if limit is None else limit
+            value = _difference(other, tensor)
             if not value <= allowed:
                 return Divergence(module, side, after, value, allowed)
         if side == "output" and tensors:
@@ -107,43 +109,34 @@ def first_divergence(
 _Event = tuple[str, Literal["input", "output"], int]
 
 
-def _events(model: nn.Module, run: Callable[[], object]) -> list[tuple[_Event, list[Tensor]]]:
-    """What enters and leaves each module, in order: (name, side, how often before) -> its tensors."""
-    events: list[tuple[_Event, list[Tensor]]] = []
-    seen: dict[tuple[str, str], int] = {}
+def _recorded(model: nn.Module, run: Callable[[], object]) -> dict[_Event, list[Tensor]]:
+    """Return the inputs and outputs of each module, in order: (name, side, number of the call) -> tensors."""
+    events: dict[_Event, list[Tensor]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
 
-    def note(name: str, side: Literal["input", "output"], value: Any) -> None:
-        count = seen[name, side] = seen.get((name, side), -1) + 1
-        events.append(((name, side, count), [t.detach().clone() for t in _tensors(value)]))
+    def record(name: str, side: Literal["input", "output"], value: Any) -> None:
+        if hasattr(value, "logits") and not isinstance(value, Mapping | tuple | list):
+            value = logits_of(value)
+        tensors = [t.detach().clone() for t in tensors_in(value) if t.is_floating_point()]
+        events[name, side, counts[name, side]] = tensors
+        counts[name, side] += 1
 
     def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, args, kwargs: note(name, "input", (args, kwargs))
+        return lambda _, args, kwargs: record(name, "input", (args, kwargs))
 
-    def behind(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, __, output: note(name, "output", output)
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _, __, output: record(name, "output", output)
 
     handles = []
     for name, module in model.named_modules():
-        name = name or _ROOT
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(behind(name)))
+        handles.append(module.register_forward_pre_hook(before(name or _ROOT), with_kwargs=True))
+        handles.append(module.register_forward_hook(after(name or _ROOT)))
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
     return events
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Floating-point ones, in order."""
-    bare = hasattr(value, "logits") and not isinstance(value, Mapping | tuple | list)
-    return (t for t in tensors_in(logits_of(value) if bare else value) if t.is_floating_point())
-
-
-def _allowed(a: Tensor, b: Tensor) -> float:
-    eps = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps)
-    return max(_EXACT, 16 * eps)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -155,95 +148,110 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 @check
 def reference_output(subject: Subject) -> CheckResult:
-    """Are the outputs those of the reference, with the weights as they are and with livelier ones?"""
+    """Do model and reference give equal outputs, with the model's own weights and with random ones?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)
 
     def gap(model: nn.Module) -> float:
-        return max(
-            _output_gap(subject, model, reference, inputs) for _, reference, _ in _pairs(subject, model)
-        )
+        return max(_output_gap(subject, model, pair.reference, inputs) for pair in _pairs(subject, model))
 
-    found = _heard(subject, gap)
+    found = _measured(subject, gap)
     if not found.real:
         return subject.passed(found.value, found.limit, meaning=found.meaning)
     model = subject.model(dtype=found.dtype)
     where = ""
-    for name, reference, _ in _pairs(subject, model):
-        if _output_gap(subject, model, reference, inputs) > found.limit:
-            place = first_divergence(model, reference, inputs, run=subject.logits, limit=found.limit)
-            where = f"{place or 'in no module that both have by one name'} ({name})"
+    for pair in _pairs(subject, model):
+        if _output_gap(subject, model, pair.reference, inputs) > found.limit:
+            place = first_divergence(model, pair.reference, inputs, run=subject.logits, limit=found.limit)
+            where = f"{place or 'in no module that both models have'} ({pair.weights})"
             break
     return subject.failed(
         found.value,
         found.limit,
         where=where,
-        meaning="With the same weights and inputs, the outputs differ from the reference's.",
-        advice="Compare the code there with the reference's: order of heads and of rotary halves, kind of "
-        "GELU, where a norm is widened, scale, and tables computed in half precision.",
+        meaning="With the same weights and inputs, the outputs of model and reference differ.",
+        advice="Compare the code at this place with the reference: order of heads and of rotary halves, type "
+        "of GELU, dtype of a norm, scale, and tables computed in half precision.",
     )
 
 
 @check
 def reference_gradient(subject: Subject) -> CheckResult:
-    """Are the loss and every gradient those of the reference?"""
+    """Do model and reference give the same loss and the same gradients?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)
 
     def gaps(model: nn.Module) -> dict[str, float]:
         found: dict[str, float] = {}
-        for _, reference, orders in _pairs(subject, model):
-            mine, theirs = _gradients(subject, model, inputs), _gradients(subject, reference, inputs)
-            # A gradient that is 0 but for rounding is measured by the others.
-            largest = max((float(g.abs().max()) for n, g in theirs.items() if n != _LOSS), default=0.0)
-            for name in sorted(mine.keys() | theirs.keys()):
-                if name not in mine or name not in theirs:
-                    found[name] = torch.inf
-                    continue
-                one, other = mine[name].double(), theirs[name].double()
-                if name in orders:
-                    one, other = (g.flatten()[o] for g, o in zip((one, other), orders[name], strict=True))
-                scale = max(float(other.abs().max()), 1e-2 * largest) or 1.0
-                gap = float((one - other).abs().max()) / scale
-                found[name] = max(found.get(name, 0.0), torch.inf if gap != gap else gap)
+        for pair in _pairs(subject, model):
+            for name, gap in _gradient_gaps(subject, model, pair, inputs).items():
+                found[name] = max(found.get(name, 0.0), gap)
         return found
 
-    found = _heard(subject, lambda model: max(gaps(model).values(), default=0.0))
+    found = _measured(subject, lambda model: max(gaps(model).values(), default=0.0))
     if not found.real:
         return subject.passed(found.value, found.limit, meaning=found.meaning)
-    moved = gaps(subject.model(dtype=found.dtype))
-    worst = sorted((n for n in moved if not moved[n] <= found.limit), key=lambda n: (n != _LOSS, -moved[n]))
+    each = gaps(subject.model(dtype=found.dtype))
+    wrong = sorted((n for n in each if not each[n] <= found.limit), key=lambda n: (n != _LOSS, -each[n]))
     return subject.failed(
         found.value,
         found.limit,
-        where=f"{', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''}",
-        meaning=f"Of the loss and {len(moved) - 1} gradients, {len(worst)} differ from the reference's.",
-        advice="Where the outputs agree, look for detach(), a custom backward, recomputation that sees other "
-        "values, and a different loss; else see reference_output.",
+        where=listed(wrong),
+        meaning=f"{len(wrong)} of the loss and {len(each) - 1} gradients differ from the reference.",
+        advice="If the outputs agree, look for detach(), a custom backward, recomputation with other values, "
+        "and a different loss. Otherwise see reference_output.",
     )
 
 
-def _heard(subject: Subject, measure: Callable[[nn.Module], float]) -> Finding:
-    """As `hear`; where either side computes in float32 even in a float64 model, its rounding is allowed."""
-    found = hear(subject, measure, same_shapes=False)
-    if found.real and found.dtype == torch.float64 and found.value <= _FLOAT32:
-        twin = subject.model(dtype=torch.float64)
-        if uses_less_than_float64(twin, measure):
-            return replace(found, limit=_FLOAT32, real=False)
+def _measured(subject: Subject, measure: Callable[[nn.Module], float]) -> Finding:
+    """Measure a difference. If either model computes in float32 parts, allow their rounding."""
+    found = measure_difference(subject, measure)
+    is_small = found.dtype == torch.float64 and found.value <= _FLOAT32
+    if found.real and is_small and uses_less_than_float64(subject.model(dtype=torch.float64), measure):
+        return replace(found, limit=_FLOAT32, real=False)
     return found
 
 
 def _output_gap(subject: Subject, model: nn.Module, reference: nn.Module, inputs: Tensor) -> float:
-    mine, theirs = subject.logits(model, inputs), subject.logits(reference, inputs)
-    if mine.shape != theirs.shape:
-        raise ValueError(f"reference: outputs {tuple(theirs.shape)}; the model's {tuple(mine.shape)}")
-    return float(relative_difference(theirs, mine).max())
+    output, expected = subject.logits(model, inputs), subject.logits(reference, inputs)
+    if output.shape != expected.shape:
+        raise ValueError(f"reference: outputs {tuple(expected.shape)}; the model's {tuple(output.shape)}")
+    return float(relative_difference(expected, output).max())
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A reference with the weights of a model.
+
+    Attributes:
+        weights: the weights in words.
+        reference: the reference, in the mode and dtype of the model.
+        orders: parameter name -> order of its elements in the model and in the reference, if they differ.
+    """
+
+    weights: str
+    reference: nn.Module
+    orders: Mapping[str, tuple[Tensor, Tensor]]
+
+
+def _gradient_gaps(subject: Subject, model: nn.Module, pair: _Pair, inputs: Tensor) -> dict[str, float]:
+    found, expected = (_gradients(subject, each, inputs) for each in (model, pair.reference))
+    # A smaller gradient is rounding.
+    floor = 1e-2 * max((float(g.abs().max()) for n, g in expected.items() if n != _LOSS), default=0.0)
+    gaps = dict.fromkeys(found.keys() ^ expected.keys(), torch.inf)
+    for name in found.keys() & expected.keys():
+        a, b = found[name].double(), expected[name].double()
+        if name in pair.orders:
+            a, b = (g.flatten()[order] for g, order in zip((a, b), pair.orders[name], strict=True))
+        gap = float((a - b).abs().max()) / (max(float(b.abs().max()), floor) or 1.0)
+        gaps[name] = gap if gap == gap else torch.inf
+    return gaps
 
 
 def _gradients(subject: Subject, model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
-    """By name, and the loss itself. Parameters that need none, or have none, are left out."""
+    """Return the loss and the gradients, by parameter name."""
     spec = subject.spec
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad(), subject.fixed_randomness():
@@ -258,16 +266,13 @@ def _gradients(subject: Subject, model: nn.Module, inputs: Tensor) -> dict[str, 
     return {_LOSS: loss.detach(), **gradients}
 
 
-def _pairs(
-    subject: Subject, model: nn.Module
-) -> Iterator[tuple[str, nn.Module, dict[str, tuple[Tensor, Tensor]]]]:
-    """The reference with `model`'s weights: as they are, then with both made lively.
+def _pairs(subject: Subject, model: nn.Module) -> Iterator[_Pair]:
+    """Yield the reference with the model's own weights, then with random weights in both.
 
-    Attention hardly matters to the output of a model at its initialisation, and whatever is wrong in it
-    hardly moves it. What computes the same does so for all weights, so that larger ones may be chosen.
+    Attention has little effect on the output of a new model, so a defect in it has little effect too. Larger
+    weights show it, and two equal implementations agree for all weights.
 
-    Each time: what the weights are, the reference, and, for a parameter whose values the reference holds
-    in another order, the two orders that match them.
+    If the reference has the same weights in another order, as after a conversion, only these are used.
 
     Raises:
         ValueError: the parameters' names or shapes differ.
@@ -275,43 +280,40 @@ def _pairs(
     assert subject.spec.reference is not None
     with subject.fixed_randomness():
         reference = subject.spec.reference().to(subject.device)
-    mine = dict(model.named_parameters(remove_duplicate=False))
-    theirs = dict(reference.named_parameters(remove_duplicate=False))
-    if unlike := sorted(mine.keys() ^ theirs.keys()):
-        raise ValueError(f"reference: got parameter {unlike[0]} on one side alone; wanted the same names")
-    for name in mine:
-        if mine[name].shape != theirs[name].shape:
-            raise ValueError(
-                f"reference: {name}: got {tuple(theirs[name].shape)}; wanted {tuple(mine[name].shape)}"
-            )
-    dtype = next((p.dtype for p in mine.values() if p.is_floating_point()), torch.float32)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    others = dict(reference.named_parameters(remove_duplicate=False))
+    if unlike := sorted(weights.keys() ^ others.keys()):
+        raise ValueError(f"reference: got parameter {unlike[0]} in one model only; allowed: the same names")
+    for name in weights:
+        if weights[name].shape != others[name].shape:
+            got, allowed = tuple(others[name].shape), tuple(weights[name].shape)
+            raise ValueError(f"reference: {name}: got shape {got}; allowed: {allowed}")
+    dtype = next((p.dtype for p in weights.values() if p.is_floating_point()), torch.float32)
     reference._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
     reference.train(model.training)
-    theirs = dict(reference.named_parameters(remove_duplicate=False))
-    orders = _orders(mine, theirs)
-    if orders:
-        # A conversion, whose order of weights is what is asked about: it keeps its own.
-        yield "weights as they are", reference, orders
+    others = dict(reference.named_parameters(remove_duplicate=False))
+    if orders := _orders(weights, others):
+        yield _Pair("own weights", reference, orders)
         return
-    _copy(mine, theirs)
-    yield "weights as they are", reference, {}
+    _copy(weights, others)
+    yield _Pair("own weights", reference, {})
     if not subject.spec.trained:
-        _enliven(model)
-        _copy(mine, theirs)
+        _randomize(model)
+        _copy(weights, others)
         if subject.logits(model, subject.inputs(2)).isfinite().all():
-            yield "weights made lively", reference, {}
+            yield _Pair("random weights", reference, {})
 
 
-def _orders(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of parameters with the same values in another order; none where any has other values."""
+def _orders(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the orders of parameters with reordered values, or {} if a parameter has other values."""
     orders = {}
-    for name, p in mine.items():
-        if torch.equal(p, theirs[name]):
+    for name, p in weights.items():
+        if torch.equal(p, others[name]):
             continue
-        one, other = p.detach().flatten().sort(), theirs[name].detach().flatten().sort()
-        if not torch.equal(one.values, other.values):
+        a, b = p.detach().flatten().sort(), others[name].detach().flatten().sort()
+        if not torch.equal(a.values, b.values):
             return {}
-        orders[name] = one.indices, other.indices
+        orders[name] = a.indices, b.indices
     return orders
 
 
@@ -322,8 +324,8 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _enliven(model: nn.Module) -> None:
-    """Random matrices that keep the size of what they multiply."""
+def _randomize(model: nn.Module) -> None:
+    """Replace matrices by random ones that preserve the size of their input."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.ndim >= 2 and p.is_floating_point():

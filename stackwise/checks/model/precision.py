@@ -1,10 +1,10 @@
-"""Precision: what a narrow floating-point format costs is rounding, and no more."""
+"""Precision: a narrow floating-point format costs no more than rounding."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,88 +17,76 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.inference import cast
 
-# bfloat16 counts to 256 without a gap: what goes wrong with positions shows beyond.
+# bfloat16 represents integers up to 256. Errors of positions show after that.
 _LENGTH = 320
-# Elements that the long call may compute: some tenths of a second. Beyond, the usual length is asked alone.
+# Largest number of elements of the long call: some tenths of a second.
 _BUDGET = 4e7
-# In eps of the format. Of sound models, measured: tables and parameters 0.3, activations 1 to 3, at most 15.
+# In eps of the format. Healthy models: tables and parameters 0.3, activations 1 to 3, at most 15.
 _TABLE, _PARAMETER, _ACTIVATION = 2.0, 4.0, 16.0
-# Of the logits, where terms cancelled on the way: what is lost there need not matter.
+# Error of the logits, in eps, up to which cancellation inside the model is harmless.
 _HARMLESS = 6.0
-# In eps of float32: float16, the finest narrow format, rounds by 1700. Of sound models, measured: at most 15.
+# In eps of float32. Rounding to float16, the finest narrow format, is 1,700. Healthy models: at most 15.
 _NARROW = 1024.0
-# How far gains stand apart once a model is trained; at the start they are all alike, and nothing is lost.
+# Spread of the gains of a trained model. Equal gains, as in a new model, lose no precision.
 _GAIN_SPREAD = 0.02
 
 _ADVICE: Mapping[Kind, str] = {
-    "table": "No input has a part in it: positions, frequencies, decays. Compute it in float32 and cast only "
-    "the result (for rotary tables: cos and sin).",
-    "parameter": "It is made of parameters alone: combine them in float32 and cast the result, as in "
+    "table": "The value does not depend on the input: positions, frequencies, decays. Compute it in float32 "
+    "and cast only the result (for rotary tables: cos and sin).",
+    "parameter": "The value depends on parameters only: combine them in float32 and cast the result, as in "
     "(1 + weight.float()) * x.float() of a norm.",
-    "activation": "Look for sums and counters that are kept in the narrow format (bfloat16 counts to 256, "
-    "float16 to 2048), variance as E[x^2] - E[x]^2, and differences of large numbers.",
+    "activation": "Look for sums and counters in the narrow format (bfloat16 counts to 256, float16 to "
+    "2048), variance as E[x^2] - E[x]^2, and differences of large numbers.",
 }
-
 _NARROW_ADVICE: Mapping[Kind, str] = dict.fromkeys(
-    ("table", "parameter", "activation"),
-    "Look for a dtype that is written down (.half(), .to(torch.bfloat16)) where that of the weights or the "
-    "input is meant, for autocast that the model turns on by itself, and for large numbers that cancel.",
-)
-
-_FEW = "a few vectors are near 0, or nearly constant, before a norm, as happens with few channels"
-_SHARP = "attention is sharp on purpose, so that the rounding of its inputs decides"
-_SHARP_ADVICE = (
-    "Look at the scale of the initialisation and at 1 / sqrt(head size), and keep scores and states in "
-    "float32."
-)
-
-
-_ONE_DNN = "a kernel of oneDNN is wrong: without torch.backends.mkldnn the model only rounds"
-_ONE_DNN_ADVICE = (
-    "Compare the operation on another device. Until the kernel is repaired, disable torch.backends.mkldnn "
-    "(see https://github.com/pytorch/pytorch/issues/169688)."
+    _ADVICE,
+    "Look for a dtype that is written down (.half(), .to(torch.bfloat16)) instead of the dtype of the "
+    "weights or the input, for autocast that the model switches on, and for large numbers that cancel.",
 )
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a call in a narrow format showed."""
+    """Call in a narrow format, with the same call in float64.
+
+    Attributes:
+        shadow: the float64 values.
+        error: relative error of the logits.
+        part_not_finite: share of the outputs that are NaN or infinite in the narrow format.
+        exact_is_finite: True if all outputs are finite in float64.
+    """
 
     shadow: Shadow
     error: float
     part_not_finite: float
     exact_is_finite: bool
 
-    @property
-    def finite(self) -> bool:
-        return self.part_not_finite == 0
-
 
 @check
 def float32_error(subject: Subject) -> CheckResult:
-    """Is nothing in the float32 model as coarse as a narrow format, against float64?"""
+    """Is no operation of the float32 model as coarse as a narrow format, compared with float64?"""
     dtype = dtype_of(subject.model())
     if dtype in (torch.bfloat16, torch.float16):
         return subject.not_applicable(f"needs a float32 model; this one is built in {_name(dtype)}")
-    return _judge_error(subject, torch.float32, dict.fromkeys(_NARROW_ADVICE, _NARROW), advice=_NARROW_ADVICE)
+    return _judged(subject, torch.float32, dict.fromkeys(_NARROW_ADVICE, _NARROW), advice=_NARROW_ADVICE)
 
 
 @check
 def bfloat16_error(subject: Subject) -> CheckResult:
-    """Does the model in bfloat16 lose no more than rounding, at any operation, against float64?"""
-    return _judge_error(subject, torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION})
+    """Is the error of every operation in bfloat16 only rounding, compared with float64?"""
+    return _judged(subject, torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION})
 
 
 @check
 def autocast_error(subject: Subject) -> CheckResult:
-    """Under autocast to bfloat16, is all lost by rounding alone, and every matrix product cast?"""
+    """Under autocast to bfloat16, is every error only rounding, and is every matrix product cast?"""
     limits: dict[Kind, float] = {"table": _TABLE, "parameter": _PARAMETER, "activation": _ACTIVATION}
-    return _judge_error(subject, torch.bfloat16, limits, autocast=True)
+    return _judged(subject, torch.bfloat16, limits, autocast=True)
 
 
 @check
 def float16_range(subject: Subject) -> CheckResult:
-    """Is every output finite in float16 where it is finite in float64?"""
+    """Is every output finite in float16 if it is finite in float64?"""
     try:
         run = _run(subject, torch.float16, subject.seq_len, {})
     except _Cannot as error:
@@ -111,28 +99,28 @@ def float16_range(subject: Subject) -> CheckResult:
         return subject.not_applicable(f"needs to run in float16: {error}")
     if not run.exact_is_finite:
         return subject.not_applicable("needs outputs that are finite in float64")
-    found = run.shadow.overflow
-    if run.finite:
-        meaning = f"infinite in between, and harmless: {found.where}" if found else "Every output is finite."
-        return subject.passed(0.0, 0.0, meaning=meaning)
+    overflow = run.shadow.overflow
+    if not run.part_not_finite:
+        where = f"An intermediate value is infinite, which is harmless: {overflow.where}." if overflow else ""
+        return subject.passed(0.0, 0.0, meaning=where or "Every output is finite.")
     return subject.failed(
         run.part_not_finite,
         0.0,
-        where=_place(found) if found else "",
+        where=_place(overflow) if overflow else "",
         meaning="An output is NaN or infinite in float16, and finite in float64.",
-        advice="float16 ends at 65504. Look at the product of gate and up projection, squares in norms, "
-        "masks that are added, exponentials without their maximum taken off; compute that in float32.",
+        advice="The largest float16 is 65504. Look at the product of gate and up projection, squares in "
+        "norms, additive masks, exponentials without subtraction of the maximum; compute them in float32.",
     )
 
 
 @check(suite="full")
 def cast_buffers(subject: Subject) -> CheckResult:
-    """Do the buffers survive model.to(bfloat16)?"""
+    """Do the buffers keep their precision in model.to(bfloat16)?"""
     if not any(_is_wide(buffer) for buffer in subject.model().buffers()):
         return subject.not_applicable("needs floating-point buffers")
     eps = torch.finfo(torch.bfloat16).eps
     try:
-        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE * eps}, keep_buffers=False)
+        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE}, keep_buffers=False)
     except _Cannot as error:
         return subject.not_applicable(f"needs to run in bfloat16: {error}")
     worst = run.shadow.worst["table"] / eps
@@ -142,14 +130,14 @@ def cast_buffers(subject: Subject) -> CheckResult:
         worst,
         _TABLE,
         where=_place(run.shadow.loss),
-        meaning="model.to(bfloat16) rounds a buffer, and what is computed from it is far off.",
+        meaning="model.to(bfloat16) rounds a buffer, and values computed from it have a large error.",
         correct_if="the model is never cast as a whole, but built in bfloat16 or run under autocast",
-        advice="Keep inverse frequencies and the like in float32 (override _apply, or compute them in "
-        "forward), or build the model in bfloat16 instead of casting it.",
+        advice="Store inverse frequencies in float32 (override _apply, or compute them in forward), or build "
+        "the model in bfloat16 instead of casting it.",
     )
 
 
-def _judge_error(
+def _judged(
     subject: Subject,
     dtype: torch.dtype,
     limits: Mapping[Kind, float],
@@ -157,10 +145,10 @@ def _judge_error(
     autocast: bool = False,
     advice: Mapping[Kind, str] = _ADVICE,
 ) -> CheckResult:
-    eps = torch.finfo(dtype).eps
-    format_name = _name(dtype)
+    """Compare the errors of a call with limits in eps of the format."""
+    eps, format_name = torch.finfo(dtype).eps, _name(dtype)
     try:
-        run = _run(subject, dtype, _LENGTH, {k: v * eps for k, v in limits.items()}, autocast=autocast)
+        run = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
     except _Cannot as error:
         if autocast and (refusal := _refused_by_autocast(subject, dtype)):
             return subject.warned(
@@ -172,75 +160,84 @@ def _judge_error(
         return subject.not_applicable(f"needs to run in {format_name}: {error}")
     if not run.exact_is_finite:
         return subject.not_applicable("needs outputs that are finite in float64")
-    if not run.finite:
+    shadow = run.shadow
+    if run.part_not_finite:
         return subject.failed(
             torch.inf,
-            where=_place(run.shadow.overflow) if run.shadow.overflow else "",
+            where=_place(shadow.overflow) if shadow.overflow else "",
             meaning=f"An output is NaN or infinite in {format_name}, and finite in float64.",
             advice=advice["activation"],
         )
-    if (loss := run.shadow.loss) is not None:
-        cancels = loss.is_difference and loss.kind == "activation"
-        excused = loss.is_sharp or (cancels and run.error <= _HARMLESS * eps)
-        excuse, hint = (_SHARP, _SHARP_ADVICE) if excused else (None, advice[loss.kind])
-        if not excused and _is_of_one_dnn(subject, dtype, limits, autocast=autocast):
-            excuse, hint = _ONE_DNN, _ONE_DNN_ADVICE
+    if shadow.loss is not None:
+        correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
         return subject.failed_unless(
-            excuse,
-            loss.error / eps,
-            limits[loss.kind],
-            where=_place(loss),
-            meaning=f"The result in {format_name} differs from float64 by {loss.error / eps:.3g} eps of the "
-            "format.",
-            advice=hint,
+            correct_if,
+            shadow.loss.error / eps,
+            limits[shadow.loss.kind],
+            where=_place(shadow.loss),
+            meaning=f"The result in {format_name} differs from float64 by {shadow.loss.error / eps:.3g} eps "
+            "of the format.",
+            advice=hint or advice[shadow.loss.kind],
         )
-    if autocast and run.shadow.uncast:
+    if autocast and shadow.uncast:
         return subject.failed(
-            float(len(run.shadow.uncast)),
+            float(len(shadow.uncast)),
             0.0,
-            where=run.shadow.uncast[0],
-            meaning="So many products of matrices stay float32 although autocast is on.",
-            advice="Autocast passes over operations in place (addmm_) and with out=, and custom operators "
-            "without a rule for it.",
+            where=shadow.uncast[0],
+            meaning=f"{len(shadow.uncast)} matrix products stay float32 although autocast is on.",
+            advice="Autocast ignores in-place operations (addmm_), operations with out=, and custom "
+            "operators without a rule for it.",
         )
-    if (few := run.shadow.loss_of_few) is not None:
+    if (few := shadow.loss_of_few) is not None:
         return subject.warned(
             few.error / eps,
             limits[few.kind],
             where=_place(few),
             meaning=f"At a few positions the result in {format_name} differs from float64 by "
             f"{few.error / eps:.3g} eps of the format.",
-            correct_if=_FEW,
-            advice="Look at what is computed at these positions only.",
+            correct_if="a few vectors are near 0, or nearly constant, before a norm, as happens with few "
+            "channels",
+            advice="Look at the computation at these positions only.",
         )
-    kind: Kind = max(limits, key=lambda each: run.shadow.worst[each] / limits[each])
+    kind: Kind = max(limits, key=lambda each: shadow.worst[each] / limits[each])
     return subject.passed(
-        run.shadow.worst[kind] / eps, limits[kind], meaning=f"logits are off by {run.error / eps:.2g} eps"
+        shadow.worst[kind] / eps, limits[kind], meaning=f"error of the logits: {run.error / eps:.2g} eps"
     )
 
 
-def _is_of_one_dnn(
-    subject: Subject, dtype: torch.dtype, limits: Mapping[Kind, float], *, autocast: bool
-) -> bool:
-    """Return True if the loss of precision disappears without the kernels of oneDNN."""
-    if subject.device.type != "cpu" or not torch.backends.mkldnn.enabled:
-        return False
-    scaled = {kind: limit * torch.finfo(dtype).eps for kind, limit in limits.items()}
-    # Setting the flag warns about TF32 on machines without an Intel GPU.
-    with _without_warnings(), torch.backends.mkldnn.flags(enabled=False):
-        run = _run(subject, dtype, _LENGTH, scaled, autocast=autocast)
-    return run.finite and run.shadow.loss is None
+def _excuse(
+    subject: Subject, dtype: torch.dtype, run: _Run, limits: Mapping[Kind, float], autocast: bool
+) -> tuple[str | None, str]:
+    """Return the condition under which a loss of precision is correct, or None, and advice for it, or ""."""
+    loss, eps = run.shadow.loss, torch.finfo(dtype).eps
+    assert loss is not None
+    cancels = loss.is_difference and loss.kind == "activation"
+    if loss.is_sharp or (cancels and run.error <= _HARMLESS * eps):
+        return "attention is sharp on purpose, so that the rounding of its inputs decides", (
+            "Look at the scale of the initialisation and at 1 / sqrt(head size), and compute scores and "
+            "states in float32."
+        )
+    if subject.device.type == "cpu" and torch.backends.mkldnn.enabled:
+        # Setting the flag warns about TF32 on machines without an Intel GPU.
+        with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
+            plain = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
+        if not plain.part_not_finite and plain.shadow.loss is None:
+            return "a kernel of oneDNN is wrong: without torch.backends.mkldnn the model only rounds", (
+                "Compare the operation on another device. Until the kernel is repaired, disable "
+                "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688)."
+            )
+    return None, ""
 
 
 def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:
-    """What the model raises under autocast and not without; empty: nothing."""
+    """Return the exception that the model raises under autocast only, or ""."""
     model, inputs = subject.model(), subject.inputs(1)
     try:
         subject.logits(model, inputs)
     except refusals():
         return ""
     try:
-        with _without_warnings(), torch.autocast(subject.device.type, dtype):
+        with warnings.catch_warnings(action="ignore"), torch.autocast(subject.device.type, dtype):
             subject.logits(model, inputs)
     except refusals() as error:
         return reason_of(error)
@@ -260,21 +257,21 @@ def _run(
     autocast: bool = False,
     keep_buffers: bool = True,
 ) -> _Run:
-    """One call with its shadow, by the longest input up to `length` that the model takes.
+    """Call the model in a narrow format and in float64, with the longest input that it accepts.
 
-    Buffers stay as they are where the model runs so: what is cast is then only what must be.
+    `limits` are in eps of the format. Buffers are cast only if the model does not run otherwise.
     """
     lengths = [min(length, subject.spec.max_length or length), subject.seq_len]
-    refused = ""
-    for buffers_too in (False, True) if keep_buffers and not autocast else (not keep_buffers,):
+    reason = ""
+    for casts_buffers in (False, True) if keep_buffers and not autocast else (not keep_buffers,):
         for seq_len in dict.fromkeys(lengths):
             budget = _BUDGET if seq_len > subject.seq_len else torch.inf
             try:
-                return _attempt(subject, dtype, seq_len, limits, autocast, buffers_too, budget)
+                return _attempt(subject, dtype, seq_len, limits, autocast, casts_buffers, budget)
             except refusals() as error:
-                # Of the shortest: that of a longer one may be its length, or the budget.
-                refused = " ".join(str(error).split())[:160]
-    raise _Cannot(refused)
+                # The last reason counts: a longer input may exceed the length limit or the budget.
+                reason = " ".join(str(error).split())[:160]
+    raise _Cannot(reason)
 
 
 def _attempt(
@@ -283,7 +280,7 @@ def _attempt(
     seq_len: int,
     limits: Mapping[Kind, float],
     autocast: bool,
-    buffers_too: bool,
+    casts_buffers: bool,
     budget: float,
 ) -> _Run:
     model = subject.model()
@@ -298,18 +295,20 @@ def _attempt(
         def narrowed(tensor: Tensor) -> Tensor:
             return tensor.detach().to(dtype) if _is_wide(tensor) else tensor
 
-        if buffers_too:
-            # As model.to does: a module may keep some of its own as they are.
+        if casts_buffers:
+            # Like model.to, which lets a module exclude buffers.
             model._apply(narrowed)  # type: ignore[no-untyped-call]
         else:
             for parameter in model.parameters():
                 parameter.data = narrowed(parameter.data)
         inputs = cast(inputs, model)
-    shadow = Shadow(model, inputs, limits, budget)
+    eps = torch.finfo(dtype).eps
+    shadow = Shadow(model, inputs, {kind: limit * eps for kind, limit in limits.items()}, budget)
     for name, buffer in model.named_buffers():
         shadow.give(buffer, exact_buffers[name], "table")
-    # With gradients, so that what runs is what trains: torch's layers take other ways without.
-    with subject.fixed_randomness(), _without_warnings(), torch.enable_grad(), around, shadow:
+    quiet = warnings.catch_warnings(action="ignore")  # kernels warn if a format is slow
+    # With gradients, because layers of torch use other kernels without them.
+    with subject.fixed_randomness(), quiet, torch.enable_grad(), around, shadow:
         output = subject.spec.logits(model, inputs)
     output = output.detach()
     exact = shadow.of(output)
@@ -318,17 +317,9 @@ def _attempt(
     return _Run(shadow, error.item(), bad, bool(exact.isfinite().all()))
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Kernels warn that a format is slow here; that is not the question."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @torch.no_grad()
 def _spread_gains(model: nn.Module, seed: int) -> None:
-    """Gains that are all alike are made as different as those of a trained model."""
+    """Make equal gains as different as those of a trained model."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.ndim == 1 and p.numel() > 1 and p.is_floating_point() and bool((p == p[0]).all()):

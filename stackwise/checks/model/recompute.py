@@ -1,4 +1,4 @@
-"""Recompute: activations that are computed again for the backward pass, and the same gradients."""
+"""Recompute: activation recomputation in the backward pass does not change the gradients."""
 
 from __future__ import annotations
 
@@ -10,87 +10,81 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS
-from stackwise.checks.probe.parameter_gradient import Apart, Gradients, apart, gradients_of, limit_of
+from stackwise.checks.probe.call import REFUSALS, reason_of
+from stackwise.checks.probe.parameter_gradient import Gradients, compare_gradients, gradients_of, limit_of
 from stackwise.checks.probe.recomputation import NoSwitch, by_its_own_switch, by_wrapping_layers, switched
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.support.system_errors import is_out_of_memory
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
+_NEVER = "the model is never trained with recomputation"
 _ADVICE = (
     "Look for tensors that reach the recomputed part by an attribute or a closure instead of an argument, "
-    "use_reentrant=True, preserve_rng_state=False, writing in place into its inputs, and state that each "
+    "use_reentrant=True, preserve_rng_state=False, in-place changes of its inputs, and state that each "
     "call changes (counters, caches)."
 )
 
 
 @check
 def recompute_gradients(subject: Subject) -> CheckResult:
-    """Is every parameter's gradient the same where activations are recomputed, twice in a row?"""
+    """Is every gradient the same if activations are recomputed, in two consecutive passes?"""
     if not any(p.requires_grad for p in subject.model().parameters()):
         return subject.not_applicable("no parameter is trainable")
+    dtype: torch.dtype | None = torch.float64
     try:
-        model, plain = _passes(subject, torch.float64, lambda _: None)
-        dtype: torch.dtype | None = torch.float64
+        model, plain = _passes(subject, dtype, lambda _: None)
     except REFUSALS:
         dtype = None
-        model, plain = _passes(subject, None, lambda _: None)
-    if not any(gradient.any() for gradient in plain[0].of.values()):
+        model, plain = _passes(subject, dtype, lambda _: None)
+    if not any(gradient.any() for gradient in plain[0].by_name.values()):
         return subject.not_applicable("needs a parameter with a gradient")
-    limit = limit_of(subject, model)
     n_operations = _n_operations(subject, dtype, lambda _: None)
-    for switch, by_itself in ((by_its_own_switch, True), (by_wrapping_layers, False)):
+    for switch in (by_its_own_switch, by_wrapping_layers):
         try:
             if _n_operations(subject, dtype, switch) == n_operations:
-                continue  # nothing was computed twice
-            _, again = _passes(subject, dtype, switch)
+                continue  # nothing is recomputed
+            _, recomputed = _passes(subject, dtype, switch)
         except NoSwitch:
             continue
-        except Exception as error:  # loud, so nobody trains with it
-            if is_out_of_memory(error):
-                raise
+        except Exception as error:
+            reraise_if_out_of_memory(error)
             return subject.warned(
-                meaning=f"Recomputing activations raises {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}",
-                correct_if="the model is never trained with recomputation",
+                meaning=f"Recomputing activations raises {reason_of(error)}",
+                correct_if=_NEVER,
                 advice=_ADVICE,
             )
-        return _compared(subject, plain, again, limit, by_itself)
+        has_switch = switch is by_its_own_switch
+        return _compared(subject, plain, recomputed, limit_of(subject, model), has_switch)
     return subject.not_applicable(
         "needs gradient_checkpointing_enable(), set_grad_checkpointing(), or layers that are called"
     )
 
 
 def _compared(
-    subject: Subject, plain: list[Gradients], again: list[Gradients], limit: float, by_itself: bool
+    subject: Subject, plain: list[Gradients], recomputed: list[Gradients], limit: float, has_switch: bool
 ) -> CheckResult:
-    found = [apart(a, b) for a, b in zip(plain, again, strict=True)]
-    worst: Apart = max(found, key=lambda each: each.value)
-    how = "by its own switch" if by_itself else "by wrapping its layers"
+    worst = compare_gradients(plain, recomputed)
+    how = "by its own switch" if has_switch else "by wrapping its layers"
     if not worst.value <= limit:
-        # A model with its own switch promises that it works.
         return subject.failed_unless(
-            None if by_itself else "the model is never trained with recomputation",
+            None if has_switch else _NEVER,  # a model with its own switch promises that it works
             worst.value,
             limit,
-            where=f"{worst.parameter}, pass {found.index(worst) + 1}",
+            where=worst.where,
             meaning=f"With recomputation ({how}) the gradient changes, and the loss by {worst.loss:.2g}.",
             advice=_ADVICE,
         )
-    moved = [
-        name
-        for name, buffer in plain[-1].buffers.items()
-        if not torch.equal(buffer.nan_to_num(), again[-1].buffers[name].nan_to_num())
-    ]
-    if moved:
-        return subject.warned(
-            worst.value,
-            limit,
-            where=moved[0],
-            meaning="The buffer is updated twice if activations are recomputed. Gradients agree.",
-            correct_if="a second update of the buffer does no harm, or activations are never recomputed",
-            advice="Update running statistics and counters outside the recomputed part.",
-        )
+    buffers = recomputed[-1].buffers
+    for name, buffer in plain[-1].buffers.items():
+        if not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num()):
+            return subject.warned(
+                worst.value,
+                limit,
+                where=name,
+                meaning="The buffer is updated twice if activations are recomputed. Gradients agree.",
+                correct_if="a second update of the buffer does no harm, or activations are never recomputed",
+                advice="Update running statistics and counters outside the recomputed part.",
+            )
     return subject.passed(worst.value, limit, meaning=how)
 
 
@@ -103,7 +97,7 @@ def _passes(
 
 
 def _n_operations(subject: Subject, dtype: torch.dtype | None, switch: Callable[[nn.Module], None]) -> int:
-    """How many operations one pass takes: more where some are computed again."""
+    """Return the number of operations of one pass. Recomputation adds operations."""
     model = subject.model(train=True, dtype=dtype)
     switched(model, switch)
     count = _Count()  # type: ignore[no-untyped-call]
@@ -112,7 +106,7 @@ def _n_operations(subject: Subject, dtype: torch.dtype | None, switch: Callable[
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations."""
+    """Count operations."""
 
     operations = 0
 

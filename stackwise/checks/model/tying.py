@@ -1,4 +1,4 @@
-"""Tying: whether the head reads the embedding's own weight, by what it does, and whether that lasts.
+"""Tying: the head reads the embedding's weight if declared so, also after copy, cast and load.
 
 Shapes: T positions, V vocabulary.
 """
@@ -22,7 +22,7 @@ from stackwise.checks.subject import Subject
 
 @check
 def tying(subject: Subject) -> CheckResult:
-    """Is the head the embedding's own weight where it claims to be, also of a copy, cast or loaded model?"""
+    """Does the head read the embedding's weight as declared, also after copy, cast and load?"""
     spec = subject.spec
     if spec.inputs != "tokens":
         return subject.not_applicable("needs token ids")
@@ -34,16 +34,18 @@ def tying(subject: Subject) -> CheckResult:
         return subject.not_applicable(f"{logits.shape[-1]} outputs are no logits over {spec.width} tokens")
     now = _is_tied(subject, model)
     if now is None:
-        return subject.not_applicable("needs an embedding that the token ids enter, and a token to spare")
+        return subject.not_applicable(
+            "needs an embedding of the token ids, and a token that is not in the input"
+        )
     if spec.tied is not None and now != spec.tied:
         if spec.tied:
-            meaning = "The head claims to be the embedding's weight, and does not read it."
+            meaning = "The head is declared tied, but does not read the embedding's weight."
             advice = (
                 "Look for a tie by copy (clone(), copy_(), .data =), for an initialisation, wrapper or "
-                "load_state_dict(assign=True) after the tie, and for a head that was replaced."
+                "load_state_dict(assign=True) after the tie, and for a replaced head."
             )
         else:
-            meaning = "The head claims weights of its own, and reads the embedding's."
+            meaning = "The head is declared untied, but reads the embedding's weight."
             advice = "Look for a tie_weights() that ignores the configuration, and for a shared Parameter."
         return subject.failed(float(now), float(spec.tied), meaning=meaning, advice=advice)
     for how, other in _copies(subject, model):
@@ -54,45 +56,44 @@ def tying(subject: Subject) -> CheckResult:
                 where=how,
                 meaning=f"The head is {'' if now else 'not '}tied to the embedding, and "
                 f"{'no longer' if now else 'is'} after {how}.",
-                advice="Tie by one nn.Parameter under two names; a closure, a property over a saved tensor "
-                "or a tie that only __init__ makes is lost.",
+                advice="Tie by one nn.Parameter under two names; a closure, a property of a stored tensor, "
+                "or a tie that only __init__ creates is lost.",
             )
     if not now and (twin := _equal_weight(subject, model)):
         return subject.warned(
             0.0,
             where=twin,
             meaning="This weight equals the embedding but is another tensor, so training will separate them.",
-            correct_if="the two are only meant to start equal",
+            correct_if="the two are meant to be equal only at the start",
             advice="Share one nn.Parameter: a copy is not tied.",
         )
     return subject.passed(float(now), float(now), meaning="tied" if now else "not tied")
 
 
 def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model after each way of handing it on that it allows."""
+    """Return the model after each kind of copy that it supports, with a name."""
     copies: list[tuple[str, nn.Module]] = []
     loaded = subject.spec.create(subject.device, subject.seed + 1).eval()
-    with suppress(RuntimeError):  # load_round_trip says so
+    with suppress(RuntimeError):  # load_round_trip reports it
         loaded.load_state_dict(model.state_dict())
         copies.append(("load_state_dict()", loaded))
-    with suppress(RuntimeError, TypeError):  # where it cannot be copied, no copy loses its tie
+    with suppress(RuntimeError, TypeError):  # some models cannot be copied
         copies.append(("deepcopy()", copy.deepcopy(model)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of complex buffers, whose imaginary part is lost
+    with warnings.catch_warnings(action="ignore"):  # the cast discards imaginary parts of buffers
         copies.append(("to(float64)", subject.model().to(torch.float64)))
     return copies
 
 
 @torch.no_grad()
 def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
-    """Whether the logit of a token moves with its embedding though it is not in the input; None: unknown."""
+    """Return True if an embedding changes its token's logit without being an input. None: unknown."""
     inputs = subject.inputs(1)
     absent = torch.ones(subject.spec.width, dtype=torch.bool, device=inputs.device)
     absent[inputs.flatten()] = False
     weight = _embedding_weight(subject, model, inputs)
     if weight is None or not absent.any():
         return None
-    # Not the first: that is often the padding token, which some embeddings treat apart.
+    # The last one, because the first is often the padding token.
     token = int(absent.nonzero().flatten()[-1])
     try:
         before = subject.logits(model, inputs)
@@ -103,17 +104,17 @@ def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
         moved = absolute_difference(before, subject.logits(model, inputs)).amax(dim=(0, 1))
         weight[token] = row
     except refusals():
-        return None  # not in this dtype
+        return None
     if moved.median() > 0 or not before.isfinite().all(dim=0).any():
-        return None  # all outputs move: it is not the token's own logit that tells
+        return None  # all logits change
     return bool(moved[token] > 1e-6 * variation(before))
 
 
 def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Tensor | None:
-    """The table of the first module that the ids enter as they are."""
+    """Return the weight of the first module whose input is the ids."""
     found: list[Tensor] = []
 
-    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         ids = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         if ids is None or ids.is_floating_point() or ids.numel() != inputs.numel():
             return
@@ -121,7 +122,7 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
             own = module.parameters(recurse=False)
             found.extend(p for p in own if p.ndim == 2 and len(p) >= subject.spec.width)
 
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in model.modules()]
+    handles = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
     try:
         subject.logits(model, inputs)
     except refusals():
@@ -133,7 +134,7 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
 
 
 def _equal_weight(subject: Subject, model: nn.Module) -> str | None:
-    """The name of another parameter with the embedding's values, which are not constant."""
+    """Return the name of another parameter with the values of the embedding, if these are not constant."""
     weight = _embedding_weight(subject, model, subject.inputs(1))
     if weight is None or weight.std() == 0:
         return None

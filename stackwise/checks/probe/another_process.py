@@ -1,4 +1,4 @@
-"""Another process: a training run set up and driven where nothing of this process is left."""
+"""Run a function with a training run in new processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,19 @@ from stackwise.subject.factory import load_factory
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.support.files import replacing
 
-__all__ = ["Outcome", "Recipe", "run_elsewhere"]
+__all__ = ["Outcome", "Recipe", "run_in_processes"]
 
 _SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How another process sets a run up: by a pickled function, else by "MODULE:FACTORY".
+    """Instructions for another process to build a run: a pickled function, or "MODULE:FACTORY".
 
     Attributes:
-        attribute: of the spec that builds the run.
-        pickled: that function; None: it cannot be pickled.
-        factory: gives the spec, or the run; None: there is none.
+        attribute: name of the spec's function that builds the run.
+        pickled: the pickled function. None: it cannot be pickled.
+        factory: "MODULE:FACTORY" of the spec or the run. None: unknown.
     """
 
     attribute: str
@@ -41,16 +42,14 @@ class Recipe:
 
     @classmethod
     def of(cls, spec: TrainerSpec, attribute: str = "build") -> Recipe | None:
-        """That of a spec, or None where another process cannot have it."""
-        pickled: bytes | None
-        try:
+        """Return the instructions for a spec, or None if there is neither a function nor a factory."""
+        pickled: bytes | None = None
+        with suppress(pickle.PicklingError, AttributeError, TypeError):
             pickled = pickle.dumps(getattr(spec, attribute))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            pickled = None
         return None if pickled is None and spec.factory is None else cls(attribute, pickled, spec.factory)
 
     def build(self) -> Callable[[], TrainingRun]:
-        """The function; what hinders that is raised."""
+        """Return the function that builds the run."""
         if self.pickled is not None:
             try:
                 return pickle.loads(self.pickled)  # type: ignore[no-any-return]  # noqa: S301  our own bytes
@@ -64,20 +63,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a process.
+    """Result of a process.
 
     Attributes:
-        value: that the function returned.
-        error: what it raised, or why it ended; "" where it returned.
-        known: whether the process could build the run at all.
+        value: return value of the function.
+        error: the exception, or the reason why the process stopped; "" if the function returned.
+        built: False if the process could not build the run.
     """
 
     value: Any = None
     error: str = ""
-    known: bool = True
+    built: bool = True
 
 
-def run_elsewhere(
+def run_in_processes(
     function: str,
     recipe: Recipe,
     arguments: list[dict[str, Any]],
@@ -88,11 +87,11 @@ def run_elsewhere(
     """Call `function(build, **arguments[i])` in a new process for each i, all at the same time.
 
     Args:
-        function: "module:name" of a function that gets the recipe's function first.
-        recipe: how to set the run up.
-        arguments: for each process; what pickle takes.
-        seconds: after which a process is ended.
-        stop: asked often; True ends all of them.
+        function: "module:name" of a function. Its first argument is the function that builds the run.
+        recipe: instructions to build the run.
+        arguments: keyword arguments for each process. They must be picklable.
+        seconds: time limit. A process that exceeds it is killed.
+        stop: polled. If it returns True, all processes are killed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         children = []
@@ -102,24 +101,21 @@ def run_elsewhere(
             request = (function, recipe, keywords, torch.get_num_threads())
             (folder / "request").write_bytes(pickle.dumps(request))
             children.append((folder, _start(folder)))
-        end = time.monotonic() + seconds
-        pause, stopped = 0.01, False
-        while any(child.poll() is None for _, child in children):
-            stopped = stop()
-            if stopped or time.monotonic() > end:
-                break
-            time.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
+        deadline, reason = time.monotonic() + seconds, ""
+        while not reason and any(child.poll() is None for _, child in children):
+            time.sleep(0.02)
+            if stop():
+                reason = "was stopped"
+            elif time.monotonic() > deadline:
+                reason = f"did not finish in {seconds:g} s"
         for _, child in children:
-            if child.poll() is None:
-                child.kill()
+            child.kill()
             child.wait()
-        reason = "was ended" if stopped else f"did not finish in {seconds:g} s"
         return [_outcome(folder, child.returncode, reason) for folder, child in children]
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    # What this process can import, the other can too.
+    # The new process can import everything that this one can.
     paths = [path or str(Path.cwd()) for path in sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = "import sys; from stackwise.checks.probe.another_process import main; main(sys.argv[1])"
@@ -137,32 +133,24 @@ def _outcome(folder: Path, code: int, reason: str) -> Outcome:
     answer = folder / "answer"
     if answer.exists():
         return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]  # noqa: S301
-    if code < 0:
+    if reason and code < 0:
         return Outcome(error=f"the process {reason}")
     last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-    return Outcome(error=f"the process ended with status {code}: {''.join(last)}")
+    return Outcome(error=f"the process exited with status {code}: {''.join(last)}")
 
 
 def main(folder: str) -> None:
-    """What the other process does."""
+    """Read the request from a folder, execute it, and write the outcome."""
     function, recipe, keywords, n_threads = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301
     torch.set_num_threads(n_threads)
-    outcome = _answer(function, recipe, keywords)
-    with replacing(Path(folder) / "answer") as scratch:
-        scratch.write_bytes(pickle.dumps(outcome))
-
-
-def _answer(function: str, recipe: Recipe, keywords: dict[str, Any]) -> Outcome:
+    built = False
     try:
         build = recipe.build()
+        built = True
+        outcome = Outcome(load_factory(function)(build, **keywords))
     except Exception as error:
-        return Outcome(error=_said(error), known=False)
-    try:
-        return Outcome(load_factory(function)(build, **keywords))
-    except Exception as error:
-        return Outcome(error=_said(error))
-
-
-def _said(error: Exception) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        outcome = Outcome(error=text, built=built)
+    with replacing(Path(folder) / "answer") as scratch:
+        scratch.write_bytes(pickle.dumps(outcome))

@@ -1,4 +1,4 @@
-"""Batch: tensors and rows of whatever a batch is made of: mappings, lists and tuples, one in the other.
+"""Tensors and rows of a batch, which may be a tensor or nested mappings, lists and tuples of tensors.
 
 Shapes: n rows of a batch.
 """
@@ -15,7 +15,7 @@ __all__ = ["joined", "mapped", "named_tensors", "rows_of", "tensors_in"]
 
 
 def named_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor with the path to it."""
+    """Yield each tensor with its path."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
@@ -27,12 +27,15 @@ def named_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Each tensor."""
+    """Yield each tensor."""
     return (tensor for _, tensor in named_tensors(batch))
 
 
 def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
-    """A batch whose tensors are `function` of those in the same place; what is no tensor is the first's."""
+    """Apply a function to the tensors at each place of batches of one structure.
+
+    Other values are copied from the first batch. Mappings become dictionaries.
+    """
     first = batches[0]
     if isinstance(first, Tensor):
         return function(*batches)
@@ -45,7 +48,7 @@ def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
 
 
 def rows_of(batch: Any, n: int, index: slice | Tensor) -> Any:
-    """The rows `index` of a batch of n; what has no rows is kept."""
+    """Return the rows `index` of a batch of n rows. Tensors without rows stay unchanged."""
 
     def some(tensor: Tensor) -> Tensor:
         at = index.to(tensor.device) if isinstance(index, Tensor) else index
@@ -55,7 +58,7 @@ def rows_of(batch: Any, n: int, index: slice | Tensor) -> Any:
 
 
 def joined(batches: Sequence[Any], n: int) -> Any:
-    """All rows of batches of n each; what has no rows is the first's."""
+    """Concatenate batches of n rows each. Tensors without rows are copied from the first."""
     return mapped(
         lambda *parts: torch.cat(parts) if parts[0].ndim and len(parts[0]) == n else parts[0], *batches
     )

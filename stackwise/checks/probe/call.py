@@ -1,4 +1,4 @@
-"""Call: the ways to call a model beyond its inputs alone, each without a trace on it.
+"""Calls of a model that change neither the model nor its inputs, and the errors that a model may raise.
 
 Shapes: B batch, T positions, V outputs.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,60 +24,40 @@ __all__ = [
     "dtype_of",
     "has_fixed_state",
     "leaves_state",
-    "masked",
     "reads_padding_by_a_state",
     "real_inputs",
     "reason_of",
     "refusals",
 ]
 
-# What a model raises that cannot be asked this: in this dtype, of this length, in this way, or with a cache
-# that has no more room. NotImplementedError is a RuntimeError.
+# Errors of a model that does not support a dtype, a length, an argument, or a longer cache.
+# NotImplementedError is a RuntimeError.
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)
-# Share of a state's elements that one token has to change.
-_MOST = 0.5
+# Share of a recurrent state's elements that one token changes.
+_REWRITTEN = 0.5
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """`REFUSALS`, for an except clause, which asks as an error comes; none where memory was too small.
+    """Return `REFUSALS` for an except clause, or () if the current error is out of memory.
 
-    That error says nothing of the model, and breaks the check off.
+    Python evaluates the clause when an error occurs. Out of memory is not an answer of the model.
     """
     error = sys.exception()
     return () if error is not None and is_out_of_memory(error) else REFUSALS
 
 
-def masked(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor) -> Tensor:
-    """The logits (B, T, V) of a batch with padding; `keep` (B, T) is true at real positions."""
-    by_mask = subject.spec.masked
-    assert by_mask is not None
-    return subject.call(model, lambda: by_mask(model, cast(inputs.clone(), model), keep.clone()))
-
-
-def decoded(
-    subject: Subject,
-    model: nn.Module,
-    inputs: Tensor,
-    sizes: Sequence[int],
-    keep: Tensor | None = None,
-) -> Tensor:
-    """The logits (B, T, V) of inputs that come in parts of these sizes, through a cache.
-
-    `keep` (B, T) is true at real positions; only a `decode` that takes it as a fourth argument can be asked.
-    """
-    assert sum(sizes) == inputs.shape[1]
-    decode: Any = subject.spec.decode
+def decoded(subject: Subject, model: nn.Module, inputs: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the logits (B, T, V) of inputs that are decoded through a cache, in parts of these sizes."""
+    decode = subject.spec.decode
     assert decode is not None
 
     def run() -> Tensor:
-        cache, end, outputs = None, 0, []
-        for size in sizes:
-            start, end = end, end + size
-            extra = () if keep is None else (keep[:, :end].clone(),)
-            output, cache = decode(model, cast(inputs[:, start:end].clone(), model), cache, *extra)
+        cache, outputs = None, []
+        for part in torch.split(inputs, list(sizes), dim=1):
+            output, cache = decode(model, cast(part.clone(), model), cache)
             outputs.append(logits_of(output))
-            if outputs[-1].shape[1] != size:
-                raise ValueError(f"{size} tokens at once gave {outputs[-1].shape[1]} outputs")
+            if outputs[-1].shape[1] != part.shape[1]:
+                raise ValueError(f"{part.shape[1]} tokens at once gave {outputs[-1].shape[1]} outputs")
         return torch.cat(outputs, dim=1)
 
     return subject.call(model, run)
@@ -92,26 +71,21 @@ def real_inputs(
     shift: int = 0,
     model: nn.Module | None = None,
 ) -> Tensor:
-    """A batch as of `subject.inputs`, without the ids that a model takes for padding wherever they stand.
+    """Return a batch of `subject.inputs` without padding ids, which some models ignore at any position.
 
-    `model` is one of the subject's, if there is one already.
+    `model` is a model of the subject. None: a new one is built.
     """
     inputs = subject.inputs(batch_size, seq_len, shift=shift)
     if subject.spec.inputs != "tokens" or subject.spec.make_batch is not None:
         return inputs
     model = subject.spec.create(subject.device, subject.seed) if model is None else model
-    reserved = _padding_ids(model)
-    # The next id that is free; of a vocabulary of padding alone nothing can be asked.
+    declared = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)]
+    reserved = {each for each in (*declared, padding_id(model)) if each is not None}
+    # The next id may be reserved too.
     for _ in range(len(reserved)):
         for each in reserved:
             inputs = torch.where(inputs == each, (inputs + 1) % subject.spec.width, inputs)
     return inputs
-
-
-def _padding_ids(model: nn.Module) -> set[int]:
-    named = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding)]
-    named.append(padding_id(model))
-    return {each for each in named if isinstance(each, int)}
 
 
 @torch.no_grad()
@@ -130,7 +104,7 @@ def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
     before: list[Tensor] = []
     after: list[Tensor] = []
     cache = None
-    for part in torch.split(inputs, 1, dim=1):  # a cache that rolls need not take more at once
+    for part in torch.split(inputs, 1, dim=1):  # a rolling cache may refuse several tokens at once
         _, cache = decode(model, cast(part.clone(), model), cache)
         before, after = after, [tensor.clone() for tensor in cache_tensors(cache)]
     return any(_is_rewritten(*pair) for pair in zip(before, after, strict=False))
@@ -140,14 +114,14 @@ def _is_rewritten(before: Tensor, after: Tensor) -> bool:
     """Return True if most elements of a state changed. Counters of tokens are integers and do not count."""
     if before.shape != after.shape or not after.is_floating_point():
         return False
-    return float((before != after).float().mean()) > _MOST
+    return float((before != after).float().mean()) > _REWRITTEN
 
 
 def leaves_state(subject: Subject, inputs: Tensor) -> bool:
-    """Whether a call leaves floating-point tensors on the modules, beside weights and buffers."""
+    """Return True if a call stores floating-point tensors in attributes other than weights and buffers."""
     model = subject.model()
 
-    def left() -> set[tuple[str, str]]:
+    def stored() -> set[tuple[str, str]]:
         return {
             (name, key)
             for name, module in model.named_modules()
@@ -155,15 +129,15 @@ def leaves_state(subject: Subject, inputs: Tensor) -> bool:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
         }
 
-    before = left()
+    before = stored()
     subject.logits(model, inputs)
-    return left() != before
+    return stored() != before
 
 
 def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
-    """Return True if padding on the left was only guessed to be possible, and there is a recurrent state.
+    """Return True for a recurrent state, if left padding is only guessed to be supported.
 
-    `most` is the longest row to try.
+    `most` is the length of the longest row to try.
     """
     if subject.spec.masked != ContiguousCall(masked_with_positions):
         return False
@@ -172,10 +146,10 @@ def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """That of the first floating-point parameter; float32 where there is none."""
+    """Return the dtype of the first floating-point parameter, or float32 without one."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def reason_of(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

@@ -1,14 +1,14 @@
-"""Differences between two outputs, and whether they are there or only rounding.
+"""Difference of two outputs, and the decision if it is more than rounding.
 
-A difference is measured against how much the output *varies*, not against how large it is: a large
-constant (a bias, columns at -1e9 for a padded vocabulary) would hide everything else.
+A difference is relative to the variation of the output, not to its size. A large constant (a bias, columns at
+-1e9 for a padded vocabulary) would hide everything else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,119 +23,107 @@ __all__ = [
     "Finding",
     "absolute_difference",
     "coarsest_rounding",
-    "hear",
+    "measure_difference",
     "relative_difference",
     "repeats",
     "uses_less_than_float64",
     "variation",
 ]
 
-# Differences beyond this are no rounding, even where float64 does not show them: then a kernel or a
-# branch that only the model's own dtype takes is wrong.
+# A larger difference is a defect even if float64 does not show it: a kernel or a branch for the model's own
+# dtype is wrong.
 _GROSS = 1e-3
-_EXACT_SAME = 1e-8
-_EXACT_OTHER = 1e-6
+# Largest difference in float64 that is rounding, if shapes differ and so the order of sums.
+_EXACT = 1e-6
 _NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
-
 
 NOT_REPEATED = "needs a model that repeats itself in eval mode; see determinism"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference after its hearing.
+    """Difference that was measured in two dtypes.
 
     Attributes:
-        value: the largest measured difference.
-        limit: what passes.
-        real: whether it is more than rounding.
-        dtype: where it was measured.
-        gaps: all that was measured there, of any shape.
+        value: largest difference.
+        limit: largest value that passes.
+        real: True if the difference is more than rounding.
+        dtype: dtype of the measurement that decided.
     """
 
     value: float
     limit: float
     real: bool
     dtype: torch.dtype
-    gaps: Tensor = field(default_factory=lambda: torch.zeros(()), compare=False, repr=False)
 
     @property
     def meaning(self) -> str:
-        """Where it was measured, if not in float64."""
+        """Dtype of the measurement in words, or "" for float64."""
         return "" if self.dtype == torch.float64 else f"measured in {str(self.dtype).removeprefix('torch.')}"
 
 
-def hear(
-    subject: Subject,
-    measure: Callable[[nn.Module], Tensor | float],
-    *,
-    same_shapes: bool,
-    train: bool = False,
-    fill_zeros: bool = False,
+def measure_difference(
+    subject: Subject, measure: Callable[[nn.Module], Tensor | float], *, fill_zeros: bool = False
 ) -> Finding:
-    """Measure in the model's own dtype and in float64, and decide.
+    """Measure a difference in the model's own dtype and in float64, and decide if it is more than rounding.
 
-    Rounding shrinks by 1e9 from float32 to float64, a defect does not; so float64 decides, both ways:
-    it acquits a large float32 difference, and finds one that float32 swallows. A model that cannot run
-    in float64 is judged by its own dtype alone.
+    Rounding shrinks by 1e9 from float32 to float64, and a defect does not. So float64 decides: it discards a
+    large float32 difference, and finds one that is below the rounding of float32. If the model does not run
+    in float64, its own dtype decides.
 
     Args:
         subject: the model.
-        measure: model -> differences relative to the output's variation, of any shape; the largest counts.
-        same_shapes: whether all that is compared has equal shapes. Sound models then repeat themselves
-            nearly to the bit; other shapes mean another order of sums.
-        train: measure in train mode.
-        fill_zeros: measure with zero weights made random.
+        measure: model -> differences relative to the output's variation, of any shape. The largest decides.
+        fill_zeros: measure with zero weights replaced by random ones.
     """
-    native = subject.model(train=train, fill_zeros=fill_zeros)
+    native = subject.model(fill_zeros=fill_zeros)
     dtype = dtype_of(native)
-    eps = 0.0 if same_shapes else torch.finfo(dtype).eps
-    gaps = torch.as_tensor(measure(native), dtype=torch.float64)
-    value = gaps.max().item()
+    eps = torch.finfo(dtype).eps
+    value = _largest(measure(native))
     limit = max(subject.spec.tolerance, 8 * eps)
     try:
-        twin = subject.model(train=train, dtype=torch.float64, fill_zeros=fill_zeros)
-        exact_gaps = torch.as_tensor(measure(twin), dtype=torch.float64)
+        wide = subject.model(dtype=torch.float64, fill_zeros=fill_zeros)
+        exact = _largest(measure(wide))
     except REFUSALS:
-        return Finding(value, limit, not value <= limit, dtype, gaps)
-    exact = exact_gaps.max().item()
-    exact_limit = _EXACT_SAME if same_shapes else _EXACT_OTHER
-    if value <= limit and not math.isfinite(exact) and uses_less_than_float64(twin, measure):
-        # The lowest float64 overflows in a softmax that stays float32: the twin is broken, not the model.
-        return Finding(value, limit, False, dtype, gaps)
-    if exact_limit < exact <= _EXACT_OTHER and uses_less_than_float64(twin, measure):
-        exact_limit = _EXACT_OTHER
-    if exact <= exact_limit and not value <= max(_GROSS, 64 * eps):
-        return Finding(value, limit, True, dtype, gaps)
-    return Finding(exact, exact_limit, not exact <= exact_limit, torch.float64, exact_gaps)
+        return Finding(value, limit, not value <= limit, dtype)
+    if value <= limit and not math.isfinite(exact) and uses_less_than_float64(wide, measure):
+        # A mask constant of float64 overflows in a softmax that stays float32. The model itself is healthy.
+        return Finding(value, limit, False, dtype)
+    if exact <= _EXACT and not value <= max(_GROSS, 64 * eps):
+        return Finding(value, limit, True, dtype)
+    return Finding(exact, _EXACT, not exact <= _EXACT, torch.float64)
+
+
+def _largest(differences: Tensor | float) -> float:
+    return torch.as_tensor(differences, dtype=torch.float64).max().item()
 
 
 def repeats(subject: Subject) -> bool:
-    """Whether two calls in eval mode agree where one follows the other in the same random state.
+    """Return True if two consecutive calls in eval mode agree.
 
-    Else one seed gives other numbers to other shapes, and a comparison across shapes or orders shows these.
+    Otherwise one seed gives other numbers to other shapes, so a comparison across shapes is meaningless.
     """
     model, inputs = subject.model(), subject.inputs(1)
     with torch.no_grad(), subject.fixed_randomness():
         one, two = (subject.spec.logits(model, inputs.clone()) for _ in range(2))
-    return bool(relative_difference(one, two).max() <= _EXACT_OTHER)
+    return bool(relative_difference(one, two).max() <= _EXACT)
 
 
 def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], object]) -> bool:
-    """Whether parts of a float64 model compute in a narrower dtype, whose rounding remains."""
+    """Return True if parts of a float64 model compute in a narrower dtype, so that its rounding remains."""
     return coarsest_rounding(model, measure) > 0
 
 
 def coarsest_rounding(model: nn.Module, measure: Callable[[nn.Module], object]) -> float:
     """Return the eps of the narrowest dtype in which a float64 model computes, or 0.0 if it is float64."""
-    watch = _Narrow()  # type: ignore[no-untyped-call]
+    watch = _NarrowDtypes()  # type: ignore[no-untyped-call]
     with watch:
         measure(model)
     return watch.eps
 
 
-class _Narrow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the eps of the narrowest floating-point result below float64."""
+class _NarrowDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record the eps of the narrowest floating-point result below float64."""
 
     eps: float = 0.0
 
@@ -147,7 +135,7 @@ class _Narrow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def absolute_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Element-wise |a - b| in float64; 0 where both are the same, NaN included; else inf where not finite."""
+    """Return |a - b| in float64: 0 for equal elements, NaN included, and inf for other non-finite ones."""
     same = (a == b) | (a.isnan() & b.isnan())
     difference = (a.double() - b.double()).abs()
     return difference.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
@@ -157,8 +145,8 @@ def variation(output: Tensor) -> Tensor:
     """Return the largest distance of a channel of `output` (B, T, C) from its first finite value, in float64.
 
     A distance below eps^(3/4) of the size is rounding, as for a row of equal tokens without absolute
-    positions. The size is that of the channel, or the lower quartile of all channels: sums may end near 0. If
-    no channel varies, return the largest finite size; if that is 0, return 1.
+    positions. The size is that of the channel, or the lower quartile of all channels: sums may be close to 0.
+    If no channel varies, return the largest finite size; if that is 0, return 1.
     """
     rounding = torch.finfo(output.dtype).eps ** 0.75 if output.is_floating_point() else 0.0
     output = output.double().flatten(0, -2)
@@ -174,5 +162,5 @@ def variation(output: Tensor) -> Tensor:
 
 
 def relative_difference(a: Tensor, b: Tensor) -> Tensor:
-    """Element-wise difference of two outputs (B, T, C) over the variation of the first."""
+    """Return the difference of two outputs (B, T, C), relative to the variation of the first."""
     return absolute_difference(a, b) / variation(a)

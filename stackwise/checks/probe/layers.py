@@ -1,4 +1,4 @@
-"""Layers: the repeated layers of a model, found by running it, and the stream of activations between them.
+"""Repeated layers of a model, and the residual stream between them, found by a call.
 
 Shapes: B batch, T positions, C width.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -19,16 +19,14 @@ from stackwise.checks.probe.batch import tensors_in
 
 __all__ = ["Stream", "pattern", "repeated_layers", "residual_stream"]
 
-Call = tuple[str, Tensor | None]
-
 
 @dataclass(frozen=True)
 class Stream:
-    """What flows between layers.
+    """Residual stream of a call.
 
     Attributes:
-        layers: names of the layers, in the order in which they ran.
-        after: the stream after each of them (B, T, C), part of the graph where gradients are on.
+        layers: names of the layers, in the order of their calls.
+        after: stream (B, T, C) after each layer, with its graph if gradients are on.
     """
 
     layers: list[str]
@@ -36,15 +34,15 @@ class Stream:
 
 
 def pattern(name: str) -> str:
-    """A module's or parameter's name with every index replaced by "*": what siblings share."""
+    """Return a module's or parameter's name with "*" in place of every index. Siblings share it."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def repeated_layers(model: nn.Module) -> list[list[str]]:
-    """Groups of modules of one type whose names differ in an index alone, the best candidates first.
+    """Return groups of modules of one type whose names differ only in an index, the best candidates first.
 
-    Only groups that hold at least half as many parameters as the largest one; those with the most
-    members first, so that blocks come before the stacks that they form, and layers before their parts.
+    A group must hold at least half as many parameters as the largest one. Groups with more members are first,
+    so that blocks precede stacks of blocks, and layers precede their parts.
     """
     groups: dict[tuple[str, type], list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -64,50 +62,56 @@ def repeated_layers(model: nn.Module) -> list[list[str]]:
 
 @dataclass
 class _Trace:
-    """What one call of a model showed.
+    """Activations of one call of a model: the first floating-point tensor (B, T, C) of each input and output.
 
     Attributes:
-        calls: name of each module and its first activation, in the order of the calls.
-        outputs: module -> its first activation at its last call.
-        sources: id of an activation -> the module that gave it last, and what that one was given.
+        calls: name and input of each module, in the order of the calls.
+        outputs: module -> output of its last call.
+        sources: id of a tensor -> the innermost module that created it, and the input of that module.
+        alive: all tensors of `sources`, so that no id is reused.
     """
 
-    calls: list[Call]
-    outputs: dict[str, Tensor | None]
-    sources: dict[int, tuple[str, Tensor | None]]
+    calls: list[tuple[str, Tensor | None]] = field(default_factory=list)
+    outputs: dict[str, Tensor | None] = field(default_factory=dict)
+    sources: dict[int, tuple[str, Tensor | None]] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
 
 
 def residual_stream(model: nn.Module, run: Callable[[], object]) -> Stream | None:
-    """The stream after each repeated layer, while `run` calls the model; None: there are no such layers.
+    """Return the residual stream while `run` calls the model, or None if there are no repeated layers.
 
-    A layer need not be called itself: what enters the first module of it that is called is the stream
-    before it. What enters the module after the last layer, or else the output of the last layer, is the
-    stream at its end. What is read beside the stream alone, as the norm's output that enters a branch, is
-    none of it.
+    The stream before a layer is the input of its first module that is called, because the layer itself need
+    not be called. The stream at the end is the output of the last layer, or the input of the next module.
+    An input that only a branch reads, such as the output of a norm, is not the stream.
     """
-    trace = _Trace([], {}, {})
-    entered: list[Tensor | None] = []
+    trace = _traced(model, run)
+    streams = (_stream_through(names, trace) for names in repeated_layers(model))
+    return next((stream for stream in streams if stream is not None), None)
+
+
+def _traced(model: nn.Module, run: Callable[[], object]) -> _Trace:
+    trace = _Trace()
+    inputs: list[Tensor | None] = []
 
     def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            entered.append(_first((*args, *kwargs.values())))
-            trace.calls.append((name, entered[-1]))
+        def record(_: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs.append(_activation((*args, *kwargs.values())))
+            trace.calls.append((name, inputs[-1]))
 
-        return note
+        return record
 
     def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, _args: Any, output: Any) -> None:
-            given = entered.pop()
-            trace.outputs[name] = _first((output,))
+        def record(_: nn.Module, _args: Any, output: Any) -> None:
+            source = inputs.pop()
+            trace.outputs[name] = _activation((output,))
             for tensor in tensors_in((output,)):
-                # Dropout in eval mode hands on what it was given; the innermost module is the source.
-                if tensor is not given:
-                    trace.sources.setdefault(id(tensor), (name, given))
-                    kept.append(tensor)
+                # A module that returns its input, such as dropout in eval mode, is not its source.
+                if tensor is not source:
+                    trace.sources.setdefault(id(tensor), (name, source))
+                    trace.alive.append(tensor)
 
-        return note
+        return record
 
-    kept: list[Tensor] = []  # so that no id is given twice
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
@@ -117,26 +121,20 @@ def residual_stream(model: nn.Module, run: Callable[[], object]) -> Stream | Non
     finally:
         for handle in handles:
             handle.remove()
-    for names in repeated_layers(model):
-        found = _follow(names, trace)
-        if found is not None:
-            return found
-    return None
+    return trace
 
 
-def _follow(names: list[str], trace: _Trace) -> Stream | None:
-    """The stream through the layers `names`; None where they are not run one after the other."""
+def _stream_through(names: list[str], trace: _Trace) -> Stream | None:
+    """Return the stream through the layers `names`, or None if they do not run one after the other."""
     entries: list[tuple[int, str, Tensor]] = []
     last = -1
     for name in names:
-        inside = [i for i, (called, _) in enumerate(trace.calls) if _is_in(called, name)]
-        first = next((i for i in inside if trace.calls[i][1] is not None), None)
+        calls = [(i, tensor) for i, (called, tensor) in enumerate(trace.calls) if _is_in(called, name)]
+        first = next(((i, name, tensor) for i, tensor in calls if tensor is not None), None)
         if first is None:
             return None
-        tensor = trace.calls[first][1]
-        assert tensor is not None
-        entries.append((first, name, tensor))
-        last = max(last, inside[-1])
+        entries.append(first)
+        last = max(last, calls[-1][0])
     entries.sort(key=lambda entry: entry[0])
     final = trace.outputs.get(entries[-1][1])
     if final is None:
@@ -145,14 +143,14 @@ def _follow(names: list[str], trace: _Trace) -> Stream | None:
     if any(tensor.shape != entries[0][2].shape for tensor in after):
         return None
     if len({id(tensor) for _, _, tensor in entries}) < len(entries):
-        return None  # side by side
+        return None  # parallel layers
     if not all(_continues(one, other, trace) for one, other in pairwise(entries)):
         return None
     return Stream([name for _, name, _ in entries][: len(after)], after)
 
 
 def _continues(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor], trace: _Trace) -> bool:
-    """Whether what enters the second layer is the stream, and no function of it that a branch alone reads."""
+    """Return True if the second layer's input is the stream, and not a function of it that a branch reads."""
     (_, name, before), (_, _, after) = one, other
     source: Tensor | None = after
     while source is not None and (found := trace.sources.get(id(source))) is not None:
@@ -160,17 +158,17 @@ def _continues(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor], tra
             return True
         source = found[1]
     if source is not after:
-        return False  # of something else than the layer before it
+        return False  # a function of something other than the previous layer
     branch = trace.outputs.get(name)
     if branch is None:
-        return True  # it is no layer that is called, and the sum is made by its caller
+        return True  # the layer is not called, and its caller computes the sum
     if branch.shape != after.shape:
         return False
-    # Its caller may add, scale or copy; a norm, whose scale is another one at each position, does not fit.
+    # The caller may add, scale or copy. A norm does not fit, because it scales each position differently.
     parts = torch.stack((before, branch), dim=-1).detach().flatten(0, -2).double().cpu()
     wanted = after.detach().flatten().double().cpu()
     if not (parts.isfinite().all() and wanted.isfinite().all()):
-        return True  # which is for the check to say
+        return True  # the check reports it
     fitted = parts @ torch.linalg.lstsq(parts, wanted, driver="gelsd").solution
     return bool((fitted - wanted).norm() <= 1e-3 * wanted.norm())
 
@@ -179,6 +177,6 @@ def _is_in(name: str, layer: str) -> bool:
     return name == layer or name.startswith(layer + ".")
 
 
-def _first(values: Any) -> Tensor | None:
-    """The first activation: a floating-point tensor of three dimensions."""
+def _activation(values: Any) -> Tensor | None:
+    """Return the first floating-point tensor of three dimensions."""
     return next((t for t in tensors_in(values) if t.is_floating_point() and t.ndim == 3), None)

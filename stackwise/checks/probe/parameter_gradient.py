@@ -1,9 +1,10 @@
-"""Gradients of every parameter, of the same steps computed in two ways, and how far apart they are."""
+"""Gradients of every parameter, for the same passes computed in two ways."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,43 +12,44 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.probe.call import dtype_of
+from stackwise.checks.probe.update import norm
 from stackwise.checks.subject import Subject
 
-__all__ = ["Apart", "Gradients", "apart", "gradients_of", "limit_of"]
+__all__ = ["GradientDifference", "Gradients", "compare_gradients", "gradients_of", "limit_of"]
 
-# Of all gradients: where one is 0 but for rounding, as of a key's bias, only rounding would be compared.
+# Share of the norm of all gradients. Smaller gradients, such as that of a key's bias, are rounding.
 _FLOOR, _NARROW_FLOOR = 1e-7, 1e-4
-_EXACT = 1e-4  # of sound models in float64, measured: at most 7e-6
+_EXACT = 1e-4  # healthy models in float64: at most 7e-6
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one forward and backward pass leaves.
+    """Result of one forward and backward pass.
 
     Attributes:
-        loss: the scalar that was minimised.
-        of: parameter name -> its gradient; all zero where there is none.
-        buffers: buffer name -> its value afterwards.
+        loss: value of the loss.
+        by_name: parameter name -> gradient, or zeros if there is none.
+        buffers: buffer name -> value after the pass.
     """
 
     loss: float
-    of: Mapping[str, Tensor]
+    by_name: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Apart:
-    """The parameter whose two gradients differ most.
+class GradientDifference:
+    """Largest difference between passes that were computed in two ways.
 
     Attributes:
-        value: norm of the difference over the larger norm.
-        parameter: its name.
-        loss: the relative difference of the losses.
+        value: norm of a gradient's difference over the larger norm, or the relative difference of a loss.
+        loss: relative difference of the losses of this pass.
+        where: the parameter, and the pass.
     """
 
     value: float
-    parameter: str
     loss: float
+    where: str
 
 
 def gradients_of(
@@ -58,19 +60,18 @@ def gradients_of(
     call: nn.Module | None = None,
     shrink: float = 1.0,
 ) -> list[Gradients]:
-    """Passes over the same batches each time, under the subject's seed.
+    """Return the gradients of passes with the seed of the subject.
 
     Args:
-        subject: gives the batches and the loss.
-        model: whose parameters are meant.
-        n_passes: each with a batch of its own.
-        around: makes a context in which to run each pass.
-        call: what is called in place of `model`.
-        shrink: by which parameters and buffers are multiplied after each pass, as steps change them.
+        subject: provides the batches and the loss.
+        model: owner of the parameters.
+        n_passes: number of passes. Each has its own batch, the same in every call of this function.
+        around: returns the context of a pass.
+        call: module to call, such as a compiled one. None: the model.
+        shrink: factor for parameters and buffers after each pass, as a stand-in for an optimizer step.
     """
-    found = []
-    with subject.fixed_randomness(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    passes = []
+    with subject.fixed_randomness(), warnings.catch_warnings(action="ignore"):
         for number in range(n_passes):
             inputs = subject.inputs(2, shift=number)
             model.zero_grad(set_to_none=True)
@@ -84,39 +85,42 @@ def gradients_of(
                 if p.requires_grad
             }
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            found.append(Gradients(loss.item(), gradients, buffers))
+            passes.append(Gradients(loss.item(), gradients, buffers))
             if shrink != 1.0:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):
                         if tensor.is_floating_point() or tensor.is_complex():
                             tensor.mul_(shrink)
-    return found
+    return passes
 
 
-def apart(a: Gradients, b: Gradients) -> Apart:
-    """Compare, parameter by parameter, names of `a`."""
-    total = torch.stack([g.double().norm() for g in a.of.values()]).norm().item() if a.of else 0.0
-    worst, where = 0.0, ""
-    for name, one in a.of.items():
-        other = b.of[name].double()
-        floor = _FLOOR if one.dtype == torch.float64 else _NARROW_FLOOR
-        size = max(one.double().norm().item(), other.norm().item(), floor * total)
-        value = (one.double() - other).norm().item() / size if size else 0.0
-        if not value <= worst:
-            worst, where = value, name
-            if value != value:
-                worst = torch.inf
-                break
-    loss = abs(a.loss - b.loss) / max(abs(a.loss), torch.finfo(torch.float64).tiny)
-    return Apart(worst, where, loss)
+def compare_gradients(plain: Sequence[Gradients], other: Sequence[Gradients]) -> GradientDifference:
+    """Return the largest difference between two lists of passes."""
+    found = []
+    for number, (a, b) in enumerate(zip(plain, other, strict=True), start=1):
+        total = norm(a.by_name.values())
+        gaps = {name: _gap(gradient, b.by_name[name], total) for name, gradient in a.by_name.items()}
+        loss = abs(a.loss - b.loss) / max(abs(a.loss), torch.finfo(torch.float64).tiny)
+        worst = max(gaps, key=lambda name: gaps[name])
+        name = worst if gaps[worst] > 0 else "the loss"
+        found.append(GradientDifference(max(gaps[worst], loss), loss, f"{name}, pass {number}"))
+    return max(found, key=lambda each: each.value)
+
+
+def _gap(a: Tensor, b: Tensor, total: float) -> float:
+    floor = total * (_FLOOR if a.dtype == torch.float64 else _NARROW_FLOOR)
+    gap, size = norm([a.double() - b.double()]), max(norm([a]), norm([b]), floor)
+    if math.isnan(gap):
+        return math.inf
+    return gap / size if size else 0.0
 
 
 def limit_of(subject: Subject, model: nn.Module) -> float:
-    """What is rounding between two ways to compute the same: 1e-4 in float64.
+    """Return the largest difference that is rounding: 1e-4 in float64.
 
-    In float32, sums of gradients that cancel (of a router's weights) were seen to be 3e-4 apart.
+    In float32, sums that cancel (gradients of a router's weights) differ by up to 3e-4 in healthy models.
     """
     dtype = dtype_of(model)
-    return (
-        _EXACT if dtype == torch.float64 else max(300 * subject.spec.tolerance, 64 * torch.finfo(dtype).eps)
-    )
+    if dtype == torch.float64:
+        return _EXACT
+    return max(300 * subject.spec.tolerance, 64 * torch.finfo(dtype).eps)

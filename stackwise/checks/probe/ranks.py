@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.another_process import Recipe, run_in_processes
 from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
@@ -109,7 +109,7 @@ def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
             {"rank": rank, "folder": folder, "batches": batches, "seed": subject.seed, "log": str(logs[rank])}
             for rank in range(N_RANKS)
         ]
-        outcomes = run_elsewhere(
+        outcomes = run_in_processes(
             "stackwise.checks.probe.ranks:run_rank",
             recipe,
             arguments,
@@ -120,7 +120,7 @@ def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
         collectives = [_read(log) for log in logs]
     errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
     records = [] if errors else [outcome.value for outcome in outcomes]
-    return Ranks(records, errors, collectives, all(outcome.known for outcome in outcomes))
+    return Ranks(records, errors, collectives, all(outcome.built for outcome in outcomes))
 
 
 def run_rank(

@@ -1,10 +1,11 @@
-"""Update: what one call of an optimizer saw and did, observed from outside.
+"""Record of each update of an optimizer: gradients, parameters and learning rates.
 
-Gradients are what the optimizer works with: divided by its `grad_scale` where it has one, as fused ones do.
+Gradients are divided by the optimizer's `grad_scale` if it has one, as fused optimizers do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +25,10 @@ class Update:
     """One call of `optimizer.step`.
 
     Attributes:
-        gradients: by name of the parameter, those that had one.
-        before: every parameter of the model.
-        after: the same after the call.
-        learning_rates: of each group.
+        gradients: parameter name -> gradient, for parameters that have one.
+        before: parameter name -> value before the call.
+        after: parameter name -> value after the call.
+        learning_rates: learning rate of each group.
     """
 
     gradients: dict[str, Tensor]
@@ -36,19 +37,18 @@ class Update:
     learning_rates: list[float]
 
     def moved(self, name: str) -> Tensor:
-        """How far each element of a parameter moved, in float64."""
+        """Return the change of each element of a parameter, in float64."""
         return self.after[name].double() - self.before[name].double()
 
 
 @dataclass
 class Observation:
-    """What was seen of a run.
+    """Record of a run.
 
     Attributes:
-        updates: in their order.
-        raw: the last gradient that the backward pass left in each parameter, before anything was done
-            to it; as it was then, loss scale included.
-        reached: names of parameters whose gradient was somewhere not zero.
+        updates: updates in their order.
+        raw: last gradient of each parameter directly after the backward pass, including the loss scale.
+        reached: names of parameters with a gradient other than zero in any backward pass.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -58,41 +58,41 @@ class Observation:
 
 @contextmanager
 def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
-    """Inside, every update of `run.optimizer` is noted.
+    """Record every update of `run.optimizer`.
 
     Args:
-        run: any.
-        factor: what every gradient is multiplied by as it leaves the backward pass.
+        run: the training run.
+        factor: factor for every gradient in the backward pass.
     """
     seen = Observation()
     names = {id(p): name for name, p in run.model.named_parameters()}
     parameters = dict(run.model.named_parameters())
-    noted: list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]] = []
+    pending: list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]] = []
 
-    inside = False
+    by_closure = False
 
-    def note_raw(p: Tensor) -> None:
-        nonlocal inside
-        inside = inside or bool(noted)
+    def record_raw(p: Tensor) -> None:
+        nonlocal by_closure
+        by_closure = by_closure or bool(pending)
         if p.grad is not None and not p.grad.is_sparse:
             seen.raw[names[id(p)]] = p.grad.detach().clone()
             if bool(p.grad.any()):
                 seen.reached.add(names[id(p)])
 
     def before(optimizer: Any) -> None:
-        noted.append((_gradients(optimizer, parameters), _values(parameters), rates_of(optimizer)))
+        pending.append((_gradients(optimizer, parameters), _values(parameters), rates_of(optimizer)))
 
     def next_member(member: torch.optim.Optimizer) -> None:
-        """Note the gradients of one optimizer again: a scaler divides them just before its step."""
+        """Record the gradients of one optimizer again: a scaler divides them just before its step."""
         own = {id(p) for group in member.param_groups for p in group["params"]}
-        fresh = _gradients(member, {name: p for name, p in parameters.items() if id(p) in own})
-        noted[-1][0].update(fresh)
+        own_gradients = _gradients(member, {name: p for name, p in parameters.items() if id(p) in own})
+        pending[-1][0].update(own_gradients)
 
     def after(optimizer: Any) -> None:
-        nonlocal inside
-        gradients, values, rates = noted.pop()
-        if inside:  # by a closure; what was there before is of an earlier step
-            gradients, inside = _gradients(optimizer, parameters), False
+        nonlocal by_closure
+        gradients, values, rates = pending.pop()
+        if by_closure:  # a closure computed them; the earlier gradients belong to the step before
+            gradients, by_closure = _gradients(optimizer, parameters), False
         seen.updates.append(Update(gradients, values, _values(parameters), rates))
 
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
             if p.requires_grad:
                 if factor != 1.0:
                     stack.callback(p.register_hook(lambda g: g * factor).remove)  # type: ignore[no-untyped-call]
-                handle = p.register_post_accumulate_grad_hook(note_raw)  # type: ignore[no-untyped-call]
+                handle = p.register_post_accumulate_grad_hook(record_raw)  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
         stack.enter_context(each_update(run.optimizer, before, after, next_member))
         yield seen
@@ -115,14 +115,13 @@ def each_update(
 ) -> Iterator[None]:
     """Call `before` and `after` around each update of the optimizer.
 
-    Several optimizers make one update together: from the first of their steps to the last. An optimizer that
-    steps twice begins a new update. Hooks of torch run twice if the step of a subclass calls that of its
-    parent, which is one update.
+    The steps of joined optimizers form one update. If an optimizer steps twice, a new update starts. If the
+    step of a subclass calls that of its parent, torch runs the hooks twice for one update.
 
     Args:
-        optimizer: an optimizer or `JoinedOptimizers`. It is passed to `before` and `after`.
+        optimizer: an optimizer or `JoinedOptimizers`. `before` and `after` receive it.
         before: called before an update.
-        after: called after it.
+        after: called after an update.
         next_member: called before the step of each further optimizer of the same update.
     """
     members = optimizer.members if isinstance(optimizer, JoinedOptimizers) else [optimizer]
@@ -187,19 +186,15 @@ def rates_of(optimizer: Any) -> list[float]:
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The L2 norm of all together, in float64."""
-    squares = [t.double().square().sum() for t in tensors]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    """Return the L2 norm of all tensors together, in float64."""
+    return float(nn.utils.get_total_norm([t.double() for t in tensors]))
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The L2 norm of a - b over that of b; a missing tensor is zero; inf where one is not finite."""
-    difference = {}
-    for name in a.keys() | b.keys():
-        some = a[name] if name in a else b[name]
-        zero = torch.zeros_like(some)
-        difference[name] = a.get(name, zero).double() - b.get(name, zero).double()
-    apart, size = norm(difference.values()), norm(b.values())
-    if not torch.isfinite(torch.tensor(apart)):
-        return float("inf")
-    return apart / size if size > 0 else (float("inf") if apart > 0 else 0.0)
+    """Return the L2 norm of a - b over that of b, or inf if it is not finite. A missing tensor is zero."""
+    zero = torch.zeros(())
+    gap = norm(a.get(name, zero).double() - b.get(name, zero).double() for name in a.keys() | b.keys())
+    size = norm(b.values())
+    if not math.isfinite(gap):
+        return math.inf
+    return gap / size if size > 0 else (math.inf if gap > 0 else 0.0)

@@ -1,4 +1,4 @@
-"""Widened: a float64 model computed in float64 throughout, casts to float32 in its own code included."""
+"""Widened: run a float64 model in float64 throughout, including its own casts to float32."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Widened(TorchFunctionMode):
-    """Inside, every cast to a narrower floating-point dtype becomes a cast to float64.
+    """Context in which every cast to a narrower floating-point dtype becomes a cast to float64.
 
-    Norms and losses widen their input to float32, which narrows that of a float64 model; finite
-    differences would see the rounding. What such casts mean for a model is asked elsewhere.
+    Many norms and losses cast their input to float32. That narrows a float64 model, and the rounding would
+    disturb finite differences. The checks of precision examine such casts.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

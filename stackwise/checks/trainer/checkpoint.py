@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.another_process import Recipe, run_in_processes
 from stackwise.checks.probe.run_state import (
     Trace,
     different,
@@ -133,8 +133,8 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
             "device": str(subject.device),
             "seed": subject.seed,
         }
-        [outcome] = run_elsewhere(f"{__name__}:_in_another_process", recipe, [arguments])
-        if not outcome.known:
+        [outcome] = run_in_processes(f"{__name__}:_in_another_process", recipe, [arguments])
+        if not outcome.built:
             raise _NoProcessError(outcome.error)
         if outcome.error:
             raise _LoadError(outcome.error)

@@ -1,4 +1,4 @@
-"""Calls that leave no trace, and what they are asked about: caches, states, padding ids, open choices."""
+"""Calls of a model without side effects: decoding, recurrent states, padding ids and errors."""
 
 import types
 
@@ -11,7 +11,6 @@ from stackwise.checks.probe.call import (
     dtype_of,
     has_fixed_state,
     leaves_state,
-    masked,
     real_inputs,
     reason_of,
     refusals,
@@ -41,13 +40,11 @@ class Counting(GPT):
 def test_calls_can_be_repeated():
     spec = spec_of(Counting)
     subject, model = subject_of(spec), spec.create().eval()
-    ids, keep = spec.batch(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    ids = spec.batch(2, 8)
     random = torch.get_rng_state()
     for ask in (
         lambda: subject.call(model, lambda: model(ids)),
-        lambda: masked(subject, model, ids, keep),
         lambda: decoded(subject, model, ids, (4, 1, 3)),
-        lambda: decoded(subject, model, ids, (4, 1, 3), keep),
     ):
         one = ask()
         assert torch.equal(one, ask())
@@ -57,21 +54,7 @@ def test_calls_can_be_repeated():
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_what_is_handed_out_is_a_copy():
-    def spoil(model, ids, keep):
-        ids.zero_()
-        keep.zero_()
-        return model(ids)
-
-    spec = spec_of(masked=spoil)
-    ids, keep = spec.batch(2, 8), torch.ones(2, 8, dtype=torch.bool)
-    before = ids.clone()
-    masked(subject_of(spec), spec.create(), ids, keep)
-    assert torch.equal(ids, before)
-    assert keep.all()
-
-
-def test_parts_have_to_give_as_many_outputs():
+def test_decoding_with_fewer_outputs_than_tokens_is_refused():
     spec = spec_of(decode=lambda model, ids, cache: (model(ids).logits[:, -1:], None))
     with pytest.raises(ValueError, match="3 tokens at once gave 1 outputs"):
         decoded(subject_of(spec), spec.create(), spec.batch(1, 4), (1, 3))
@@ -144,7 +127,7 @@ def test_inputs_without_padding_ids(seed):
     assert torch.equal(plain[untouched], real[untouched])
 
 
-def test_inputs_that_are_brought_or_vectors_stay_as_they_are(subjects):
+def test_custom_batches_and_vectors_are_unchanged(subjects):
     brought = spec_of(make_batch=lambda rows, length, generator: torch.full((rows, length), 2))
     assert (real_inputs(subject_of(brought), 2, 4) == 2).all()
     vectors = subject_of(ModelSpec.of(subjects.encoder))
@@ -165,7 +148,7 @@ def test_reason_in_one_line():
 
 
 def taken(error):
-    """What an except clause takes of an error that comes."""
+    """Return the error if `refusals()` catches it."""
     try:
         raise error
     except refusals() as refusal:
@@ -173,7 +156,7 @@ def taken(error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("no"), KeyError("no"), AssertionError()])
-def test_what_a_model_raises_is_a_refusal(error):
+def test_errors_of_a_model_are_refusals(error):
     assert taken(error) is error
 
 
@@ -182,12 +165,12 @@ def test_what_a_model_raises_is_a_refusal(error):
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory"), OSError("no")],
     ids=["cuda", "cpu", "of another kind"],
 )
-def test_memory_that_is_too_small_is_no_refusal(error):
+def test_out_of_memory_is_not_a_refusal(error):
     with pytest.raises(type(error)):
         taken(error)
 
 
-def test_it_is_the_last_error_that_counts():
+def test_earlier_out_of_memory_does_not_count():
     error = ValueError("no")
     try:
         raise MemoryError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stackwise.checks import check_trainer
-from stackwise.checks.probe.another_process import Recipe, run_elsewhere
+from stackwise.checks.probe.another_process import Recipe, run_in_processes
 from stackwise.checks.probe.run_state import different, next_batches, state_of
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.optimizer_kinds import Contained
@@ -256,15 +256,15 @@ def waits(build):
     time.sleep(600)
 
 
-def test_functions_elsewhere():
+def test_functions_in_new_processes():
     recipe = Recipe.of(loop())
     arguments = [{"number": torch.ones(2)}, {"number": None}]
-    done, failed = run_elsewhere(f"{__name__}:halve", recipe, arguments)
+    done, failed = run_in_processes(f"{__name__}:halve", recipe, arguments)
     assert torch.equal(done.value[0], torch.full((2,), 0.5))
     assert done.value[1] == "Loop" and not done.error
-    assert failed.error.startswith("ArithmeticError: no number (test_checkpoint.py:") and failed.known
-    [ended] = run_elsewhere(f"{__name__}:waits", recipe, [{}], stop=lambda: True)
-    assert ended.error == "the process was ended"
+    assert failed.error.startswith("ArithmeticError: no number (test_checkpoint.py:") and failed.built
+    [stopped] = run_in_processes(f"{__name__}:waits", recipe, [{}], stop=lambda: True)
+    assert stopped.error == "the process was stopped"
 
 
 def test_recipes(tmp_path):

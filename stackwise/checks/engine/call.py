@@ -22,7 +22,7 @@ from stackwise.subject.call_form import forward_parameters
 from stackwise.subject.inference import cast, logits_of
 from stackwise.subject.spec import ModelSpec
 
-__all__ = ["accepts", "decode_takes_mask", "execute", "loss_of"]
+__all__ = ["accepts", "changed_calls", "decode_takes_mask", "execute", "loss_of"]
 
 
 def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
@@ -44,7 +44,7 @@ def _executed(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
         function, given = _needed(spec.masked), (call.keep,)
     else:
         function, given = spec.forward, ()
-    with _changed(model, arguments, call.transforms, inputs.shape[1]):
+    with changed_calls(model, arguments, call.transforms, inputs.shape[1]):
         return logits_of(function(model, inputs, *given))
 
 
@@ -55,7 +55,7 @@ def loss_of(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     for function, given in ((spec.masked, call.keep), (spec.packed, call.documents)):
         if given is not None:
             arguments |= _recorded(spec, model, inputs, _needed(function), given)
-    with _changed(model, arguments | call.arguments, call.transforms, inputs.shape[1]):
+    with changed_calls(model, arguments | call.arguments, call.transforms, inputs.shape[1]):
         loss: Tensor = _needed(spec.labelled_loss)(model, inputs, call.labels)
     return loss
 
@@ -109,7 +109,7 @@ def _decoded(
         name: part_of(value, columns) if isinstance(value, Tensor) else value
         for name, value in call.arguments.items()
     }
-    with _changed(model, arguments, call.transforms, columns.stop - columns.start):
+    with changed_calls(model, arguments, call.transforms, columns.stop - columns.start):
         decoded: tuple[Any, Any] = _needed(spec.decode)(
             model, cast(part_of(inputs, columns), model), cache, *mask
         )
@@ -157,8 +157,8 @@ def _arguments_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Any]
 
 
 @contextmanager
-def _changed(
-    model: nn.Module, arguments: Mapping[str, Any], transforms: Sequence[Transform], width: int
+def changed_calls(
+    model: nn.Module, arguments: Mapping[str, Any], transforms: Sequence[Transform] = (), width: int = 0
 ) -> Iterator[None]:
     """Inside, each call of the model gets further arguments, unless the caller passes them.
 

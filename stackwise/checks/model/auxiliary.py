@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.engine.call import accepts, changed_calls
 from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.loss_formula import expected_shift, labelled_loss, mean_cross_entropy
 from stackwise.checks.result import CheckResult, listed
@@ -148,7 +149,11 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs token ids and at least 2 positions")
     inputs = subject.inputs(2)
     model = subject.model(train=True, fill_zeros=True)
-    value, logits = labelled_loss(subject, model, inputs, inputs)
+    # Models of transformers add it on request only: by the configuration, otherwise by an argument.
+    takes_switch = accepts(model, "output_router_logits") and not _is_requested(model)
+    switch = {"output_router_logits": True} if takes_switch else {}
+    with changed_calls(model, switch):
+        value, logits = labelled_loss(subject, model, inputs, inputs)
     if logits is None or logits.shape[:2] != inputs.shape:
         return subject.not_applicable("the call with labels shows no logits to compare with")
     with torch.no_grad():

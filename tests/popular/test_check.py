@@ -64,7 +64,7 @@ def test_plugin_checks_a_model(place, request, pytester):
     path = request.path.parent / place
 
     result = pytester.runpytest_subprocess(
-        f"--stackwise-model={path}", "--stackwise-checks=determinism,finiteness", timeout=HANG_SECONDS
+        f"--stackwise-model={path}", "--stackwise-checks=determinism,finite_logits", timeout=HANG_SECONDS
     )
 
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=3)

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -158,10 +158,11 @@ class Explorer:
         # Variations that apply. None: not known yet.
         self._names: list[str] | None = None
         self._executed: set[str] = set()
-        self._asked_alone: set[str] = set()
 
-    def explore(self, only: Collection[str] | None = None) -> Exploration:
+    def explore(self, only: Set[str] | None = None) -> Exploration:
         """Execute the compositions that contain one of some variations, and return the result so far.
+
+        Each variation alone is always executed first, so that a difference is reported by its cause.
 
         Args:
             only: names of variations. None: all compositions.
@@ -174,15 +175,13 @@ class Explorer:
             warnings.simplefilter("ignore")
             if self._names is None:
                 self._names = self._applicable()
-            names = self._names
-            chosen = {name: None for name in names if only is None or name in only}
-            self._ask_alone([name for name in chosen if name not in self._asked_alone])
-            for plan in self._plans(names):
-                is_chosen = only is None or any(name in chosen for name in plan.names)
+                self._ask_alone(self._names)
+            for plan in self._plans(self._names):
+                is_chosen = only is None or len(plan.names) == 1 or not only.isdisjoint(plan.names)
                 if is_chosen and plan.label not in self._executed:
                     self._executed.add(plan.label)
                     self._execute(plan)
-        for name in chosen:
+        for name in self._names:
             refusal = result.refused.get(frozenset({name}))
             if not result.asked[frozenset({name})] and refusal is not None:
                 result.missing[name] = f"the model refuses it: {refusal}"
@@ -217,7 +216,6 @@ class Explorer:
 
     def _ask_alone(self, names: list[str]) -> None:
         """Execute the suspects of variations, and each variation alone in the own dtype of the model."""
-        self._asked_alone.update(names)
         _ask_suspects(names, self._variations, self._exam, self.result)
         if names and self._exam.is_float64 and not self._is_large:
             _ask_in_own_dtype(names, self._variations, self._exam, self.result)

@@ -64,7 +64,7 @@ def token_order(subject: Subject) -> CheckResult:
         effect = max(effect, float(relative_difference(plain, replaced).max()))
         order = max(order, float(relative_difference(plain, swapped).max()))
         if order > limit:
-            return subject.passed(order, limit)
+            return subject.passed(meaning=f"the output changes by {order:.2g}")
     if effect <= limit:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
     return subject.warned(

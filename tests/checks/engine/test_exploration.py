@@ -264,7 +264,7 @@ def failed(results):
 def test_checks_report_the_exploration():
     results = answers(spec_of(StateLost), "equivalence", "batch_invariance", "padding_amount")
     own = {each.name for each in KNOWN.values() if each.family == "equivalence"}
-    assert set(results) == own | {"batch_invariance", "padding_amount"}
+    assert set(results) == own | {"batch_invariance", "padding_amount", "unexpected_exceptions"}
     assert failed(results) == {"mask_of_ones", "padding_amount"}
     assert "compare(model, {" in results["mask_of_ones"].advice
     assert results["embeddings"].status == "not applicable"

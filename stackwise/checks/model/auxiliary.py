@@ -88,7 +88,7 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
 
 @check
 def auxiliary_padding(subject: Subject) -> CheckResult:
-    """Does the auxiliary loss leave padding out, whatever is in it and however much there is?"""
+    """Is the auxiliary loss independent of the amount and the content of padding?"""
     spec = subject.spec
     if spec.auxiliary_loss is None:
         return subject.not_applicable(_NEEDED)

@@ -52,7 +52,7 @@ def compiled_gradients(subject: Subject) -> CheckResult:
 
 @check(suite="full")
 def graph_breaks(subject: Subject) -> CheckResult:
-    """Does torch.compile take the forward pass as one graph?"""
+    """Does torch.compile capture the forward pass as one graph?"""
     from torch._dynamo.utils import counters
 
     model = _model(subject)

@@ -26,7 +26,7 @@ _ENOUGH_LAYERS = 4
 
 @check
 def depth_activations(subject: Subject) -> CheckResult:
-    """Does the residual stream keep its size from layer to layer, in a fresh model?"""
+    """Does the residual stream of a fresh model have a similar size after each layer?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     model = subject.model()
@@ -47,7 +47,7 @@ def depth_activations(subject: Subject) -> CheckResult:
 
 @check
 def depth_gradients(subject: Subject) -> CheckResult:
-    """Do gradients, relative to what they are of, keep their size from the last layer to the first?"""
+    """Does the gradient of the residual stream, times the stream, keep its size over the layers?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     model, outputs = subject.model(), list[Tensor]()

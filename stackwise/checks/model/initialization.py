@@ -69,7 +69,7 @@ def initial_loss(subject: Subject) -> CheckResult:
 
 @check
 def initialized(subject: Subject) -> CheckResult:
-    """Is every weight given a value, and the same one under the same seed?"""
+    """Is every weight initialized, and to the same value under the same seed?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     with _unset_memory_is_nan():
@@ -104,7 +104,7 @@ def initialized(subject: Subject) -> CheckResult:
 
 @check
 def norm_gains(subject: Subject) -> CheckResult:
-    """Do fresh norms give vectors of RMS 1, without a bias and without turning channels around?"""
+    """Do the norms of a fresh model return vectors of RMS 1, without a bias or changed signs?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     norms = _norms(subject)
@@ -181,7 +181,7 @@ def symmetry(subject: Subject) -> CheckResult:
 
 @check
 def load_round_trip(subject: Subject) -> CheckResult:
-    """Does a model with the weights of another one, loaded, compute what the other computes?"""
+    """Does a model that loads the weights of another model give the same output?"""
     source, inputs = subject.model(), subject.inputs(2)
     subject.logits(source, inputs)  # one that has been used, beside one that has not
     generator = torch.Generator().manual_seed(subject.seed)

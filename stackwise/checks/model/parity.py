@@ -155,7 +155,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 @check
 def reference_output(subject: Subject) -> CheckResult:
-    """Are the outputs those of the reference, with the weights as they are and with livelier ones?"""
+    """Are the outputs equal to those of the reference, with initial and with changed weights?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)
@@ -187,7 +187,7 @@ def reference_output(subject: Subject) -> CheckResult:
 
 @check
 def reference_gradient(subject: Subject) -> CheckResult:
-    """Are the loss and every gradient those of the reference?"""
+    """Are the loss and every gradient equal to those of the reference?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
     inputs = subject.inputs(2)

@@ -76,7 +76,7 @@ class _Run:
 
 @check
 def float32_error(subject: Subject) -> CheckResult:
-    """Is nothing in the float32 model as coarse as a narrow format, against float64?"""
+    """Is every result in the float32 model more precise than bfloat16 and float16?"""
     dtype = dtype_of(subject.model())
     if dtype in (torch.bfloat16, torch.float16):
         return subject.not_applicable(f"needs a float32 model; this one is built in {_name(dtype)}")
@@ -85,20 +85,20 @@ def float32_error(subject: Subject) -> CheckResult:
 
 @check
 def bfloat16_error(subject: Subject) -> CheckResult:
-    """Does the model in bfloat16 lose no more than rounding, at any operation, against float64?"""
+    """Does every operation in bfloat16 lose no more than rounding, compared with float64?"""
     return _judge_error(subject, torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION})
 
 
 @check
 def autocast_error(subject: Subject) -> CheckResult:
-    """Under autocast to bfloat16, is all lost by rounding alone, and every matrix product cast?"""
+    """Does autocast to bfloat16 cast every matrix product, and lose no more than rounding?"""
     limits: dict[Kind, float] = {"table": _TABLE, "parameter": _PARAMETER, "activation": _ACTIVATION}
     return _judge_error(subject, torch.bfloat16, limits, autocast=True)
 
 
 @check
 def float16_range(subject: Subject) -> CheckResult:
-    """Is every output finite in float16 where it is finite in float64?"""
+    """Is every output finite in float16 if it is finite in float64?"""
     try:
         run = _run(subject, torch.float16, subject.seq_len, {})
     except _Cannot as error:

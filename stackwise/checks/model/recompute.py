@@ -26,7 +26,7 @@ _ADVICE = (
 
 @check
 def recompute_gradients(subject: Subject) -> CheckResult:
-    """Is every parameter's gradient the same where activations are recomputed, twice in a row?"""
+    """Is every gradient the same if activations are recomputed, in two consecutive passes?"""
     if not any(p.requires_grad for p in subject.model().parameters()):
         return subject.not_applicable("no parameter is trainable")
     try:

@@ -22,7 +22,7 @@ from stackwise.checks.subject import Subject
 
 @check
 def tying(subject: Subject) -> CheckResult:
-    """Is the head the embedding's own weight where it claims to be, also of a copy, cast or loaded model?"""
+    """Do head and embedding share one weight if the model claims it, also after copy, cast and load?"""
     spec = subject.spec
     if spec.inputs != "tokens":
         return subject.not_applicable("needs token ids")

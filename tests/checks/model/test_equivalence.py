@@ -27,7 +27,9 @@ def test_an_exception_of_a_pair_is_a_warning():
     assert "RuntimeError: sizes do not match" in result.meaning
 
 
-@pytest.mark.parametrize("error", [ValueError("no mask with documents"), NotImplementedError(), AssertionError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("no mask with documents"), NotImplementedError(), AssertionError()]
+)
 def test_a_refusal_is_none(error):
     [result] = check_model(refusing(error), checks=["combined_calls"])
     assert result.status == "passed"

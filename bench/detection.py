@@ -43,22 +43,22 @@ SECONDS = 240.0  # of one subject
 _CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
         ("tying",),
-        "its configuration ties the head by default, its class does not",
+        "the configuration ties the head by default, and the class does not",
         ("transformers/bigbird_pegasus",),
     ),
     (
         ("causality", "equivalence"),
-        "a prefix model: all that it is given is context, and sees itself",
+        "a prefix model, in which all input tokens see each other",
         ("transformers/cpmant",),
     ),
     (
         ("initialization",),
-        "embeddings of standard deviation 1, and the head tied to them",
+        "a tied head, and embeddings of standard deviation 1",
         ("transformers/cpmant",),
     ),
     (
         ("cache", "padding"),
-        "decoding with a mask, it makes room in the mask for an image that is not there",
+        "decoding with a mask adds columns for an image to the mask, without an image",
         ("transformers/git",),
     ),
     (
@@ -91,17 +91,17 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (
         ("cache",),
-        "it does not keep the token that shifts in next",
+        "the cache does not contain the previous token, which the next one needs",
         ("x-transformers/decoder shifted tokens",),
     ),
     (
         ("cache",),
-        "it adds the boolean mask of its cache to soft-capped scores, which hides nothing",
+        "the boolean mask of the cache is added to the scores, which hides nothing",
         ("litgpt/Gemma-2-2b",),
     ),
     (
         ("cache",),
-        "where several tokens go beyond its ring buffer, the mask is that of other positions",
+        "if several tokens exceed the ring buffer, the mask belongs to other positions",
         (
             *("litgpt/Gemma-3-1b-it", "litgpt/Gemma-3-4b-it", "litgpt/Phi-3-mini-4k-instruct"),
             *("litgpt/Phi-3-mini-128k-instruct", "litgpt/Phi-4-mini-instruct", "litgpt/Mathstral-7B-v0.1"),

@@ -52,7 +52,7 @@ def rivals(record: Mapping[str, Any]) -> str:
 
 
 def third_party(record: Mapping[str, Any]) -> str:
-    """One row a library: models, answers of each status; then why what is no bug of a check failed."""
+    """Return a table with one row per library, the reason of each failure, and the number of warnings."""
     figures = record["figures"]["third_party"]
     statuses = ("passed", "warned", "not applicable", "failed", "error")
     rows = [f"| library | models | {' | '.join(statuses)} |", "| --- " * (2 + len(statuses)) + "|"]
@@ -63,13 +63,14 @@ def third_party(record: Mapping[str, Any]) -> str:
         version = figures["versions"].get(library, "")
         counts = " | ".join(str(row[status]) for status in statuses)
         rows.append(f"| {library} {version} | {row['models']} | {counts} |")
-    failed = [
-        f"- {name}, `{each['check']}`: "
-        + figures["explained"].get(name.removesuffix(" is_decoder"), {}).get(each["family"], "not explained")
-        for name, model in figures["models"].items()
-        for each in model["others"]
-        if each["status"] in ("failed", "error")
-    ]
+    failed: dict[tuple[str, str], list[str]] = {}
+    for name, model in figures["models"].items():
+        reasons = figures["explained"].get(name.removesuffix(" is_decoder"), {})
+        for each in model["others"]:
+            if each["status"] in ("failed", "error"):
+                reason = reasons.get(each["family"], "not explained")
+                failed.setdefault((reason, each["check"]), []).append(name)
+    lines = [f"- `{check}`: {reason} ({', '.join(names)})" for (reason, check), names in failed.items()]
     warned = Counter(
         each["check"]
         for model in figures["models"].values()
@@ -77,13 +78,13 @@ def third_party(record: Mapping[str, Any]) -> str:
         if each["status"] == "warned"
     )
     listed = ", ".join(f"`{name}` {count}" for name, count in warned.most_common())
-    return "\n".join([*rows, "", "Failed:", "", *sorted(failed), "", f"Warned: {listed}."])
+    return "\n".join([*rows, "", "Failed:", "", *sorted(lines), "", f"Warned: {listed}."])
 
 
 def reports(record: Mapping[str, Any]) -> str:
     """Return a table with one row per public report: what is wrong, first result, present result."""
     first, now = json.loads(FIRST_RESULT.read_text()), record["figures"]["reports"]
-    rows = ["| report | what is wrong | first result | now |", "| --- " * 4 + "|"]
+    rows = ["| report | bug | first result | now |", "| --- " * 4 + "|"]
     for name, module in modules().items():
         title = " ".join((module.__doc__ or "").split("\n\n")[0].split())
         report, _, text = title.partition(": ")
@@ -156,7 +157,7 @@ def _number(name: str) -> tuple[str, int]:
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "README.md": {"rivals": rivals},
-    "docs/reference/checks.md": {
+    "docs/reference/detection.md": {
         "detection": bar_rows,
         "families": families,
         "rivals": rivals,

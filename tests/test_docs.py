@@ -24,7 +24,8 @@ from stackwise import ModelSpec, StackWiseConfig, check_model, measure, stabilit
 from stackwise.benchmark import model_workload
 from stackwise.checkpoint import EXIT_CODE
 from stackwise.checks import known_checks
-from stackwise.checks.check import select_checks
+from stackwise.checks.check import OTHER_NAMES, select_checks
+from stackwise.checks.variations import known_variations
 from stackwise.cli import Command, history, main
 from stackwise.config import ModelConfig
 from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING
@@ -160,11 +161,30 @@ def test_sections_that_are_null_are_shown_with_their_defaults():
         assert given | shown == kinds[0].from_dict(given).to_dict(), name
 
 
-def test_page_of_checks_lists_every_check():
-    rows = re.findall(
-        r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/reference/checks.md").read_text(), re.MULTILINE
+@pytest.mark.parametrize("asks", ["model", "trainer"])
+def test_page_of_checks_lists_every_check(asks):
+    text = (ROOT / f"docs/reference/{asks}-checks.md").read_text()
+    table = re.search(rf"<!-- checks of a {asks} -->(.*?)<!-- end -->", text, re.DOTALL)[1]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (\w+)(, full)? \|$", table, re.MULTILINE)
+    assert sorted(rows) == sorted(
+        (name, check.summary, check.family, ", full" * (check.suite == "full"))
+        for name, check in known_checks().items()
+        if check.asks == asks
     )
-    assert dict(rows) == {name: check.summary for name, check in known_checks().items()}
+
+
+def test_page_of_equivalent_calls_lists_every_variation():
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \|",
+        _section("docs/reference/equivalent-calls.md", "Variations"),
+        re.MULTILINE,
+    )
+    assert rows == [(each.name, each.check or each.name) for each in known_variations().values()]
+
+
+def test_page_of_equivalent_calls_lists_every_earlier_name():
+    section = _section("docs/reference/equivalent-calls.md", "Earlier names")
+    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)) == OTHER_NAMES
 
 
 def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):

@@ -12,7 +12,7 @@ from stackwise.stability.locate import first_nan_module, first_nonfinite_module
 
 @check
 def finite_logits(subject: Subject) -> CheckResult:
-    """Is every output finite, in eval and in train mode, and what modules compute on the way free of NaN?"""
+    """Is every output finite, and every intermediate result free of NaN, in eval and train mode?"""
     inputs = subject.inputs(2)
     for mode in ("eval", "train"):
         model = subject.model(train=mode == "train")

@@ -103,7 +103,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
 
 @check
 def gradient_exact(subject: Subject) -> CheckResult:
-    """Is the gradient the derivative of the output, as finite differences in float64 see it?"""
+    """Does the gradient equal the derivative of the output by finite differences in float64?"""
     model = subject.model(train=True, dtype=torch.float64, fill_zeros=True)
     if not trainable_parameters(subject, model):
         return subject.not_applicable(_NOTHING_TO_TRAIN)

@@ -13,7 +13,7 @@ from stackwise.checks.subject import Subject
 
 @check
 def permutation_equivariance(subject: Subject) -> CheckResult:
-    """Do the outputs follow when the positions are put in another order?"""
+    """Are the outputs permuted in the same way if the positions are permuted?"""
     if not subject.spec.positionless:
         return subject.not_applicable("needs the claim: positionless=True")
     if subject.spec.causal:

@@ -148,7 +148,7 @@ def rotary_shift(subject: Subject) -> CheckResult:
 
 @check
 def position_table(subject: Subject) -> CheckResult:
-    """Has each position a row of its own in a learned table, up to max_length, and does it get a gradient?"""
+    """Has each position up to max_length a separate row in a learned table, with a gradient?"""
     exam, limit = Examination(subject), subject.spec.max_length
     if not repeats(subject):
         return subject.not_applicable(NOT_REPEATED)

@@ -27,7 +27,7 @@ _ROWS = 4
 
 @check(suite="full")
 def width_independence(subject: Subject) -> CheckResult:
-    """Do activations and what training changes in them have the same size at every width?"""
+    """Do activations, and their changes in training, have the same size at every width?"""
     spec = subject.spec
     if spec.at_width is None:
         return subject.not_applicable("needs the claim: at_width=, a model so many times as wide")

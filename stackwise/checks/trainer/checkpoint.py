@@ -42,7 +42,7 @@ _MOST_FILES = 8
 
 @trainer_check
 def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
-    """Does loading a checkpoint give back every bit of weights, optimizer, schedule, scaler and place?"""
+    """Does loading a checkpoint restore weights, optimizer, schedule, scaler and position exactly?"""
     run = subject.run()
     if not subject.has(run, "save", "load"):
         return subject.not_applicable(_NEEDS)
@@ -101,7 +101,7 @@ def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_ent
 
 @trainer_check
 def resume(subject: TrainerSubject) -> CheckResult:
-    """Does a run that is saved, set up again and loaded go on to the bit as one that was not stopped?"""
+    """Is a run that is saved, loaded and continued bit-identical to an uninterrupted run?"""
     if not subject.has(subject.run(), "save", "load"):
         return subject.not_applicable(_NEEDS)
     return _resumed(subject, _in_this_process)
@@ -109,7 +109,7 @@ def resume(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
-    """Does it go on to the bit in a new process, where only what is on disk is left?"""
+    """Is a run that continues in a new process bit-identical to an uninterrupted run?"""
     if not subject.has(subject.run(), "save", "load"):
         return subject.not_applicable(_NEEDS)
     recipe = Recipe.of(subject.spec)
@@ -302,7 +302,7 @@ def _go_on(
 
 @trainer_check
 def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
-    """Is a run that is saved on its way the same, to the bit, as one that is not?"""
+    """Is a run with a save in the middle bit-identical to a run without it?"""
     if not subject.has(subject.run(), "save"):
         return subject.not_applicable("needs save(folder)")
 
@@ -338,7 +338,7 @@ def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
-    """Is the checkpoint of the highest step number the one that is kept and found?"""
+    """Is the checkpoint with the highest step number retained, and found as the latest?"""
     run: Any = subject.run()
     if not subject.has(run, "checkpoint", "latest"):
         return subject.not_applicable("needs checkpoint(folder, step) and latest(folder)")
@@ -390,7 +390,7 @@ def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
 
 @trainer_check
 def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
-    """Is a checkpoint that was written by half refused?"""
+    """Is an incomplete checkpoint refused?"""
     run: Any = subject.run()
     if not subject.has(run, "save", "load"):
         return subject.not_applicable(_NEEDS)

@@ -26,7 +26,7 @@ _NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 @trainer_check
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
-    """Has the gradient that the optimizer sees at most the norm that is claimed?"""
+    """Does the gradient that the optimizer gets have at most the declared norm?"""
     step = _step_at(subject, _ABOVE)
     if isinstance(step, str):
         return subject.not_applicable(step)
@@ -66,7 +66,7 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
-    """Is a gradient below the limit left as it is?"""
+    """Is a gradient below the limit unchanged by clipping?"""
     step = _step_at(subject, _BELOW)
     if isinstance(step, str):
         return subject.not_applicable(step)
@@ -96,7 +96,7 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def loss_scale(subject: TrainerSubject) -> CheckResult:
-    """Does the gradient that the optimizer sees not depend on the loss scale?"""
+    """Does the gradient that the optimizer gets not depend on the loss scale?"""
     run = subject.run()
     if not subject.scales(run):
         return subject.not_applicable("needs a gradient scaler that is switched on")
@@ -123,7 +123,7 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def clipped_window(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of several micro-batches clipped as a whole: shrunk, and not turned?"""
+    """Is the sum of several micro-batch gradients clipped, without a change of its direction?"""
     if (max_norm := subject.spec.max_norm) is None:
         return subject.not_applicable(_NO_CLAIM)
     if not subject.has(run := subject.run(), "accumulate"):

@@ -32,7 +32,7 @@ _ACCIDENT = math.log(1e-6)
 
 @trainer_check
 def data_repeats(subject: TrainerSubject) -> CheckResult:
-    """Does a run set up again under the same seed see the same data in the same order?"""
+    """Do two runs with the same seed read the same data in the same order?"""
     run = subject.run()
     if not subject.has(run, "epoch"):
         return subject.not_applicable(_NEEDS)
@@ -52,7 +52,7 @@ def data_repeats(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def epoch_order(subject: TrainerSubject) -> CheckResult:
-    """Do the examples come in another order in the next epoch?"""
+    """Does the order of the examples change from epoch to epoch?"""
     run = subject.run()
     if not subject.has(run, "epoch"):
         return subject.not_applicable(_NEEDS)
@@ -86,7 +86,7 @@ def _order_has_a_seed(subject: TrainerSubject, order: list[bytes]) -> bool:
 
 @trainer_check
 def epoch_coverage(subject: TrainerSubject) -> CheckResult:
-    """Does each epoch give every example exactly once?"""
+    """Does each epoch contain every example exactly once?"""
     run = subject.run()
     if not subject.has(run, "epoch"):
         return subject.not_applicable(_NEEDS)
@@ -140,7 +140,7 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def worker_randomness(subject: TrainerSubject) -> CheckResult:
-    """Are the random parts of different batches different ones?"""
+    """Are the random parts of different batches different?"""
     run = subject.run()
     if not subject.has(run, "epoch"):
         return subject.not_applicable(_NEEDS)
@@ -200,7 +200,7 @@ def _distinct(a: Any, b: Any) -> bool:
 
 @trainer_check
 def data_resumes(subject: TrainerSubject) -> CheckResult:
-    """Is a resumed run trained on the batch that would have come next?"""
+    """Does a resumed run read the batch that follows the last one before the save?"""
     run: Any = subject.run()
     if not subject.has(run, "epoch", "position", "save", "load"):
         return subject.not_applicable("needs epoch(number), position(), save(folder) and load(folder)")

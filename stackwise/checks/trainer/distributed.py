@@ -46,7 +46,7 @@ def collectives_agree(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def replicas_agree(subject: TrainerSubject) -> CheckResult:
-    """Do weights that ranks have copies of stay the same to the bit?"""
+    """Are replicated weights bit-identical on all ranks?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
@@ -84,7 +84,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of the ranks that of one process on the whole batch?"""
+    """Is the gradient of all ranks equal to that of one process on the whole batch?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
@@ -127,7 +127,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient norm that each rank clips by the norm of the whole gradient?"""
+    """Does each rank clip by the norm of the full gradient?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks

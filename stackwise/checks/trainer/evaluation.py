@@ -33,7 +33,7 @@ _AVERAGES = "all batches have the same number of targets: this trainer averages 
 
 @trainer_check
 def evaluation_restores(subject: TrainerSubject) -> CheckResult:
-    """Does evaluation change no weight and no mode, and leave the next step as it would have been?"""
+    """Does evaluation leave weights and modes unchanged, and the next training step as well?"""
     if not subject.has(subject.run(), "evaluate"):
         return subject.not_applicable(_REASON)
     steps: dict[bool, dict[str, Tensor]] = {}
@@ -86,7 +86,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
-    """Does evaluation of a model in train mode give the same twice, whatever the random state?"""
+    """Is the evaluation loss of a model in train mode independent of the random state?"""
     run = subject.run()
     if not subject.has(run, "evaluate"):
         return subject.not_applicable(_REASON)
@@ -107,7 +107,7 @@ def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def evaluation_batches(subject: TrainerSubject) -> CheckResult:
-    """Does the evaluation loss not depend on how rows are put into batches, and on their order?"""
+    """Is the evaluation loss independent of the batch size and the order of rows?"""
     run = subject.run()
     if not subject.has(run, "evaluate"):
         return subject.not_applicable(_REASON)
@@ -142,7 +142,7 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def evaluation_exact(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss the mean over all targets of their negative log likelihood?"""
+    """Is the evaluation loss the mean negative log likelihood of all targets?"""
     run = subject.run()
     if not subject.has(run, "evaluate"):
         return subject.not_applicable(_REASON)
@@ -200,7 +200,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def perplexity_exact(subject: TrainerSubject) -> CheckResult:
-    """Is the perplexity that is reported exp of the mean negative log likelihood of all targets?"""
+    """Is the reported perplexity exp of the mean negative log likelihood of all targets?"""
     run = subject.run()
     if not subject.has(run, "perplexity"):
         return subject.not_applicable("needs perplexity(batches)")

@@ -21,7 +21,7 @@ _EXACT, _NARROW = 1e-5, 1e-2
 
 @trainer_check
 def ignored_targets(subject: TrainerSubject) -> CheckResult:
-    """Is the loss of a batch of which rows are to be ignored that of its other rows?"""
+    """Is the loss of a batch with ignored rows equal to the loss of its other rows?"""
     batch = subject.batch(batch_size=_ROWS)
     if (labels := labels_in(batch)) is None:
         return subject.not_applicable("needs batches with labels")

@@ -30,7 +30,7 @@ _SAME_GRADIENT = 1e-3
 
 @trainer_check
 def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
-    """Does the optimizer hold every trainable parameter of the model, each once?"""
+    """Does the optimizer contain every trainable parameter of the model exactly once?"""
     run, seen = _trained(subject)
     held = [id(p) for group in run.optimizer.param_groups for p in group["params"]]
     named = dict(run.model.named_parameters())
@@ -83,7 +83,7 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
-    """Does weight decay reach what it is meant to: no norm and no bias, unless declared?"""
+    """Does weight decay apply to no norm and no bias, unless declared?"""
     run = subject.run()
     decay = {
         id(p): float(group.get("weight_decay") or 0.0)
@@ -124,7 +124,7 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
-    """Do updates of bfloat16 and float16 weights arrive, instead of being rounded away?"""
+    """Do updates change bfloat16 and float16 weights, instead of being rounded away?"""
     run, seen = _trained(subject)
     named = dict(run.model.named_parameters())
     narrow = {name: p for name, p in named.items() if p.dtype in _NARROW and p.requires_grad}
@@ -161,7 +161,7 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def strided_updates(subject: TrainerSubject) -> CheckResult:
-    """Does a weight whose memory is laid out another way get the same update?"""
+    """Does a weight with another memory layout get the same update?"""
     first: dict[bool, Update] = {}
     for strided in (False, True):
         run = subject.run()

@@ -21,7 +21,7 @@ _MICRO_BATCHES = 3
 
 @trainer_check
 def learning_rate(subject: TrainerSubject) -> CheckResult:
-    """Has each update the learning rate that is claimed for its number?"""
+    """Does each update have the declared learning rate?"""
     claim = subject.spec.learning_rate
     if claim is None:
         return subject.not_applicable("needs learning_rate, what is claimed for each step")
@@ -61,7 +61,7 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
-    """Does the learning rate count updates, and not micro-batches?"""
+    """Does the learning rate advance per update, and not per micro-batch?"""
     if not subject.has(subject.run(), "accumulate"):
         return subject.not_applicable("needs accumulate(batches)")
     n = _STEPS // 2
@@ -90,7 +90,7 @@ def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def scheduler_count(subject: TrainerSubject) -> CheckResult:
-    """Is the scheduler stepped once for each update?"""
+    """Is the scheduler stepped once per update?"""
     run = subject.run()
     if subject.spec.learning_rate is not None:
         return subject.not_applicable("needs no claim of the learning rate; there is one: see learning_rate")
@@ -134,7 +134,7 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def scheduler_order(subject: TrainerSubject) -> CheckResult:
-    """Has the first update the first learning rate of the scheduler, and does it learn something?"""
+    """Does the first update use the first learning rate of the scheduler, and is this rate above 0?"""
     run = subject.run()
     planned = rates_of(run.optimizer)
     with subject.fixed_randomness(), observed(run) as seen:
@@ -166,7 +166,7 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def planned_steps(subject: TrainerSubject) -> CheckResult:
-    """Does a whole training make as many updates as were asked for?"""
+    """Does a full training make total_steps updates?"""
     total = subject.spec.total_steps
     run = subject.run()
     if total is None or not subject.has(run, "fit"):

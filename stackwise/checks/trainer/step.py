@@ -25,7 +25,7 @@ _SAME_LOSS = 1e-3
 
 @trainer_check
 def parameters_change(subject: TrainerSubject) -> CheckResult:
-    """Does a step change every parameter that has a gradient, and none that is frozen?"""
+    """Does a step change every parameter with a gradient, and no frozen parameter?"""
     run = subject.run()
     start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     with subject.fixed_randomness(), observed(run) as seen:
@@ -92,7 +92,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def fresh_gradients(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of the steps after the first that of their batch alone?"""
+    """Does the gradient of each later step depend on its own batch only?"""
     gradients: dict[bool, list[dict[str, Tensor]]] = {}
     for cleared in (False, True):
         run = subject.run()
@@ -160,7 +160,7 @@ def single_update(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def step_loss(subject: TrainerSubject) -> CheckResult:
-    """Is the loss that a step returns the one before it?"""
+    """Does a step return the loss before its update?"""
     run = subject.run()
     if not subject.has(run, "loss"):
         return subject.not_applicable("needs loss(batch)")
@@ -205,7 +205,7 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
-    """What does a step do with a gradient that is not finite (judged where a scaler is to leave it out)?"""
+    """Does a step skip the update after a non-finite gradient, if the run has a scaler?"""
     run = subject.run()
     trained = [p for p in run.model.parameters() if p.requires_grad]
     if not trained:

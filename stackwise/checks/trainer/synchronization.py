@@ -13,7 +13,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 
 @trainer_check
 def step_waits(subject: TrainerSubject) -> CheckResult:
-    """Does a step, after a first one, make the host wait for the device no more than once?"""
+    """Does a step, after the first one, make the host wait for the device at most once?"""
     run = subject.run()
     with subject.fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ class HalfPrecision(Variation):
     """
 
     name = "half_precision"
-    question = "In bfloat16 and float16, is each result finite that is finite in a plain call in this dtype?"
+    question = "In bfloat16 and float16, is each result finite if it is finite in a plain call?"
     family = "finiteness"
     rank = 90
     compares_less = True

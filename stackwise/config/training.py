@@ -292,7 +292,8 @@ class TrainingConfig(Section):
 
     `precision` is `fp32`, `bf16` (autocast), `bf16_weights` (bfloat16 weights and gradients, float32
     masters in the optimizer), `fp16` (autocast with a loss scale, CUDA only) or `float8` (matrix products,
-    if the hardware supports them). Compilation takes about 30 seconds; use it for long runs.
+    if the hardware supports them). On a CPU without bfloat16 instructions (AVX512_BF16, AMX), `bf16` can be
+    20 times slower than `fp32`. Compilation takes about 30 seconds; use it for long runs.
     `eval_interval` counts steps over the whole run, not per unit. A resumed run is bit-identical to an
     uninterrupted one; `max_steps` may be larger than before. Without `resume`, a `checkpoint_dir` with
     checkpoints raises an error. Without a `guard`, a non-finite step ends the run.

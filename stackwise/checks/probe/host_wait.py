@@ -1,4 +1,4 @@
-"""Host wait: operations whose result the host needs before it can go on, seen on any device."""
+"""Host waits: operations that block the host until the device has a result. They are counted on any device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stackwise.checks.probe.shadow import place_in_code
 
 __all__ = ["Places", "host_waits_in", "listed_places"]
 
-# What made the host wait, and where.
+# Number of waits of each operation and place.
 Places = Counter[tuple[str, str]]
 
 _VALUE = "aten::_local_scalar_dense"
-# Their result is a number for the host, or has a shape that only the values tell.
+# Operations that return a number to the host, or a shape that depends on values.
 _WAITING = {
     _VALUE: "a value read by the host (.item(), int(), bool(), if, while)",
     "aten::equal": "torch.equal",
@@ -41,23 +41,23 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _CREATING = (torch.rand, torch.randn, torch.randint, torch.tensor, torch.arange, torch.zeros, torch.ones)
 # Functions that read a value. A tensor that was created on the host can be read without a wait.
 _READING = (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
-# Copies to the host; where the device is the host already, no operation shows them.
+# Copies to the host. If the model runs on the host, they execute no operation.
 _COPYING = {Tensor.cpu: ".cpu()", Tensor.numpy: ".numpy()", Tensor.tolist: ".tolist()"}
 
 
 @contextmanager
 def host_waits_in(model: nn.Module) -> Iterator[Places]:
-    """Inside, each wait of the host is counted; `model` has the modules that name the places."""
+    """Count the waits inside the context. Places are named by the modules of `model`."""
     watch = _Waits(model)
     with watch, _Copies(watch):
         yield watch.places
 
 
 def listed_places(places: Places, most: int = 3) -> str:
-    """Those that wait most often, and how many there are beside."""
-    said = [f"{n} x {what} in {where}" for (what, where), n in places.most_common(most)]
-    more = len(places) - len(said)
-    return "; ".join(said) + (f"; {more} more places" if more else "")
+    """Return the places with most waits, and the number of the others."""
+    shown = [f"{n} x {operation} in {place}" for (operation, place), n in places.most_common(most)]
+    more = len(places) - len(shown)
+    return "; ".join(shown) + (f"; {more} more places" if more else "")
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,11 +69,10 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         self._names = {id(module): name for name, module in model.named_modules()}
 
-    def note(self, what: str) -> None:
-        """Count one, where the stack says."""
-        if self.paused:
-            return
-        self.places[what, place_in_code(self._names)] += 1
+    def note(self, operation: str) -> None:
+        """Count an operation at the current place in the code."""
+        if not self.paused:
+            self.places[operation, place_in_code(self._names)] += 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function._schema.name
@@ -86,7 +85,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_setting() -> bool:
-    """Whether an optimizer of torch reads its own step count or learning rate, which the host keeps."""
+    """Return True if an optimizer of torch reads its step count or learning rate, which are on the host."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -97,7 +96,7 @@ def _is_setting() -> bool:
 
 
 class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Counts copies to the host that no operation shows."""
+    """Counts copies to the host that execute no operation, and leaves out tensors that are on the host."""
 
     def __init__(self, watch: _Waits) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._watch.paused = False
 
     def _one_hot(self, labels: Tensor, num_classes: int = -1) -> Tensor:
-        """Call one_hot. With a number of classes it reads the labels on the CPU only, to check them."""
+        """Call one_hot. If the number of classes is given, it reads the labels on the CPU only."""
         self._watch.paused = num_classes > 0
         try:
             return F.one_hot(labels, num_classes)
@@ -139,6 +138,8 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._watch.paused = False
 
     def _goes_to_host(self, tensor: Tensor, *args: Any, device: Any = None, **_: Any) -> bool:
-        """Where all is on the host, a device may be that of another tensor; only its name is a wish."""
-        wishes = [each for each in (*args[:1], device) if isinstance(each, str | torch.device)]
-        return any(str(each) == "cpu" and (isinstance(each, str) or tensor.device != each) for each in wishes)
+        """Return True for `.to("cpu")`. A device object may be that of another tensor on the same device."""
+        targets = [each for each in (*args[:1], device) if isinstance(each, str | torch.device)]
+        return any(
+            str(each) == "cpu" and (isinstance(each, str) or tensor.device != each) for each in targets
+        )

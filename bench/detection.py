@@ -57,7 +57,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/cpmant",),
     ),
     (
-        ("cache", "padding"),
+        ("cache", "padding", "equivalence"),
         "decoding with a mask adds columns for an image to the mask, without an image",
         ("transformers/git",),
     ),
@@ -106,6 +106,16 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
             *("litgpt/Gemma-3-1b-it", "litgpt/Gemma-3-4b-it", "litgpt/Phi-3-mini-4k-instruct"),
             *("litgpt/Phi-3-mini-128k-instruct", "litgpt/Phi-4-mini-instruct", "litgpt/Mathstral-7B-v0.1"),
         ),
+    ),
+    (
+        ("equivalence", "padding"),
+        "positions separate packed documents only if no mask is passed (transformers#46634)",
+        ("transformers/gemma4", "transformers/moshi"),
+    ),
+    (
+        ("padding",),
+        "landmarks are means over all positions, including padding",
+        ("transformers/nystromformer",),
     ),
 )
 # Model -> family -> reason.

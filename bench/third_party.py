@@ -83,6 +83,7 @@ RARE: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "dim_model_base": WIDTH,  # by which logits are scaled; a width of its own, from which others are counted
     "moe_layer_start_index": 1,
+    "attention_multiplier": 0.125,  # one over the head size, as in published models; the default is 1
 }
 
 

@@ -1,4 +1,4 @@
-"""Host waits: operations that block the host until the device has a result. They are counted on any device."""
+"""Host waits: operations that block the host until the device has a result, counted on any device."""
 
 from __future__ import annotations
 

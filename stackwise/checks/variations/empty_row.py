@@ -15,6 +15,7 @@ class EmptyRow(Switch):
     check, family = "padding_empty_row", "padding"
     question = "Are the other rows and all gradients the same if one row is only padding?"
     rank = 38
+    includes = frozenset({"mask_of_ones"})  # it passes a mask
     advice = (
         "If all keys of a query are masked, its softmax is NaN. Let padded queries attend to themselves, or "
         "mask with a finite number and add it once: finfo.min added twice is -inf. A NaN times a weight of 0 "

@@ -111,7 +111,9 @@ def _takes(exam: Examination, form: str) -> bool:
     transforms: list[Transform] = [partial(_converted, form=form, exam=exam)]
     if not exam.agrees(Call(inputs, [], [Place(0, 0, inputs.shape[1])], keep, transforms=transforms)):
         return False
-    # A mask of ones shows nothing if it is added to all scores. A hidden token does.
+    if form in ("bool", "int64"):
+        return True
+    # A mask of ones changes nothing if it is added to all scores. If one token is hidden, it does.
     keep[:, 1] = False
     with torch.no_grad():
         ways = (Call(inputs, [], [], keep, transforms=some) for some in (list[Transform](), transforms))

@@ -17,6 +17,7 @@ class Turns(Switch):
     check, family = "cache_independence", "cache"
     question = "Is the output the same if another sequence, with another cache, is decoded in between?"
     rank = 36
+    includes = frozenset({"cache_parts"})
     explained_by = frozenset({"later_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
     advice = (

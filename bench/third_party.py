@@ -147,16 +147,14 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Any]]]:
     masked_models = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
     for kind in sorted(language_models):
-        # Encoders can be configured as decoders. Without this setting they predict masked tokens.
-        if getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not False:
-            yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, causal)
-            continue
-        if kind in masked_models:
-            yield f"transformers/{kind}", lambda kind=kind: _smallest(kind, masked)
-        yield (
-            f"transformers/{kind} is_decoder",
-            lambda kind=kind: _smallest(kind, causal, {"is_decoder": True}),
-        )
+        is_encoder = kind in masked_models and getattr(CONFIG_MAPPING[kind], "is_decoder", None) is False
+        auto_class = masked if is_encoder else causal
+        yield f"transformers/{kind}", lambda kind=kind, auto_class=auto_class: _smallest(kind, auto_class)
+        if getattr(CONFIG_MAPPING[kind], "is_decoder", None) is False:
+            yield (
+                f"transformers/{kind} is_decoder",
+                lambda kind=kind: _smallest(kind, causal, {"is_decoder": True}),
+            )
     others = {
         "masked": (masked, masked_models),
         "seq2seq": (

@@ -33,6 +33,10 @@ class Subject(Examined):
     device: torch.device
     seed: int = 0
 
+    def is_same(self, other: Subject) -> bool:
+        """Return True if `other` has the same spec object, device and seed."""
+        return self.spec is other.spec and (self.device, self.seed) == (other.device, other.seed)
+
     @property
     def name(self) -> str:
         """Name of the model."""

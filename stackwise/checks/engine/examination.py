@@ -85,6 +85,13 @@ class Examination:
     _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
     _results: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, subject: Subject) -> Examination:
+        """Return the examination that all checks of a subject share. Only that of the last one is kept."""
+        if not (_shared and _shared[0].subject.is_same(subject)):
+            _shared[:] = [cls(subject)]
+        return _shared[0]
+
     @property
     def spec(self) -> ModelSpec:
         """Return the spec of the model."""
@@ -433,6 +440,9 @@ class Examination:
             if output.requires_grad:
                 (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
         return output.detach(), gradients_in(model)
+
+
+_shared: list[Examination] = []
 
 
 def _randomize_constants(model: nn.Module, seed: int) -> None:

@@ -153,7 +153,8 @@ class Explorer:
     ) -> None:
         self.result = Exploration()
         self._variations, self._count = variations, count
-        self._exam = Examination(subject, most=longest)
+        is_shared = longest == LONGEST
+        self._exam = Examination.of(subject) if is_shared else Examination(subject, most=longest)
         self._is_large = subject.spec.n_parameters > _LARGE
         # Variations that apply. None: not known yet.
         self._names: list[str] | None = None

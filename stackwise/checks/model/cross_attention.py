@@ -20,7 +20,7 @@ _LENGTH, _PADDING = 5, 3
 @torch.no_grad()
 def encoder_padding(subject: Subject) -> CheckResult:
     """Is the output the same with masked padding in the encoder's states, and with a mask of ones?"""
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     if not accepts(exam.base, "encoder_attention_mask"):
         return subject.not_applicable("needs encoder_hidden_states and encoder_attention_mask")
     if not exam.is_repeatable:

@@ -25,16 +25,12 @@ _last: list[tuple[Subject, Explorer]] = []
 
 def _explored(subject: Subject, variation: Variation | None = None) -> Exploration:
     """Return the results of the compositions that a variation needs. None: of all compositions."""
-    known = [explorer for other, explorer in _last if _is_same(other, subject)]
+    known = [explorer for other, explorer in _last if other.is_same(subject)]
     explorer = known[0] if known else Explorer(subject, known_variations())
     _last[:] = [(subject, explorer)]
     if variation is None or variation.name == "history":  # any composition may leave traces
         return explorer.explore()
     return explorer.explore({variation.name, *variation.explained_by})
-
-
-def _is_same(a: Subject, b: Subject) -> bool:
-    return a.spec is b.spec and (a.seed, a.device) == (b.seed, b.device)
 
 
 def _result(subject: Subject, variation: Variation, exploration: Exploration) -> CheckResult:
@@ -112,7 +108,7 @@ def unexpected_exceptions(subject: Subject) -> CheckResult:
 @check(suite="full")
 def long_sequences(subject: Subject) -> CheckResult:
     """Do all equivalent calls agree on sequences that are longer than common chunks, blocks and windows?"""
-    if Examination(subject, most=_FAR).longest <= Examination(subject).longest:
+    if Examination(subject, most=_FAR).longest <= Examination.of(subject).longest:
         return subject.not_applicable("needs a model that takes longer sequences")
     exploration = explore(subject, known_variations(), longest=_FAR)
     short = {each.composition.names for each in _explored(subject).findings}

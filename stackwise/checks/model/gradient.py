@@ -265,7 +265,7 @@ def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:
 
 def _trained_with_encoder(subject: Subject) -> set[str]:
     """Return the parameters that have a gradient if encoder_hidden_states are passed."""
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     states = encoder_states(exam, _ENCODER_POSITIONS)
     if states is None:
         return set()

@@ -30,7 +30,7 @@ def causality_modes(subject: Subject) -> CheckResult:
     if not subject.spec.causal or not subject.spec.per_position:
         return subject.not_applicable("needs a causal model with an output per position")
     found = []
-    own = Examination(subject, "own")
+    own = Examination.of(subject).in_dtype("own")
     for exam, train in _modes(own):
         length = exam.longest
         if length < 2:

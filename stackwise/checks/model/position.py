@@ -43,7 +43,7 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a model that is not declared positionless")
     if not (spec.per_position or spec.inputs == "tokens"):
         return subject.not_applicable("needs a sequence of inputs")
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     length = exam.lengths[-1]
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
@@ -93,7 +93,7 @@ def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tens
 @check
 def position_effect(subject: Subject) -> CheckResult:
     """Do position_ids, and tables of cos and sin, have an effect on the output?"""
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
@@ -116,7 +116,7 @@ def position_effect(subject: Subject) -> CheckResult:
 @check
 def rotary_shift(subject: Subject) -> CheckResult:
     """Does the output of a model with rotary positions stay the same if all positions are shifted?"""
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     if not _has_rotary(exam.base):
         return subject.not_applicable("needs rotary positions: inv_freq, or tables of cos and sin")
     found = _placed(exam)
@@ -149,7 +149,7 @@ def rotary_shift(subject: Subject) -> CheckResult:
 @check
 def position_table(subject: Subject) -> CheckResult:
     """Has each position up to max_length a separate row in a learned table, with a gradient?"""
-    exam, limit = Examination(subject), subject.spec.max_length
+    exam, limit = Examination.of(subject), subject.spec.max_length
     if not repeats(subject):
         return subject.not_applicable(NOT_REPEATED)
     tables = _tables(exam)

@@ -34,7 +34,7 @@ def token_effect(subject: Subject) -> CheckResult:
         return subject.not_applicable(
             "needs a model without visible= and window=; see hidden_tokens and horizon"
         )
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     length = exam.lengths[-1]
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
@@ -80,7 +80,7 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
     spec = subject.spec
     if spec.per_position or spec.inputs != "tokens" or spec.masked is None:
         return subject.not_applicable("needs a text classifier with masked")
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     token, length = padding_id(exam.base), exam.lengths[-1]
     if token is None or length < 3:
         return subject.not_applicable("needs the id of a padding token, and at least 3 positions")
@@ -122,7 +122,7 @@ def mask_effect(subject: Subject) -> CheckResult:
         return subject.not_applicable(
             "needs masked: (model, inputs, keep) -> output, of a batch with padding"
         )
-    exam = Examination(subject)
+    exam = Examination.of(subject)
     inputs = exam.sequence(0, exam.lengths[-1])[None]
     if inputs.shape[1] < 2 or not exam.is_repeatable:
         return subject.not_applicable("needs at least 2 positions, and outputs that repeat themselves")

@@ -41,8 +41,8 @@ def token_order(subject: Subject) -> CheckResult:
     spec = subject.spec
     if spec.positionless:
         return subject.not_applicable("needs a model that is not declared positionless")
-    if not (spec.per_position or spec.inputs == "tokens"):
-        return subject.not_applicable("needs a sequence of inputs")
+    if spec.inputs != "tokens":
+        return subject.not_applicable("needs token ids: vectors may contain positions")
     exam = Examination.of(subject)
     length = exam.lengths[-1]
     if length < 3:

@@ -210,7 +210,7 @@ def test_name_that_is_not_found_is_refused_with_the_folder_form():
     [pytest.param(6, 2, marks=pytest.mark.long), pytest.param(1, 10, marks=pytest.mark.slow)],
 )
 def test_model_types_of_transformers(tmp_path, step, most):
-    """Nearly every type whose default configuration can be built can be reduced: each sixth type, then all."""
+    """Nearly every type with a default configuration can be reduced: each sixth type, then all."""
     reduced, refused = [], []
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::step]:
         try:

@@ -88,10 +88,24 @@ def subjects():
 
 @pytest.fixture
 def few_compositions(monkeypatch):
-    """The engine asks each variation and each pair, and skips the random compositions."""
+    """Skip the random compositions of the engine."""
     from stackwise.checks.model import equivalence
 
     monkeypatch.setattr(equivalence, "Explorer", partial(equivalence.Explorer, count=0))
+
+
+@pytest.fixture
+def only_variations(few_compositions, monkeypatch):
+    """Return a function that removes all variations of the engine except the named ones."""
+    from stackwise.checks.model import equivalence
+    from stackwise.checks.variations import known_variations
+
+    def leave(names):
+        some = {name: each for name, each in known_variations().items() if name in names}
+        explorer = equivalence.Explorer
+        monkeypatch.setattr(equivalence, "Explorer", lambda subject, _: explorer(subject, some))
+
+    return leave
 
 
 @pytest.fixture(scope="session")

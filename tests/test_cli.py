@@ -555,8 +555,8 @@ class TestCheckRefused:
     @pytest.mark.parametrize(
         "factory, name, told",
         [
-            ("good", "step", "step for training steps only"),
-            ("Loop", "causality", "causality for models only"),
+            ("good", "step", "step: for training steps only"),
+            ("Loop", "causality", "causality: for models only"),
         ],
     )
     def test_check_of_the_other_kind(self, call, factory, name, told):

@@ -1,7 +1,7 @@
 """Operators: small mistakes that are planted in the source of a module.
 
-Each operator takes a place of the syntax tree and yields its variants: a label and the nodes in place of the
-node. A mutant is named by operator, function, line and variant, so that it can be built again from its name.
+Each operator gets a node of the syntax tree and yields its mutations: a label, and the nodes that replace
+this node. A mutant is named by operator, function, line and variant, so that its name is enough to build it.
 """
 
 from __future__ import annotations

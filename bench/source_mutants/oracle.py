@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 __all__ = ["WAYS", "Answer", "ask", "changed", "contradictions", "new_exceptions"]
 
-# Largest relative difference of a rounding error, and smallest difference of a contradiction.
+# Relative differences: largest of rounding, largest of answers that agree, smallest of a contradiction.
 _ROUNDING, _AGREE, _DISAGREE = 1e-4, 1e-3, 2e-3
 _RATIO = 10.0  # of a contradiction to the difference in the unchanged model
 # Rounding of these ways relative to that of the others.

@@ -151,7 +151,7 @@ def refuse_unknown(names: Iterable[str], *, asks: Kind | None = None) -> None:
     problems = [f"unknown {', '.join(unknown)}"] if unknown else []
     if of_other_kind:
         other = "training steps" if asks == "model" else "models"
-        problems.append(f"{', '.join(of_other_kind)} for {other} only")
+        problems.append(f"{', '.join(of_other_kind)}: for {other} only")
     if not problems:
         return
     matches = {name: get_close_matches(name, known - OTHER_NAMES.keys(), n=2) for name in unknown}

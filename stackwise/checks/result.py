@@ -29,7 +29,7 @@ class CheckResult:
         meaning: the defect, in one sentence.
         advice: likely causes. For a warning: first the condition under which the model is correct.
         seconds: duration of the check, or None.
-        combined: for the family equivalence: number of compositions of its variation with each other one.
+        combined: for a check of a variation: name of another one -> number of compositions with both.
     """
 
     check: str

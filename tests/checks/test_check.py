@@ -98,7 +98,7 @@ def test_selection_of_nothing():
 
 @pytest.mark.parametrize("name", ["causality", "cache_chunks"])
 def test_check_of_a_model_is_refused_for_a_training_step(name):
-    with pytest.raises(ValueError, match=f"{name} for models only"):
+    with pytest.raises(ValueError, match=f"{name}: for models only"):
         select_checks([name], asks="trainer")
 
 

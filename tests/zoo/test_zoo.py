@@ -8,8 +8,6 @@ import torch
 
 from stackwise.checks import check_model, check_trainer
 from stackwise.checks.check import select_checks
-from stackwise.checks.engine.exploration import Explorer
-from stackwise.checks.model import equivalence
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.mutant import MUTANTS
@@ -53,25 +51,19 @@ def equal(a, b):
     return a == b
 
 
-@pytest.fixture
-def few_variations(monkeypatch):
-    """Return a function that leaves only the variations of some families, and those that explain them."""
-
-    def leave(families):
-        known = known_variations()
-        chosen = [each for each in known.values() if each.family in families]
-        names = {name for each in chosen for name in (each.name, *each.explained_by, *each.includes)}
-        names |= {"batch", "cache_parts"}  # some bugs need a combination with one of these
-        some = {name: each for name, each in known.items() if name in names}
-        monkeypatch.setattr(equivalence, "Explorer", lambda subject, _: Explorer(subject, some))
-
-    return leave
+def variations_of(families):
+    """Return the variations of some families, and those that a finding may need or be explained by."""
+    own = [each for each in known_variations().values() if each.family in families]
+    return {name for each in own for name in (each.name, *each.explained_by, *each.includes)} | {
+        "batch",
+        "cache_parts",
+    }
 
 
 @pytest.mark.parametrize("name", MUTANT_NAMES)
-def test_mutant(name, few_variations):
+def test_mutant(name, only_variations):
     mutant = MUTANTS[name]
-    few_variations(mutant.family)
+    only_variations(variations_of(mutant.family))
     subject, twin = mutant.make(), mutant.twin()
     observed = mutant.observable(twin)
     assert equal(observed, mutant.observable(mutant.twin())), "the twin's observable is not steady"

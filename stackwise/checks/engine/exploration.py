@@ -112,7 +112,7 @@ class Exploration:
     limit: float = 0.0
 
     def crashes(self) -> list[tuple[Composition, str]]:
-        """Return each variation that always raised, and each pair that did though its parts did not."""
+        """Return exceptions of variations that never ran, and of pairs whose variations run separately."""
         return [
             crash
             for names, crash in self.raised.items()
@@ -196,7 +196,7 @@ class Explorer:
             most = _TOO_LARGE / 1e6
             return self._none(
                 f"needs a model of at most {most:.0f} million parameters: copies of this one in float64 need "
-                f"{gigabytes:.0f} GB. A model with fewer layers and less width shows the same bugs"
+                f"{gigabytes:.0f} GB. Check a model with fewer layers and less width"
             )
         exam, result = self._exam, self.result
         if not exam.is_repeatable:

@@ -40,7 +40,7 @@ class Variation:
         explained_by: names of variations whose findings also explain those of this one.
         single_checks: names of checks that ask for this variation alone. If one of them fails, it reports the
             difference, because it describes it better.
-        compares_less: True if fewer differences count. It is left out of sets for other pairs.
+        compares_less: True if it compares only NaN and infinity. Sets for other pairs do not contain it.
         advice: common causes of a difference.
     """
 

@@ -84,7 +84,9 @@ def attention_scale(subject: Subject) -> CheckResult:
     if not _follows(subject):
         return subject.passed(value, limit, meaning=f"{meaning}; scores do not grow with queries and keys.")
     own = max((s.spread() for s in _watch(subject)), default=0.0)
-    correct_if = f"a scale is part of the weights or of a norm: with the own weights the std is {own:.2f}"
+    correct_if = (
+        f"the weights or a norm contain the scale: with the model's own weights, the std is {own:.2f}"
+    )
     return subject.failed_unless(
         correct_if if subject.spec.trained or own <= 1.5 else None,
         value,

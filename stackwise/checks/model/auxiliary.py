@@ -49,7 +49,7 @@ def auxiliary_value(subject: Subject) -> CheckResult:
 
 @check
 def auxiliary_gradient(subject: Subject) -> CheckResult:
-    """Does the auxiliary loss reach any weight?"""
+    """Does at least one weight get a gradient from the auxiliary loss?"""
     if subject.spec.auxiliary_loss is None:
         return subject.not_applicable(_NEEDED)
     model = subject.model(train=True, fill_zeros=True)

@@ -39,14 +39,14 @@ def depth_activations(subject: Subject) -> CheckResult:
         stream,
         measured="The size of the residual stream",
         advice="Look for a residual that is added twice, large weights in layers without a norm, a missing "
-        "norm after the residual branch, and a scale of the branches, such as 1 / sqrt(2 L), that multiplies "
-        "and should divide.",
+        "norm after the residual branch, and branches that are divided by 1 / sqrt(2 L) instead of "
+        "multiplied by it.",
     )
 
 
 @check
 def depth_gradients(subject: Subject) -> CheckResult:
-    """Is the size of gradients, times that of the stream, stable from the last layer to the first?"""
+    """Is the product of gradient size and residual stream size stable from layer to layer, in a new model?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
     model, outputs = subject.model(), list[Tensor]()
@@ -66,7 +66,7 @@ def depth_gradients(subject: Subject) -> CheckResult:
         if "inplace" not in str(error):
             raise
         return subject.not_applicable(
-            "in eval mode, the model changes tensors in place that its gradient needs"
+            "needs a backward pass in eval mode: the model changes tensors in place that it needs"
         )
     reached = [g for g in gradients if g is not None]
     if len(reached) < len(gradients):

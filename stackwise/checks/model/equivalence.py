@@ -44,7 +44,9 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
         return subject.not_applicable(reason)
     count = exploration.asked[frozenset({variation.name})]
     if not count:
-        return subject.not_applicable("not executed, because another finding explains it; see history")
+        return subject.not_applicable(
+            "not executed: each call of this variation contains a difference that another check reports"
+        )
     largest = exploration.largest.get(variation.name)
     limit = None if largest is None else exploration.limit
     return subject.passed(largest, limit, meaning=f"compared in {count} compositions")
@@ -80,7 +82,7 @@ def _reported_elsewhere(
 
 @check
 def unexpected_exceptions(subject: Subject) -> CheckResult:
-    """Does each variation run without an exception, alone and with each other one, unless it is refused?"""
+    """Does each variation, and each pair of variations, run without an unexpected exception?"""
     exploration = _explored(subject)
     variations = known_variations()
     # Those with a single check are reported by it. One dtype of half precision may be taken, and another not.
@@ -89,13 +91,13 @@ def unexpected_exceptions(subject: Subject) -> CheckResult:
     if crashes:
         composition, error = min(crashes, key=lambda crash: (len(crash[0].names), crash[0].length))
         others = len(crashes) - 1
-        takes = " It takes each of the two alone." if len(composition.names) == 2 else ""
+        takes = " Each of the two variations runs separately." if len(composition.names) == 2 else ""
         return subject.warned(
             float(len(crashes)),
             0.0,
             where=" and ".join(sorted(composition.names)) + (f"; {others} more" if others else ""),
             meaning=f"The model raises {error}, if {composition.text(variations)}.{takes}",
-            correct_if="the model does not support this call; a ValueError that says so is then clearer",
+            correct_if="the model does not support this call (then raise a ValueError with a clear message)",
             advice="Look for shapes that only one of several branches prepares, and for an argument that "
             f"is overwritten. To repeat it: {code_of(composition)}",
         )

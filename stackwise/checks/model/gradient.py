@@ -132,7 +132,9 @@ def loss_gradient(subject: Subject) -> CheckResult:
         if result.status == "passed" and found.value > worst:
             worst, limit = found.value, found.limit
     if worst < 0:
-        return subject.not_applicable("needs labelled_loss or loss, smooth in the parameters, in float64")
+        return subject.not_applicable(
+            "needs labelled_loss or loss that is a smooth function of the parameters in float64"
+        )
     return subject.passed(worst, limit)
 
 
@@ -182,7 +184,7 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
     meaning = f"The gradient is not the derivative of the {name} along a random direction."
     if found.wrong:
         parameter, slope, expected = found.wrong[0]
-        meaning += f" The slope along {parameter} is {slope:.3g} by the gradient, and is {expected:.3g}."
+        meaning += f" For {parameter}, the gradient gives {slope:.3g}, and finite differences {expected:.3g}."
     advice = (
         "Look for detach(), .data, .item(), torch.no_grad() and tensors created from values, between these "
         f"parameters and the {name}."

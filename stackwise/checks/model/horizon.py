@@ -55,7 +55,8 @@ def horizon(subject: Subject) -> CheckResult:
     window: Any = subject.spec.window
     if window is None:
         return subject.not_applicable(
-            "needs window=, the number of positions that each layer reads (None to `of`: all)"
+            "needs window=, the number of positions that each layer reads; "
+            "ModelSpec.of(model, window=None): all"
         )
     limit = min(subject.spec.max_length or _LONGEST, _LONGEST)
     if window == "full":
@@ -92,7 +93,8 @@ def _full(subject: Subject, T: int) -> CheckResult:
                 float(reach.before + reach.after + 1),
                 float(claimed.before + claimed.after + 1),
                 where=name,
-                meaning=f"It reads {reach} in a sequence of {T} positions; it is declared to read all.",
+                meaning=f"The layer reads {reach} in a sequence of {T} positions. With window=None it must "
+                "read all.",
                 advice="Look for a window that is applied although it is switched off, and for a mask or a "
                 "cache of a fixed size.",
             )
@@ -152,12 +154,12 @@ def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
         return subject.passed(value, wanted, where=where, meaning=meaning)
     if reach.farthest >= room and not (depths and deepest * widest < room):
         return subject.not_applicable(
-            f"needs layers that can be called alone, or more than {T} positions: the model reads them all"
+            f"needs separate layers, or more than {T} positions, because the whole model reads all of them"
         )
     several = times > 0 and reach.farthest < room
     if several and not depths:
         return subject.passed(value, wanted, where=where, meaning=meaning)
-    correct_if = f"{times} layers with a window follow each other" if several else None
+    correct_if = f"the model has {times} consecutive layers with this window" if several else None
     return subject.failed_unless(correct_if, value, wanted, where=where, meaning=meaning, advice=_ADVICE)
 
 

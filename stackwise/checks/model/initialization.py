@@ -55,8 +55,8 @@ def initial_loss(subject: Subject) -> CheckResult:
     side = "above" if loss > expected else "below"
     meaning = f"The first loss is {distance:.2f} nats {side} that of a uniform guess: {numbers}"
     advice = (
-        "Look at the scale of the embedding and the head (N(0, 1), torch's default, is too large if they are "
-        "tied), and look for a missing final norm."
+        "Look at the scale of the embedding and the head (N(0, 1), the default of nn.Embedding, is too large "
+        "if they are tied), and look for a missing final norm."
     )
     if not distance <= LIMIT and not spread <= 1.0:
         return subject.failed(distance, LIMIT, meaning=meaning, advice=advice)
@@ -121,7 +121,7 @@ def norm_gains(subject: Subject) -> CheckResult:
                 advice="Gains start at 1 (or at 0 for 1 + gain): look for an initialisation of all weights "
                 "from N(0, std) that includes norms.",
             )
-    correct_if = "norms of the published architecture start so"
+    correct_if = "the published architecture initialises its norms in this way"
     biased = max(norms, key=lambda norm: norm.offset)
     if biased.offset > 0.1:
         return subject.warned(
@@ -177,7 +177,7 @@ def symmetry(subject: Subject) -> CheckResult:
             len(stuck) / len(equal),
             0.0,
             where=listed(stuck),
-            meaning=f"All rows of {len(stuck)} weights are equal and stay equal: so are their gradients.",
+            meaning=f"{len(stuck)} weights have equal rows with equal gradients, so that they stay equal.",
             advice="Look for weights that start constant and should be random.",
         )
     return subject.passed(0.0, 0.0, meaning=f"Equal rows of {listed(equal)} get different gradients.")
@@ -185,7 +185,7 @@ def symmetry(subject: Subject) -> CheckResult:
 
 @check
 def load_round_trip(subject: Subject) -> CheckResult:
-    """Does a model give the same outputs as another model after it has loaded its weights?"""
+    """If a new model loads the state_dict of another model, do both give the same outputs?"""
     source, inputs = subject.model(), subject.inputs(2)
     subject.logits(source, inputs)  # the other model loads before its first call
     generator = torch.Generator().manual_seed(subject.seed)
@@ -227,7 +227,10 @@ def load_round_trip(subject: Subject) -> CheckResult:
     elif later:
         where, advice = f"{listed(later)}, at the first call", "Look for an initialisation in forward()."
     elif unsaved:
-        where, advice = f"{listed(unsaved)}, not in state_dict()", "Save random values: persistent=True."
+        where, advice = (
+            f"{listed(unsaved)}, not in state_dict()",
+            "Register random buffers with persistent=True.",
+        )
     return subject.failed(
         value,
         limit,

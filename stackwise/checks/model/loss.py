@@ -276,7 +276,7 @@ def _mixed_up(subject: Subject, numbers: str = "") -> CheckResult | None:
         part,
         0.5,
         meaning=f"{numbers} For {1 - part:.0%} of the labels the loss does not decrease if their own logit "
-        "grows, at any shift: the model learns something else.".strip(),
+        "grows, for any shift of the labels: the loss trains the model to predict something else.".strip(),
         advice="Flatten logits (B, T, V) and labels (B, T) in the same order. Look for a transpose() or "
         "view() that mixes positions and vocabulary, and for labels in another order.",
     )
@@ -340,7 +340,8 @@ def empty_loss(subject: Subject) -> CheckResult:
             return subject.failed(
                 loss.item(),
                 where=f"{where}; {len(bad)} gradients, first {bad[0]}" if bad else where,
-                meaning="0 / 0: one such batch makes " + ("the weights NaN." if bad else "the loss NaN."),
+                meaning="The loss divides 0 by 0. One such batch makes "
+                + ("the weights NaN." if bad else "the loss NaN."),
                 advice="Divide the sum over the batch by the number of its targets, clamped to 1.",
             )
     if not loss.isfinite():

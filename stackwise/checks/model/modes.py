@@ -53,7 +53,7 @@ def causality_modes(subject: Subject) -> CheckResult:
             dtype = str(dtype_of(exam.base)).removeprefix("torch.")
             by_statistics = train and any(True for _ in exam.base.buffers())
             return subject.failed_unless(
-                "statistics of a training batch are meant to contain later positions"
+                "the model uses statistics over all positions of a batch in train mode on purpose"
                 if by_statistics
                 else None,
                 float(gaps.max()),

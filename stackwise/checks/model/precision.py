@@ -213,18 +213,24 @@ def _excuse(
     assert loss is not None
     cancels = loss.is_difference and loss.kind == "activation"
     if loss.is_sharp or (cancels and run.error <= _HARMLESS * eps):
-        return "attention is sharp on purpose, so that the rounding of its inputs decides", (
-            "Look at the scale of the initialisation and at 1 / sqrt(head size), and compute scores and "
-            "states in float32."
+        return (
+            "the operation amplifies rounding on purpose (large scores, or terms that cancel)",
+            (
+                "Look at the scale of the initialisation and at 1 / sqrt(head size), and compute scores and "
+                "states in float32."
+            ),
         )
     if subject.device.type == "cpu" and torch.backends.mkldnn.enabled:
         # Setting the flag warns about TF32 on machines without an Intel GPU.
         with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
             plain = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
         if not plain.part_not_finite and plain.shadow.loss is None:
-            return "a kernel of oneDNN is wrong: without torch.backends.mkldnn the model only rounds", (
-                "Compare the operation on another device. Until the kernel is repaired, disable "
-                "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688)."
+            return (
+                "the error comes from a kernel of oneDNN: without torch.backends.mkldnn, it is only rounding",
+                (
+                    "Compare the operation on another device. Until the kernel is repaired, disable "
+                    "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688)."
+                ),
             )
     return None, ""
 

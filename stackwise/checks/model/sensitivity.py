@@ -68,8 +68,8 @@ def token_effect(subject: Subject) -> CheckResult:
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",
-        meaning=f"{len(without)} inputs, the last one {length - 1 - last} positions before the end, have no "
-        "effect on the last output, and no window is declared.",
+        meaning=f"{len(without)} of {length} inputs have no effect on "
+        f"{'the last output' if spec.causal else 'any output'}. The last of them is input {last}.",
         advice=_ADVICE,
     )
 

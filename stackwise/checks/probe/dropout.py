@@ -56,5 +56,5 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
-    """Call the function that `Tensor.backward` calls, without a tensor that torch would ask this mode for."""
+    """Run the backward pass from a gradient edge. With a tensor, torch would call this mode again."""
     torch.autograd.backward(get_gradient_edge(output), gradient, **options)

@@ -86,7 +86,7 @@ def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def accumulation_window(subject: TrainerSubject) -> CheckResult:
-    """Does a shorter window of micro-batches, as at the end of an epoch, weigh as much?"""
+    """If the last window of an epoch has fewer micro-batches, is its gradient that of the smaller batch?"""
     if (reason := _unasked(subject)) is not None:
         return subject.not_applicable(reason)
     micro_batches = _micro_batches(subject)

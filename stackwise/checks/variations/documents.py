@@ -16,7 +16,7 @@ class Documents(Variation):
 
     name = "documents"
     check, family = "packing_alone", "packing"
-    question = "Does a document give the same output in a packed row as alone?"
+    question = "Does a document give the same output in a packed row as in a row of its own?"
     rank = 20
     explained_by = frozenset({"later_tokens"})
     excludes = frozenset({"padded_rows", "cache_parts"})

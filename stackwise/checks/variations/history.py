@@ -48,7 +48,12 @@ class History(Variation):
 
     def text(self, value: list[list[Any]]) -> str:
         """Return the earlier calls."""
-        names = {"plain": "a call", "wider": "a call", "train": "a training step", "decode": "decoding"}
+        names = {
+            "plain": "a call",
+            "wider": "a call",
+            "train": "a backward pass in train mode",
+            "decode": "decoding",
+        }
         names |= {"broken": "a call that raised an error in a module,", "padded": "a call with padding"}
         return "the model was used before: " + ", ".join(
             f"{names[kind]} of {n} positions" for kind, n in value

@@ -86,7 +86,7 @@ def _converted(arguments: dict[str, Any], width: int, *, form: str, exam: Examin
     keep, columns = mask.bool(), torch.arange(mask.shape[1], device=mask.device)
     is_shifted = bool(((keep.long().cumsum(dim=1) - 1 != columns) & keep).any())
     if is_shifted and arguments.get("position_ids") is None:
-        raise Refused("a mask of four dimensions does not say the positions of padded rows")
+        raise Refused("a four-dimensional mask contains no positions, so that padded rows need position_ids")
     queries = columns[len(columns) - width :, None]
     visible = keep[:, None, None] & ((columns <= queries) | (not exam.spec.causal))
     visible = visible | (columns == queries)  # otherwise a padded query sees nothing

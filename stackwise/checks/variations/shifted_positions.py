@@ -1,4 +1,4 @@
-"""Shifted positions: all positions are larger by the same number, which relative positions do not show."""
+"""Shifted positions: a constant is added to all positions."""
 
 from __future__ import annotations
 

@@ -213,9 +213,9 @@ def length_limit(model: nn.Module) -> tuple[int | None, bool]:
 def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: bool) -> int | None:
     """Return the longest sequence that the model takes, near the limit of its settings.
 
-    A doubtful limit is none if the model takes one position more. A table of positions may have one or two
-    rows that no token uses (RoBERTa). A limit is believed without a trial if it is long, if `make_batch` is
-    declared, and on CUDA, where an index out of range ruins the process.
+    If the name of the limit is ambiguous and the model takes one position more, there is no limit. A table of
+    positions may have one or two reserved rows (RoBERTa). A limit is used without a trial if it is long, if
+    `make_batch` is declared, and on CUDA, where an index out of range ruins the process.
     """
     limit: int | None = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stackwise.checks.check import OTHER_NAMES, Check, Suite, select_checks
+from stackwise.checks.engine.examination import Examination
 from stackwise.checks.output import shown_once
 from stackwise.checks.result import CheckResult, Status
 from stackwise.subject.spec import ModelSpec
@@ -93,16 +94,19 @@ def _run(
 ) -> list[CheckResult]:
     declared.refuse_unmatched([c.name for c in selected])
     results = []
-    for number, one in enumerate(selected):
-        if on_progress is not None:
-            on_progress(number, len(selected), one.name)
-        with shown_once() as shown:
-            shown.next_round()
-            try:
-                result = one.run(spec, device=device, seed=seed)
-            except Exception as error:
-                result = broken_off(one.name, spec.name, error)
-        results.append(declared.apply(result))
+    try:
+        for number, one in enumerate(selected):
+            if on_progress is not None:
+                on_progress(number, len(selected), one.name)
+            with shown_once() as shown:
+                shown.next_round()
+                try:
+                    result = one.run(spec, device=device, seed=seed)
+                except Exception as error:
+                    result = broken_off(one.name, spec.name, error)
+            results.append(declared.apply(result))
+    finally:
+        Examination.forget()
     return results
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import can_generate, forward_parameters
+from stackwise.subject.call_form import attempt, can_generate, forward_parameters
 
 __all__ = ["Decoder", "is_encoder_decoder"]
 
@@ -24,7 +24,15 @@ def is_encoder_decoder(model: nn.Module) -> bool:
         names = forward_parameters(model)
     except (TypeError, ValueError):  # no signature
         return False
-    return {"input_ids", "decoder_input_ids"} <= names.keys() and can_generate(model) is True
+    takes_both = {"input_ids", "decoder_input_ids"} <= names.keys()
+    return takes_both and can_generate(model) is True and _vocabulary(model) is not None
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return the number of ids of the encoder. None: its embedding is unknown."""
+    get: Any = getattr(model, "get_input_embeddings", None)
+    embedding = None if get is None else attempt(get)
+    return getattr(embedding, "num_embeddings", None)
 
 
 class Decoder(nn.Module):
@@ -47,7 +55,9 @@ class Decoder(nn.Module):
         self.model = model
         self.config = model.config
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (1, _SOURCE_LENGTH), generator=generator)
+        n_ids = _vocabulary(model)
+        assert n_ids is not None
+        ids = torch.randint(n_ids, (1, _SOURCE_LENGTH), generator=generator)
         self.register_buffer("source", ids, persistent=False)
 
     def forward(

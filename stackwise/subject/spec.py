@@ -191,8 +191,9 @@ class ModelSpec:
             _refuse_unready(made, name)
             build, model = _apart(subject, made) if is_factory else _copies(made)
             notes = [*subject.notes] if isinstance(subject, HFModel) else []
-            if is_encoder_decoder(made) and "forward" not in declared:
+            if is_encoder_decoder(made) and declared.keys().isdisjoint(_CALLS):
                 build, model = partial(_decoder, build), Decoder(model)
+                declared = _of_decoder(declared)
                 notes.append("called as a decoder, while the encoder reads a fixed text")
             elif is_factory and build is not subject:
                 notes.append("its models share tensors, so each is a copy")
@@ -341,8 +342,19 @@ def _apart(factory: Callable[..., Any], made: nn.Module) -> tuple[Factory, nn.Mo
     return factory, kept
 
 
-def _decoder(build: Factory) -> nn.Module:
-    return Decoder(build())
+def _decoder(build: Callable[..., nn.Module], *factor: float) -> nn.Module:
+    return Decoder(build(*factor))
+
+
+def _of_decoder(declared: dict[str, Any]) -> dict[str, Any]:
+    """Return declared fields of an encoder-decoder as those of its decoder."""
+    changed: dict[str, Any] = {}
+    for name in ("reference", "at_width"):
+        if declared.get(name) is not None:
+            changed[name] = partial(_decoder, declared[name])
+    for name in ("unused", "frozen"):
+        changed[name] = tuple(f"model.{each}" for each in declared.get(name, ()))
+    return {**declared, **changed}
 
 
 def _copies(model: nn.Module) -> tuple[Factory, nn.Module]:

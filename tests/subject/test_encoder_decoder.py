@@ -3,7 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stackwise import ModelSpec, check_model
 
@@ -37,6 +45,33 @@ def test_labels_are_the_next_tokens(spec):
     model, ids = spec.create(), spec.batch(2, 8)
     expected = F.cross_entropy(spec.logits(model.eval(), ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert torch.allclose(spec.labelled_loss(model, ids, ids), expected)
+
+
+def test_size_of_the_vocabulary_is_that_of_the_encoder():
+    part = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        BertConfig(**part, intermediate_size=32),
+        BertConfig(
+            **part | {"vocab_size": 61}, intermediate_size=32, is_decoder=True, add_cross_attention=True
+        ),
+    )
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    assert ModelSpec.of(lambda: EncoderDecoderModel(config)).width == 61
+
+
+def test_declared_facts_are_those_of_the_whole_model():
+    spec = ModelSpec.of(tiny_t5, reference=tiny_t5, frozen=("encoder.",))
+    assert {name for name, _ in spec.create().named_parameters() if name.startswith(spec.frozen)}
+    [result] = check_model(spec, checks=["reference_output"])
+    assert result.status == "passed"
+
+
+def test_declared_loss_gets_the_whole_model():
+    def loss(model, ids):
+        return model(input_ids=ids, decoder_input_ids=ids, labels=ids).loss
+
+    spec = ModelSpec.of(tiny_t5, loss=loss, forward=lambda model, ids: model(ids, decoder_input_ids=ids))
+    assert spec.loss_of(spec.create(), spec.batch(2, 8)).isfinite()
 
 
 def test_declared_forward_is_used():

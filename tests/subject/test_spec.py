@@ -200,16 +200,19 @@ def test_longest_sequence_has_many_names(name, on_model, limit):
     assert spec.seq_len <= limit
 
 
-@pytest.mark.parametrize(("n_reserved", "limit"), [(0, 12), (1, 11), (2, 10), (3, 12)])
-def test_reserved_rows_of_a_position_table_are_no_positions(n_reserved, limit):
-    """Three and more are not expected: then the setting is believed."""
+@pytest.mark.parametrize(
+    ("n_reserved", "padding_idx", "limit"),
+    [(0, None, 12), (1, None, 12), (1, 0, 11), (2, 1, 10), (3, 2, 12)],
+)
+def test_reserved_rows_of_a_position_table_are_no_positions(n_reserved, padding_idx, limit):
+    """Only a table with a padding_idx has reserved rows, and at most two."""
 
     class Reserving(nn.Module):
         max_length = 12
 
         def __init__(self):
             super().__init__()
-            self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8)
+            self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8, padding_idx=padding_idx)
             self.head = nn.Linear(8, 20)
 
         def forward(self, input_ids):

@@ -92,6 +92,11 @@ class Examination:
             _shared[:] = [cls(subject)]
         return _shared[0]
 
+    @staticmethod
+    def forget() -> None:
+        """Free the shared examination with its models."""
+        _shared.clear()
+
     @property
     def spec(self) -> ModelSpec:
         """Return the spec of the model."""
@@ -183,6 +188,17 @@ class Examination:
         if self.shortest == self.subject.seq_len and not self._takes(2):
             return range(self.shortest, self.shortest + 1)
         return range(max(2, self.shortest), self.longest + 1)
+
+    @cached_property
+    def takes_all_lengths(self) -> bool:
+        """Return True if plain calls of all lengths that can be drawn run."""
+        try:
+            for length in self.lengths:
+                self.answer(0, length)
+        except Exception as error:  # any other exception means: not this length
+            reraise_if_out_of_memory(error)
+            return False
+        return True
 
     def _takes(self, length: int) -> bool:
         """Return True if inputs of a length have this length, and the model takes them."""

@@ -32,7 +32,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
+__all__ = ["Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
@@ -59,7 +59,7 @@ class Finding:
         meaning: the finding as a sentence.
         advice: common causes.
         correct_if: condition under which the difference is correct. None: it never is.
-        setting: further arguments of `compare`, if they are not the default: longest, seed, own_dtype.
+        setting: arguments of `compare` that are not the default: longest, seed, own_dtype, device.
     """
 
     composition: Composition
@@ -81,10 +81,25 @@ def code_of(composition: Composition, setting: Mapping[str, Any] = MappingProxyT
     """Return Python code that repeats a composition, with further arguments of `compare`."""
     gradients = ", gradients=True" if composition.gradients else ""
     after = ", after=True" if composition.after else ""
-    further = "".join(f", {name}={value}" for name, value in setting.items())
+    further = "".join(f", {name}={value!r}" for name, value in setting.items())
     return (
         f"compare(model, {dict(composition.values)}, length={composition.length}{gradients}{after}{further})"
     )
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Composition that raises an exception that is no refusal.
+
+    Attributes:
+        composition: the composition.
+        error: type and text of the exception.
+        code: Python code that repeats it.
+    """
+
+    composition: Composition
+    error: str
+    code: str
 
 
 @dataclass
@@ -96,7 +111,7 @@ class Exploration:
         missing: reason why a variation does not apply, by its name.
         asked: number of executed compositions of each variation, and of each pair.
         refused: reason why the model did not take a set of variations, the last one.
-        raised: composition and exception of each variation or pair that raised, other than by a refusal.
+        raised: first crash of each variation and of each pair.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
         limit: largest difference of outputs that is rounding.
@@ -106,19 +121,21 @@ class Exploration:
     missing: dict[str, str] = field(default_factory=dict)
     asked: Counter[frozenset[str]] = field(default_factory=Counter)
     refused: dict[frozenset[str], str] = field(default_factory=dict)
-    raised: dict[frozenset[str], tuple[Composition, str]] = field(default_factory=dict)
+    raised: dict[frozenset[str], Crash] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
 
-    def crashes(self) -> list[tuple[Composition, str]]:
-        """Return exceptions of variations that never ran, and of pairs whose variations run separately."""
-        return [
-            crash
-            for names, crash in self.raised.items()
-            if not self.asked[names]
-            and (len(names) == 1 or all(self.asked[frozenset({name})] for name in names))
-        ]
+    def crashes(self) -> list[Crash]:
+        """Return the crashes of variations, and those of pairs that never ran although their parts did."""
+        singles = {names for names in self.raised if len(names) == 1}
+        parts = {pair: {frozenset({name}) for name in pair} for pair in self.raised.keys() - singles}
+        pairs = {
+            pair
+            for pair, each in parts.items()
+            if not self.asked[pair] and singles.isdisjoint(each) and all(self.asked[part] for part in each)
+        }
+        return [crash for names, crash in self.raised.items() if names in singles | pairs]
 
     def combined(self, name: str) -> dict[str, int]:
         """Return the number of compositions of a variation with each other one."""
@@ -160,6 +177,11 @@ class Explorer:
         self._names: list[str] | None = None
         self._executed: set[str] = set()
 
+    @property
+    def longest(self) -> int:
+        """Return the longest sequence that the model takes, in positions."""
+        return self._exam.longest
+
     def explore(self, only: Set[str] | None = None) -> Exploration:
         """Execute the compositions that contain one of some variations, and return the result so far.
 
@@ -175,13 +197,14 @@ class Explorer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self._names is None:
-                self._names = self._applicable()
-                self._ask_alone(self._names)
+                names = self._applicable()
+                self._ask_alone(names)
+                self._names = names
             for plan in self._plans(self._names):
                 is_chosen = only is None or len(plan.names) == 1 or not only.isdisjoint(plan.names)
                 if is_chosen and plan.label not in self._executed:
-                    self._executed.add(plan.label)
                     self._execute(plan)
+                    self._executed.add(plan.label)
         for name in self._names:
             refusal = result.refused.get(frozenset({name}))
             if not result.asked[frozenset({name})] and refusal is not None:
@@ -338,8 +361,11 @@ def _worst(
         if result is not None:
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
-            if len(composition.names) in (1, 2) and not isinstance(error, _REFUSALS):
-                result.raised.setdefault(composition.names, (composition, text))
+            # A single variation may draw a length that no call takes.
+            counts = len(composition.names) == 2 or (len(composition.names) == 1 and exam.takes_all_lengths)
+            if counts and not isinstance(error, _REFUSALS):
+                crash = Crash(composition, text, code_of(composition, _setting(exam)))
+                result.raised.setdefault(composition.names, crash)
         return None
     if result is not None:
         for name in composition.names:
@@ -403,10 +429,16 @@ def _finding(
     conditions = [variations[name].correct_if(exam, value) for name, value in composition.values.items()]
     correct_if = next((each for each in conditions if each is not None), None)
     advice = variations[reporter].advice_for(exam) if reporter in variations else ""
+    return Finding(composition, worst, reporter, where, meaning, advice, correct_if, _setting(exam))
+
+
+def _setting(exam: Examination) -> dict[str, Any]:
+    """Return the arguments of `compare` that repeat a composition and are not the default."""
     setting: dict[str, Any] = {} if exam.most == LONGEST else {"longest": exam.most}
     setting |= {"seed": exam.subject.seed} if exam.subject.seed else {}
     setting |= {"own_dtype": True} if exam.dtype == "own" else {}
-    return Finding(composition, worst, reporter, where, meaning, advice, correct_if, setting)
+    device = str(exam.subject.device)
+    return setting if device == "cpu" else setting | {"device": device}
 
 
 def _changes(composition: Composition, worst: Difference, text: str) -> str:

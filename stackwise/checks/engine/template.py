@@ -16,11 +16,11 @@ class Template:
     """Model from which many copies are made.
 
     If the model can be pickled, copies come from a pickle without tensors, which is four times as fast as
-    `copy.deepcopy`. Models with closures as hooks, with a `__deepcopy__` of their own, or with tensors that
-    share memory are copied by `copy.deepcopy`.
+    `copy.deepcopy`. Models with closures as hooks, or with a `__deepcopy__` of their own, are copied by
+    `copy.deepcopy`.
 
     Attributes:
-        model: the model. It must not change after the first copy.
+        model: the model. It must not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,9 +43,6 @@ class Template:
             _Pickler(file, self._tensors).dump(self.model)
         except Exception:  # pickle and __reduce__ methods raise many types
             return None
-        storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors if tensor.numel()}
-        if len(storages) < sum(bool(tensor.numel()) for tensor in self._tensors):
-            return None
         return file.getvalue()
 
 
@@ -67,14 +64,12 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Copies each tensor once."""
+    """Copies each tensor once. Tensors that share memory do so in the copy."""
 
     def __init__(self, content: bytes, tensors: list[Tensor]) -> None:
         super().__init__(io.BytesIO(content))
         self._tensors = tensors
-        self._copies: dict[int, Tensor] = {}
+        self._memo: dict[int, Any] = {}
 
     def persistent_load(self, pid: int) -> Tensor:
-        if pid not in self._copies:
-            self._copies[pid] = copy.deepcopy(self._tensors[pid])
-        return self._copies[pid]
+        return copy.deepcopy(self._tensors[pid], self._memo)

@@ -177,7 +177,9 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
         noise,
         meaning=meaning,
         correct_if="the training step adds it, or the model is not to be trained",
-        advice="Set output_router_logits=True in the configuration, or add it in the training step.",
+        advice="Add it in the training step."
+        if takes_switch
+        else "Set output_router_logits=True in the configuration, or add it in the training step.",
     )
 
 

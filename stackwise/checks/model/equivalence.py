@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stackwise.checks.check import Check, check, enter, known_checks
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.exploration import Exploration, Explorer, Finding, code_of, explore
+from stackwise.checks.engine.exploration import Exploration, Explorer, Finding
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -19,15 +19,10 @@ from stackwise.checks.variations import known_variations
 # Length beyond common chunks, blocks and windows, and not a multiple of them.
 _FAR = 273
 
-# The explorer of the last subject, which the checks share.
-_last: list[tuple[Subject, Explorer]] = []
-
 
 def _explored(subject: Subject, variation: Variation | None = None) -> Exploration:
     """Return the results of the compositions that a variation needs. None: of all compositions."""
-    known = [explorer for other, explorer in _last if other.is_same(subject)]
-    explorer = known[0] if known else Explorer(subject, known_variations())
-    _last[:] = [(subject, explorer)]
+    explorer = Examination.of(subject).once("explorer", lambda: Explorer(subject, known_variations()))
     if variation is None or variation.name == "history":  # any composition may leave traces
         return explorer.explore()
     return explorer.explore({variation.name, *variation.explained_by})
@@ -87,22 +82,23 @@ def unexpected_exceptions(subject: Subject) -> CheckResult:
     variations = known_variations()
     # Those with a single check are reported by it. One dtype of half precision may be taken, and another not.
     left_out = {name for name, each in variations.items() if each.single_checks or each.compares_less}
-    crashes = [crash for crash in exploration.crashes() if crash[0].names.isdisjoint(left_out)]
+    crashes = [crash for crash in exploration.crashes() if crash.composition.names.isdisjoint(left_out)]
     if crashes:
-        composition, error = min(crashes, key=lambda crash: (len(crash[0].names), crash[0].length))
+        first = min(crashes, key=lambda crash: (len(crash.composition.names), crash.composition.length))
+        composition = first.composition
         others = len(crashes) - 1
         takes = " Each of the two variations runs separately." if len(composition.names) == 2 else ""
         return subject.warned(
             float(len(crashes)),
             0.0,
             where=" and ".join(sorted(composition.names)) + (f"; {others} more" if others else ""),
-            meaning=f"The model raises {error}, if {composition.text(variations)}.{takes}",
+            meaning=f"The model raises {first.error}, if {composition.text(variations)}.{takes}",
             correct_if="the model does not support this call (then raise a ValueError with a clear message)",
             advice="Look for shapes that only one of several branches prepares, and for an argument that "
-            f"is overwritten. To repeat it: {code_of(composition)}",
+            f"is overwritten. To repeat it: {first.code}",
         )
     if not exploration.asked:
-        return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))
+        return subject.not_applicable(_nothing_asked(exploration))
     pairs = sum(len(names) == 2 for names in exploration.asked)
     return subject.passed(0.0, 0.0, meaning=f"{pairs} pairs of variations were executed")
 
@@ -110,16 +106,24 @@ def unexpected_exceptions(subject: Subject) -> CheckResult:
 @check(suite="full")
 def long_sequences(subject: Subject) -> CheckResult:
     """Do all equivalent calls agree on sequences that are longer than common chunks, blocks and windows?"""
-    if Examination(subject, most=_FAR).longest <= Examination.of(subject).longest:
+    explorer = Explorer(subject, known_variations(), longest=_FAR)
+    if explorer.longest <= Examination.of(subject).longest:
         return subject.not_applicable("needs a model that takes longer sequences")
-    exploration = explore(subject, known_variations(), longest=_FAR)
+    exploration = explorer.explore()
     short = {each.composition.names for each in _explored(subject).findings}
     found = [each for each in exploration.findings if each.composition.names not in short]
     if found:
         return _simplest(subject, found)
     if not exploration.asked:
-        return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))
+        return subject.not_applicable(_nothing_asked(exploration))
     return subject.passed(max(exploration.largest.values(), default=None), exploration.limit)
+
+
+def _nothing_asked(exploration: Exploration) -> str:
+    """Return why no composition was executed."""
+    if exploration.findings:
+        return "not executed: a plain call changes the next one; see history"
+    return next(iter(exploration.missing.values()), "needs a repeatable model")
 
 
 def _check_of(variation: Variation) -> Check:

@@ -148,8 +148,8 @@ def _losses(subject: Subject) -> Iterator[tuple[str, nn.Module, Callable[[nn.Mod
         some[0, ::3] = IGNORED
         some[1, some.shape[1] // 2 :] = IGNORED
         labels = {"all labels": inputs, "some labels ignored": some}
-    elif spec.loss is not None:
-        labels = {"the declared loss": None}
+    if spec.loss is not None:
+        labels["the declared loss"] = None
 
     def loss(model: nn.Module, given: Tensor | None) -> Tensor:
         with WithoutDropout():

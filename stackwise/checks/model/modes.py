@@ -51,7 +51,7 @@ def causality_modes(subject: Subject) -> CheckResult:
             return subject.not_applicable("causality fails, and explains the difference")
         if not float(gaps.max()) <= limit:
             dtype = str(dtype_of(exam.base)).removeprefix("torch.")
-            by_statistics = train and any(True for _ in exam.base.buffers())
+            by_statistics = train and _updates_statistics(exam, sequence)
             return subject.failed_unless(
                 "the model uses statistics over all positions of a batch in train mode on purpose"
                 if by_statistics
@@ -71,6 +71,16 @@ def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
     """Return the output (T, V). Eval mode draws the same random numbers in each call; dropout is off."""
     with WithoutDropout() if train else nullcontext():
         return exam.subject.logits(exam.model().train(train), sequence[None])[0]
+
+
+def _updates_statistics(exam: Examination, sequence: Tensor) -> bool:
+    """Return True if a call in train mode changes floating-point buffers, such as those of a batch norm."""
+    model = exam.model().train()
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad(), WithoutDropout():
+        exam.spec.logits(model, sequence[None])
+    pairs = zip(before, model.buffers(), strict=True)
+    return any(a.is_floating_point() and not torch.equal(a, b) for a, b in pairs)
 
 
 def _modes(own: Examination) -> Iterator[tuple[Examination, bool]]:

@@ -15,7 +15,7 @@ from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination, gradients_in, projection
 from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.call import reason_of, refusals
-from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference, repeats
+from stackwise.checks.probe.difference import NOT_REPEATED, coarsest_rounding, relative_difference
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -24,10 +24,14 @@ from stackwise.checks.subject import Subject
 _SHIFT, _LENGTH = 3, 12
 # Effect of a shift, relative to that of doubled distances. In healthy models it is rounding.
 _SHIFT_LIMIT = 1e-3
+# The same, if tables of cos and sin are rounded to bfloat16.
+_NARROW_SHIFT_LIMIT = 0.05
 # Rounding of outputs in float64, without the casts to float32 that the model's own code has.
 _ROUNDING = 1e-9
 # Longest sequence on which all rows of a table are tested.
 _LONGEST = 1024
+# Rows without a gradient that are listed.
+_MOST_ROWS = 8
 # Tables that start after this row are tables of distances.
 _MOST_RESERVED = 2
 
@@ -47,7 +51,7 @@ def token_order(subject: Subject) -> CheckResult:
     length = exam.lengths[-1]
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
-    if not repeats(subject):
+    if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
     sequence, limit = exam.sequence(0, length), _rounding(exam)
     other = exam.unlike(sequence, exam.filler(1, length)[0])
@@ -57,10 +61,13 @@ def token_order(subject: Subject) -> CheckResult:
         original[i] = exam.unlike(sequence[j], other[i])
         changed[i] = sequence[j]
         exchanged[i], exchanged[j] = original[j], original[i]
-        plain, replaced, swapped = (
-            _read_at(exam, _output(exam, exam.model(), each), (i, j))
-            for each in (original, changed, exchanged)
-        )
+        try:
+            plain, replaced, swapped = (
+                _read_at(exam, _output(exam, exam.model(), each), (i, j))
+                for each in (original, changed, exchanged)
+            )
+        except refusals() as error:
+            return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
         effect = max(effect, float(relative_difference(plain, replaced).max()))
         order = max(order, float(relative_difference(plain, swapped).max()))
         if order > limit:
@@ -117,23 +124,25 @@ def position_effect(subject: Subject) -> CheckResult:
 def rotary_shift(subject: Subject) -> CheckResult:
     """Does the output of a model with rotary positions stay the same if all positions are shifted?"""
     exam = Examination.of(subject)
-    if not _has_rotary(exam.base):
+    certain = _claims_rotary(exam.base)
+    if certain is None:
         return subject.not_applicable("needs rotary positions: inv_freq, or tables of cos and sin")
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
     if "position_ids" in found and _tables(exam):
         del found["position_ids"]  # they also choose the row of a learned table
-    shifts = []
+    shifts, limit = [], _shift_limit(exam.base)
     for name, place in found.items():
         effect = _effect(exam, place, 2 * _positions(exam))
         if effect <= _rounding(exam):
             continue
         shifts.append(_effect(exam, place, _positions(exam) + _SHIFT) / effect)
-        if shifts[-1] > _SHIFT_LIMIT:
-            return subject.failed(
+        if shifts[-1] > limit:
+            return subject.failed_unless(
+                None if certain else "inv_freq belongs to absolute positions, such as sinusoids",
                 shifts[-1],
-                _SHIFT_LIMIT,
+                limit,
                 where=name,
                 meaning=f"The output changes if {_SHIFT} is added to all positions. A score of rotated "
                 "queries and keys depends on their distance only.",
@@ -143,14 +152,14 @@ def rotary_shift(subject: Subject) -> CheckResult:
             )
     if not shifts:
         return subject.not_applicable("needs rotary positions that have an effect, without a learned table")
-    return subject.passed(max(shifts), _SHIFT_LIMIT)
+    return subject.passed(max(shifts), limit)
 
 
 @check
 def position_table(subject: Subject) -> CheckResult:
     """Has each position up to max_length a separate row in a learned table, with a gradient?"""
     exam, limit = Examination.of(subject), subject.spec.max_length
-    if not repeats(subject):
+    if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
     tables = _tables(exam)
     for name, rows in tables.items():
@@ -173,7 +182,7 @@ def position_table(subject: Subject) -> CheckResult:
                 correct_if="positions are numbered in another way on purpose",
                 advice="Look for positions of -1, which are the last row, and for a step other than 1.",
             )
-        if _reserves(exam.base, name, first):
+        if _reserves(exam.base, name, first) or first > _MOST_RESERVED:
             continue
         if limit is None:
             if not first:
@@ -186,7 +195,7 @@ def position_table(subject: Subject) -> CheckResult:
                 correct_if="these rows are reserved on purpose",
                 advice="Count positions from 0.",
             )
-        if limit > _LONGEST or first > _MOST_RESERVED:
+        if limit > _LONGEST:
             continue
         try:
             used = len(_used_rows(exam, exam.sequence(0, limit))[name])
@@ -213,7 +222,14 @@ def position_table(subject: Subject) -> CheckResult:
 
 def _rounding(exam: Examination) -> float:
     """Return the largest change of the output that is rounding."""
-    return _ROUNDING if exam.is_float64 else exam.limit
+
+    def measured() -> float:
+        sequence = exam.sequence(0, exam.lengths[-1])
+        if exam.is_float64 and not coarsest_rounding(exam.model(), lambda m: _output(exam, m, sequence)):
+            return _ROUNDING
+        return exam.limit
+
+    return exam.once("rounding of positions", measured)
 
 
 def _output(exam: Examination, model: nn.Module, sequence: Tensor) -> Tensor:
@@ -250,7 +266,7 @@ def _effect(exam: Examination, place: _Placed, positions: Tensor) -> float:
 
 def _placed(exam: Examination) -> dict[str, _Placed] | str:
     """Return each way to place the inputs at other positions, or why there is none."""
-    if not exam.spec.per_position or not repeats(exam.subject):
+    if not exam.spec.per_position or not exam.is_repeatable:
         return "needs an output per position that repeats itself"
     positions = _positions(exam)
     n = len(positions)
@@ -261,14 +277,21 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
 
     def by_argument(positions: Tensor) -> Tensor:
         arguments = {"position_ids": positions[None] + exam.first_position}
+        if accepts(
+            exam.base, "attention_mask"
+        ):  # without a mask, gaps of positions may mean packed documents
+            arguments["attention_mask"] = torch.ones_like(sequence[:, :n], dtype=torch.long)
         call = Call(sequence, [], [], arguments=arguments)
         with exam.subject.fixed_randomness():
             return _widened(exam, lambda: execute(exam.spec, exam.model(), call)[0])
 
     def by_table(positions: Tensor) -> Tensor:
         model = exam.model()
+        start, step = int(positions[0]), int(positions[1] - positions[0])
         for table, dim in _rotary_tables(model, 2 * n + 1):
-            table.narrow(dim, 0, n).copy_(table.index_select(dim, positions))
+            # All rows, because the model may not start at the first one.
+            rows = torch.arange(start, table.shape[dim], step, device=table.device)
+            table.narrow(dim, 0, len(rows)).copy_(table.index_select(dim, rows))
         return _output(exam, model, sequence[0])
 
     if accepts(exam.base, "position_ids"):
@@ -283,10 +306,26 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
     return ways or "needs a parameter position_ids, or tables of cos and sin"
 
 
-def _has_rotary(model: nn.Module) -> bool:
-    """Return True if the model has frequencies or tables of rotary positions."""
-    names = (name.rpartition(".")[2] for name, _ in model.named_buffers())
-    return any("inv_freq" in name for name in names) or bool(_rotary_tables(model, 1))
+def _claims_rotary(model: nn.Module) -> bool | None:
+    """Return True for tables of cos and sin, and for inv_freq in a module that is named rotary.
+
+    False for other modules with inv_freq, which may be absolute sinusoids. None: there is neither.
+    """
+    if _rotary_tables(model, 1):
+        return True
+    owners = [
+        type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        for name, _ in model.named_buffers()
+        if "inv_freq" in name.rpartition(".")[2]
+    ]
+    return any("rot" in owner or "rope" in owner for owner in owners) if owners else None
+
+
+def _shift_limit(model: nn.Module) -> float:
+    """Return the largest effect of a shift that is rounding of the tables of cos and sin."""
+    tables = [table for table, _ in _rotary_tables(model, 1) if not table.is_complex()]
+    narrow = any(torch.equal(table, table.bfloat16().to(table)) for table in tables)
+    return _NARROW_SHIFT_LIMIT if narrow else _SHIFT_LIMIT
 
 
 def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
@@ -311,7 +350,12 @@ def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
 
 
 def _tables(exam: Examination) -> dict[str, set[int]]:
-    """Return the learned position tables, and the rows that a sequence of the longest length reads.
+    """Return the learned position tables, and the rows that a sequence of the longest length reads."""
+    return exam.once("position tables", lambda: _find_tables(exam))
+
+
+def _find_tables(exam: Examination) -> dict[str, set[int]]:
+    """Return the tables, found by trial.
 
     Which rows get a gradient depends on the length only, and each position adds one.
     """
@@ -348,16 +392,29 @@ def _used_rows(exam: Examination, sequence: Tensor) -> dict[str, set[int]]:
 @torch.no_grad()
 def _rows_without_gradient(exam: Examination, name: str, rows: set[int]) -> list[int]:
     """Return the rows before the last one of `rows` that change the output and are not in `rows`."""
-    sequence, found = exam.sequence(0, exam.lengths[-1]), []
+    sequence, found = exam.sequence(0, exam.lengths[-1]), list[int]()
     answer = _output(exam, exam.model(), sequence)
-    for row in set(range(max(rows))) - rows:
+    unused = sorted(set(range(max(rows))) - rows)
+
+    def has_effect(changed: list[int]) -> bool:
         model = exam.model()
         table: Tensor = model.get_parameter(name)
         table = table[0] if table.ndim == 3 else table
-        table[row] += table.std() * torch.randn(table.shape[1:], generator=torch.Generator().manual_seed(row))
-        if float(relative_difference(answer, _output(exam, model, sequence)).max()) > _rounding(exam):
-            found.append(row)
-    return found
+        generator = torch.Generator().manual_seed(len(changed))
+        noise = torch.randn(len(changed), *table.shape[1:], generator=generator).to(table)
+        table[changed] += table.std() * noise
+        return float(relative_difference(answer, _output(exam, model, sequence)).max()) > _rounding(exam)
+
+    # Halves of the rows that have an effect are tested again, until each row is alone.
+    groups = [unused] if unused and has_effect(unused) else []
+    while groups and len(found) < _MOST_ROWS:
+        group = groups.pop()
+        if len(group) == 1:
+            found += group
+            continue
+        halves = group[: len(group) // 2], group[len(group) // 2 :]
+        groups += [half for half in halves if has_effect(half)]
+    return sorted(found)
 
 
 def _reserves(model: nn.Module, name: str, first: int) -> bool:

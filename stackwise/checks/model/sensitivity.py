@@ -49,7 +49,10 @@ def token_effect(subject: Subject) -> CheckResult:
         same = other == sequence
         changed[index, index] = torch.where(same, (other + 1) % spec.width, other)
     answer = exam.answer(0, length)
-    outputs = torch.stack([subject.logits(exam.model(), row[None])[0] for row in changed])
+    try:
+        outputs = torch.stack([subject.logits(exam.model(), row[None])[0] for row in changed])
+    except refusals() as error:
+        return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     # The last output, or for a bidirectional model any output.
     rows = outputs[:, -1:] if spec.causal else outputs
     expected = answer[-1:] if spec.causal else answer
@@ -96,7 +99,8 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
         outputs = []
         for shift in range(_REPLACEMENTS):
             other = text.clone()
-            other[-1] = exam.unlike(text, real_inputs(subject, 1, length, shift=1000 + shift)[0])[-1]
+            inputs = real_inputs(subject, 1, length, shift=1000 + shift, model=exam.base)
+            other[-1] = exam.unlike(text, inputs[0])[-1]
             outputs.append(execute(spec, exam.model(), Call(other[None], [], [], keep=keep)))
         return any(not torch.equal(outputs[0], each) for each in outputs[1:])
 

@@ -101,6 +101,7 @@ def compare_gradients(plain: Sequence[Gradients], other: Sequence[Gradients]) ->
         total = norm(a.by_name.values())
         gaps = {name: _gap(gradient, b.by_name[name], total) for name, gradient in a.by_name.items()}
         loss = abs(a.loss - b.loss) / max(abs(a.loss), torch.finfo(torch.float64).tiny)
+        loss = math.inf if math.isnan(b.loss) and not math.isnan(a.loss) else loss
         worst = max(gaps, key=lambda name: gaps[name])
         name = worst if gaps[worst] > 0 else "the loss"
         found.append(GradientDifference(max(gaps[worst], loss), loss, f"{name}, pass {number}"))

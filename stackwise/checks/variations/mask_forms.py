@@ -18,6 +18,7 @@ from stackwise.checks.engine.question import Call, Place, Question, Transform
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
 from stackwise.checks.probe.difference import relative_difference
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 _NAME = "attention_mask"
 _TEXTS = {
@@ -121,4 +122,7 @@ def _takes(exam: Examination, form: str) -> bool:
             one, two = (execute(exam.spec, exam.model(), call)[:, 2:] for call in ways)
         except Refused:  # the positions of padded rows are not passed
             return True
+        except Exception as error:  # any other exception means: not this form
+            reraise_if_out_of_memory(error)
+            return False
     return bool(relative_difference(one, two).max() <= exam.limit)

@@ -214,8 +214,8 @@ def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: b
     """Return the longest sequence that the model takes, near the limit of its settings.
 
     If the name of the limit is ambiguous and the model takes one position more, there is no limit. A table of
-    positions may have one or two reserved rows (RoBERTa). A limit is used without a trial if it is long, if
-    `make_batch` is declared, and on CUDA, where an index out of range ruins the process.
+    positions with a padding_idx has one or two reserved rows (RoBERTa). A limit is used without a trial if it
+    is long, if `make_batch` is declared, and on CUDA, where an index out of range ruins the process.
     """
     limit: int | None = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
@@ -229,7 +229,10 @@ def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: b
 
     if is_doubtful and takes(limit + 1):
         return None
-    return next((length for length in (limit, limit - 1, limit - 2) if length > 0 and takes(length)), limit)
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
+    reserves = any(each.padding_idx is not None and each.num_embeddings == limit for each in tables)
+    lengths = (limit, limit - 1, limit - 2) if reserves else (limit,)
+    return next((length for length in lengths if length > 0 and takes(length)), limit)
 
 
 def example_batch(model: nn.Module, known: Mapping[str, Any]) -> Tensor:

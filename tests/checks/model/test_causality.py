@@ -239,6 +239,17 @@ LEAKS_OF_A_MODE = {
 }
 
 
+def test_leak_of_train_mode_with_a_constant_buffer_fails():
+    class Leaky(NoMaskInTraining):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(32, 32).tril())
+
+    result = subjects.ask(Leaky, "causality_modes")
+    assert result.status == "failed"
+    assert "train mode" in result.where
+
+
 @pytest.mark.parametrize("name", LEAKS_OF_A_MODE)
 def test_leak_of_a_mode_is_found(name):
     model, mode = LEAKS_OF_A_MODE[name]

@@ -402,6 +402,16 @@ def test_gradient_of_the_own_loss(subjects, build, where):
         assert result.value > 100 * result.limit
 
 
+def test_declared_loss_is_tested_beside_the_loss_of_the_labels(subjects):
+    def detached(model, inputs):
+        loss = model(inputs, labels=inputs).loss
+        return loss + 0.5 * (loss.detach() - loss)
+
+    result = subjects.ask(spec_of(loss=detached), "loss_gradient")
+    assert result.status == "failed"
+    assert "declared loss" in result.where
+
+
 def test_gradient_of_a_declared_loss(subjects, models):
     def spec(loss):
         return ModelSpec.of(models["Sound"], loss=lambda model, ids: loss(model(ids)).mean())

@@ -44,9 +44,33 @@ def test_unknown_order_is_a_warning(subjects, build, causal):
     assert "positionless=True" in result.advice
 
 
+def test_order_of_a_model_that_refuses_other_inputs_is_not_asked(subjects):
+    class Separated(GPT):
+        def embed(self, input_ids):
+            if not (input_ids[:, -2] == 7).all():
+                raise IndexError("no separator")
+            return super().embed(input_ids)
+
+    def batch(batch_size, seq_len, generator):
+        ids = torch.randint(8, 30, (batch_size, seq_len), generator=generator)
+        ids[:, -2] = 7
+        return ids
+
+    spec = spec_of(Separated, make_batch=batch)
+    assert subjects.ask(spec, "token_order").status == "not applicable"
+    assert subjects.ask(spec, "token_effect").status == "not applicable"
+
+
 def test_order_needs_inputs_with_an_effect(subjects):
     assert subjects.ask(spec_of(Alone), "token_order").status == "not applicable"
     assert subjects.ask(spec_of(positionless=True), "token_order").status == "not applicable"
+
+
+class RotaryFrequencies(nn.Module):
+    def __init__(self, head_dim):
+        super().__init__()
+        half = torch.arange(0, head_dim, 2) / head_dim
+        self.register_buffer("inv_freq", 10000.0**-half, persistent=False)
 
 
 class Rotary(GPT):
@@ -54,8 +78,7 @@ class Rotary(GPT):
 
     def __init__(self):
         super().__init__()
-        half = torch.arange(0, self.head_dim, 2) / self.head_dim
-        self.register_buffer("inv_freq", 10000.0**-half, persistent=False)
+        self.rotary = RotaryFrequencies(self.head_dim)
 
     def forward(self, input_ids, *args, position_ids=None, **kwargs):
         self.given = position_ids
@@ -89,6 +112,39 @@ class ValuesToo(Rotary):
         heads = super().split(x)
         positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if self.given is None else self.given
         return GPT.rotate(self, heads, positions) if self.rotations == 2 else heads
+
+
+class Sinusoids(Placed):
+    """Adds absolute sinusoids, whose frequencies have the usual name of rotary ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 100.0 ** -torch.arange(0, 1, 2 / self.width), persistent=False)
+
+    def forward(self, input_ids, *args, position_ids=None, **kwargs):
+        self.given = position_ids
+        return super().forward(input_ids, *args, **kwargs)
+
+    def embed(self, input_ids):
+        T = input_ids.shape[1]
+        positions = torch.arange(T).expand(input_ids.shape) if self.given is None else self.given
+        angles = positions[..., None] * self.inv_freq
+        return GPT.embed(self, input_ids) + torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+class PackedByGaps(Rotary):
+    """Without a mask, a gap of the positions starts a new document, as in transformers. No rotation."""
+
+    def forward(self, input_ids, *args, attention_mask=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, attention_mask, *args, position_ids=position_ids, **kwargs)
+
+    def visible(self, T, past, keep, documents):
+        if self.given is not None and keep is None:
+            documents = (self.given.diff(prepend=self.given[:, :1] - 1) != 1).cumsum(1)
+        return super().visible(T, past, keep, documents)
+
+    def rotate(self, x, positions):
+        return x
 
 
 class Ignored(Rotary):
@@ -131,6 +187,20 @@ class TabledPairs(Tabled):
         return super().rotate(x, positions)
 
 
+class TabledFromOne(Tabled):
+    """Reads the tables from the second row on."""
+
+    def rotate(self, x, positions):
+        cos, sin = (table[1 : x.shape[2] + 1] for table in (self.cos, self.sin))
+        one, two = x.chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+
+
+class TabledNarrow(Tabled):
+    def tables(self, cos, sin):
+        return {"cos": cos.bfloat16().float(), "sin": sin.bfloat16().float()}
+
+
 class TabledUnread(Tabled):
     def rotate(self, x, positions):
         return GPT.rotate(self, x, positions)
@@ -145,6 +215,10 @@ class TabledUnread(Tabled):
         (ValuesToo, "failed"),
         (Tabled, "passed"),
         (TabledPairs, "passed"),
+        (TabledFromOne, "passed"),
+        (TabledNarrow, "passed"),
+        (Sinusoids, "warned"),
+        (PackedByGaps, "not applicable"),
         (TabledQueries, "failed"),
         (TabledUnread, "not applicable"),
         (GPT, "not applicable"),
@@ -164,6 +238,7 @@ def test_rotary_positions_are_relative(subjects, build, status):
         (Rotary, "passed", ""),
         (Tabled, "passed", ""),
         (Ignored, "warned", "position_ids"),
+        (PackedByGaps, "warned", "position_ids"),
         (TabledUnread, "warned", "tables of cos and sin"),
         (GPT, "not applicable", ""),
     ],
@@ -239,3 +314,31 @@ def test_positions_of_third_party_models(subjects, name):
     spec = ModelSpec.of(getattr(subjects, name))
     for check in ("token_order", "position_effect", "rotary_shift", "position_table"):
         assert subjects.ask(spec, check).status in ("passed", "not applicable"), check
+
+
+def test_table_of_distances_has_no_positions(subjects):
+    class FromForty(Placed):
+        def place(self, *arguments):
+            return super().place(*arguments) + 40
+
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(104, self.width)
+
+    assert subjects.ask(spec_of(FromForty, max_length=None), "position_table").status == "passed"
+
+
+def test_many_unused_rows_need_few_calls(subjects, monkeypatch):
+    class Large(FromMinusOne):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(4096, self.width)
+
+        def place(self, *arguments):
+            return (Placed.place(self, *arguments) - 1) % 4096
+
+    calls = []
+    forward = Large.forward
+    monkeypatch.setattr(Large, "forward", lambda *args, **named: calls.append(1) or forward(*args, **named))
+    assert subjects.ask(spec_of(Large, max_length=64), "position_table").status == "warned"
+    assert len(calls) < 100

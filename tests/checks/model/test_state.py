@@ -51,3 +51,16 @@ def test_buffers_stay_the_same_in_eval_mode(subjects, build, status):
 @pytest.mark.parametrize("name", ["rack", "llama", "gru"])
 def test_healthy_model_passes(subjects, name):
     assert subjects.ask(getattr(subjects, name), "eval_buffers").status == "passed"
+
+
+def test_buffers_of_any_dtype_are_compared(subjects):
+    class Narrow(Counting):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(float("nan")).to(torch.float8_e4m3fn))
+            self.register_buffer("empty", torch.zeros(0))
+
+        def count(self, ids):
+            pass
+
+    assert subjects.ask(Narrow, "eval_buffers").status == "passed"

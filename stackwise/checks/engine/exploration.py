@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
@@ -363,7 +364,7 @@ def _worst(
             result.refused[composition.names] = text
             # A single variation may draw a length that no call takes.
             counts = len(composition.names) == 2 or (len(composition.names) == 1 and exam.takes_all_lengths)
-            if counts and not isinstance(error, _REFUSALS):
+            if counts and not _is_refusal(error):
                 crash = Crash(composition, text, code_of(composition, _setting(exam)))
                 result.raised.setdefault(composition.names, crash)
         return None
@@ -381,6 +382,16 @@ def _worst(
         return real[0]
     nothing = Difference("output", 0.0, exam.limit)
     return max(found, key=lambda each: each.value / max(each.limit, 1e-300), default=nothing)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return True if an exception says that the model does not support a call.
+
+    Errors of any type that the code of the model raises itself are refusals, too. Those of torch are not.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_raised = (last.line or "").startswith(("raise ", "assert ")) and "/torch/" not in last.filename
+    return is_raised or isinstance(error, _REFUSALS)
 
 
 def _shrunk(

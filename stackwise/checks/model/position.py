@@ -108,6 +108,10 @@ def position_effect(subject: Subject) -> CheckResult:
     for name, place in found.items():
         effect = _effect(exam, place, 2 * _positions(exam))
         if effect <= limit:
+            if _claims_rotary(exam.base) is None and not _tables(exam):
+                return subject.not_applicable(
+                    "needs positions: inv_freq, tables of cos and sin, or a learned table"
+                )
             return subject.warned(
                 effect,
                 limit,
@@ -277,9 +281,7 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
 
     def by_argument(positions: Tensor) -> Tensor:
         arguments = {"position_ids": positions[None] + exam.first_position}
-        if accepts(
-            exam.base, "attention_mask"
-        ):  # without a mask, gaps of positions may mean packed documents
+        if accepts(exam.base, "attention_mask"):  # without one, gaps may mean packed documents
             arguments["attention_mask"] = torch.ones_like(sequence[:, :n], dtype=torch.long)
         call = Call(sequence, [], [], arguments=arguments)
         with exam.subject.fixed_randomness():

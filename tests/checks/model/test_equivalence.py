@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from stackwise import check_model
 from tests.zoo.gpt import GPT, spec_of
@@ -13,28 +14,39 @@ def _few_variations(only_variations):
     only_variations({"batch", "documents", "mask_of_ones"})
 
 
-def refusing(error):
-    """Return a model that raises an exception if it gets a mask and documents."""
+def refusing(act):
+    """Return a model that calls `act` if it gets a mask and documents."""
 
     class Refusing(GPT):
         def visible(self, T, past, keep, documents):
             if keep is not None and documents is not None:
-                raise error
+                act()
             return super().visible(T, past, keep, documents)
 
     return spec_of(Refusing)
 
 
-def test_an_exception_of_a_pair_is_a_warning():
-    [result] = check_model(refusing(RuntimeError("sizes do not match")), checks=["unexpected_exceptions"])
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda: torch.ones(2) + torch.ones(3), "RuntimeError: The size of tensor a (2)"),
+        (lambda: nn.Linear(2, 2).wieght, "AttributeError: 'Linear' object has no attribute 'wieght'"),
+        (lambda: None.shape, "AttributeError: 'NoneType' object has no attribute 'shape'"),
+    ],
+)
+def test_an_exception_of_a_pair_is_a_warning(act, message):
+    [result] = check_model(refusing(act), checks=["unexpected_exceptions"])
     assert result.status == "warned"
     assert "documents" in result.where
-    assert "RuntimeError: sizes do not match" in result.meaning
+    assert message in result.meaning
 
 
-@pytest.mark.parametrize("error", [ValueError("unsupported"), NotImplementedError(), AssertionError()])
-def test_a_refusal_is_none(error):
-    [result] = check_model(refusing(error), checks=["unexpected_exceptions"])
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError])
+def test_an_exception_that_the_model_raises_itself_is_a_refusal(error):
+    def act():
+        raise error("a mask and documents are not supported")
+
+    [result] = check_model(refusing(act), checks=["unexpected_exceptions"])
     assert result.status == "passed"
 
 

@@ -147,6 +147,13 @@ class PackedByGaps(Rotary):
         return x
 
 
+class Compatible(GPT):
+    """Has no positions, and takes the argument."""
+
+    def forward(self, input_ids, *args, position_ids=None, **kwargs):
+        return super().forward(input_ids, *args, **kwargs)
+
+
 class Ignored(Rotary):
     def positions(self, *arguments):
         return GPT.positions(self, *arguments)
@@ -240,6 +247,7 @@ def test_rotary_positions_are_relative(subjects, build, status):
         (Ignored, "warned", "position_ids"),
         (PackedByGaps, "warned", "position_ids"),
         (TabledUnread, "warned", "tables of cos and sin"),
+        (Compatible, "not applicable", ""),
         (GPT, "not applicable", ""),
     ],
 )

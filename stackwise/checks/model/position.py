@@ -6,9 +6,12 @@ Shapes: T positions, V outputs, N rows of a table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts, execute
@@ -110,7 +113,7 @@ def position_effect(subject: Subject) -> CheckResult:
         if effect <= limit:
             if _claims_rotary(exam.base) is None and not _tables(exam):
                 return subject.not_applicable(
-                    "needs positions: inv_freq, tables of cos and sin, or a learned table"
+                    "needs positions: a rotary module, tables of cos and sin, or a learned table"
                 )
             return subject.warned(
                 effect,
@@ -130,7 +133,7 @@ def rotary_shift(subject: Subject) -> CheckResult:
     exam = Examination.of(subject)
     certain = _claims_rotary(exam.base)
     if certain is None:
-        return subject.not_applicable("needs rotary positions: inv_freq, or tables of cos and sin")
+        return subject.not_applicable("needs rotary positions: a rotary module, or tables of cos and sin")
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
@@ -296,6 +299,12 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
             table.narrow(dim, 0, len(rows)).copy_(table.index_select(dim, rows))
         return _output(exam, model, sequence[0])
 
+    def by_module(positions: Tensor) -> Tensor:
+        model = exam.model()
+        for module in _rotary_modules(model):
+            module.forward = partial(_counted, module.forward, positions)
+        return _output(exam, model, sequence[0])
+
     if accepts(exam.base, "position_ids"):
         ways["position_ids"] = by_argument
     if _rotary_tables(exam.base, 2 * n + 1):
@@ -303,24 +312,55 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
     try:
         for place in ways.values():
             place(2 * positions)
+        # The positions may be counted elsewhere, so that only an effect shows that this is a way.
+        if not ways and _rotary_modules(exam.base) and _effect(exam, by_module, 2 * positions):
+            ways["positions of the rotary module"] = by_module
     except refusals() as error:
         return f"the model does not take other positions: {reason_of(error)}"
-    return ways or "needs a parameter position_ids, or tables of cos and sin"
+    return ways or "needs a parameter position_ids, tables of cos and sin, or a module that computes them"
+
+
+def _counted(forward: Callable[..., Any], positions: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a rotary module with `positions` (T,) in place of 0, 1, ..., T - 1."""
+    count = torch.arange(len(positions), device=positions.device)
+
+    def replaced(value: Any) -> Any:
+        is_count = (
+            isinstance(value, Tensor)
+            and value.shape[-1:] == count.shape
+            and bool((value - value[..., :1] == count).all())
+        )
+        return positions.to(value.dtype).expand_as(value) if is_count else value
+
+    class Counted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return replaced(result) if func is torch.arange else result
+
+    args = tuple(map(replaced, args))
+    with Counted():
+        return forward(*args, **{name: replaced(value) for name, value in kwargs.items()})
+
+
+def _rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute angles: by their name, and without modules in them."""
+    return [
+        module
+        for module in model.modules()
+        if any(word in type(module).__name__.lower() for word in ("rotary", "rope"))
+        and not any(True for _ in module.children())
+    ]
 
 
 def _claims_rotary(model: nn.Module) -> bool | None:
-    """Return True for tables of cos and sin, and for inv_freq in a module that is named rotary.
+    """Return True for tables of cos and sin, and for a module that is named rotary.
 
     False for other modules with inv_freq, which may be absolute sinusoids. None: there is neither.
     """
-    if _rotary_tables(model, 1):
+    if _rotary_tables(model, 1) or _rotary_modules(model):
         return True
-    owners = [
-        type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
-        for name, _ in model.named_buffers()
-        if "inv_freq" in name.rpartition(".")[2]
-    ]
-    return any("rot" in owner or "rope" in owner for owner in owners) if owners else None
+    names = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
+    return False if any("inv_freq" in name for name in names) else None
 
 
 def _shift_limit(model: nn.Module) -> float:

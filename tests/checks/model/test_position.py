@@ -159,6 +159,47 @@ class Ignored(Rotary):
         return GPT.positions(self, *arguments)
 
 
+class RotaryAngles(RotaryFrequencies):
+    def forward(self, length, positions=None):
+        positions = torch.arange(length) if positions is None else positions
+        return positions[:, None] * self.inv_freq
+
+
+class Computed(GPT):
+    """A module counts positions from 0, and computes the angles."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotary = RotaryAngles(self.head_dim)
+
+    def angles(self, n):
+        return self.rotary(n)
+
+    def rotate(self, x, positions):
+        angles = self.angles(x.shape[2])
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        one, two = x.chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+
+
+class ComputedOfPositions(Computed):
+    """Calls the method with positions, as x-transformers does."""
+
+    def angles(self, n):
+        return self.rotary.forward(n, positions=torch.arange(n))
+
+
+class ComputedInPairs(Computed):
+    """Keys are rotated in interleaved pairs, and queries in halves."""
+
+    def rotate(self, x, positions):
+        if x.shape[1] == self.n_heads:
+            return super().rotate(x, positions)
+        pairs = x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
+        rotated = super().rotate(pairs, positions)
+        return rotated.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+
+
 class Tabled(GPT):
     """Rotates by tables of cos and sin."""
 
@@ -220,6 +261,9 @@ class TabledUnread(Tabled):
         (QueriesOnly, "failed"),
         (KeysOnly, "failed"),
         (ValuesToo, "failed"),
+        (Computed, "passed"),
+        (ComputedOfPositions, "passed"),
+        (ComputedInPairs, "failed"),
         (Tabled, "passed"),
         (TabledPairs, "passed"),
         (TabledFromOne, "passed"),

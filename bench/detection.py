@@ -329,7 +329,7 @@ def third_parties(claim: Claim, jobs: int) -> None:
 def _of_another(make: Callable[[], Any]) -> Iterator[Any]:
     made = make()  # a factory, or a model: what it costs to find one that builds is not asked again
     yield "built"
-    yield from answers(lambda: make if isinstance(made, torch.nn.Module) else made)
+    yield from answers(lambda: make if isinstance(made, torch.nn.Module) else made, "fast")
 
 
 # Cost

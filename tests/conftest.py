@@ -91,6 +91,7 @@ def few_compositions(monkeypatch):
     """Skip the random compositions of the engine."""
     from stackwise.checks.model import equivalence
 
+    monkeypatch.setattr(equivalence, "_MANY", 0)
     monkeypatch.setattr(equivalence, "Explorer", partial(equivalence.Explorer, count=0))
 
 
@@ -98,12 +99,14 @@ def few_compositions(monkeypatch):
 def only_variations(few_compositions, monkeypatch):
     """Return a function that removes all variations of the engine except the named ones."""
     from stackwise.checks.model import equivalence
-    from stackwise.checks.variations import known_variations
+
+    explorer = equivalence.Explorer
 
     def leave(names):
-        some = {name: each for name, each in known_variations().items() if name in names}
-        explorer = equivalence.Explorer
-        monkeypatch.setattr(equivalence, "Explorer", lambda subject, _: explorer(subject, some))
+        def explore_some(subject, variations, **more):
+            return explorer(subject, {n: each for n, each in variations.items() if n in names}, **more)
+
+        monkeypatch.setattr(equivalence, "Explorer", explore_some)
 
     return leave
 

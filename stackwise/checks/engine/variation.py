@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ class Variation:
         check: name of the check that reports its findings. None: the name of the variation.
         family: family of this check.
         question: question of this check.
+        suite: "fast", or "full" for a variation that is too slow for the fast suite. No other check runs it.
         rank: a finding of several variations is reported by the one with the highest rank. Variations with
             a lower rank change the question first.
         excludes: names of variations that cannot be combined with this one.
@@ -48,6 +49,7 @@ class Variation:
     check: ClassVar[str | None] = None
     family: ClassVar[str] = "equivalence"
     question: ClassVar[str]
+    suite: ClassVar[Literal["fast", "full"]] = "fast"
     rank: ClassVar[int]
     excludes: ClassVar[frozenset[str]] = frozenset()
     includes: ClassVar[frozenset[str]] = frozenset()

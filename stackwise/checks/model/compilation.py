@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, reason_of
+from stackwise.checks.probe.compiler import fresh_compiler
 from stackwise.checks.probe.parameter_gradient import compare_gradients, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -20,7 +19,6 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 
 # Trace forward and backward and decompose operations as the default compiler does, without code generation.
 _BACKEND = "aot_eager_decomp_partition"
-_RECOMPILE_LIMIT = 64
 # Weights and buffers shrink between the passes, so that constants stored by the first trace show.
 _N_PASSES, _SHRINK = 2, 0.95
 
@@ -37,7 +35,7 @@ def compiled_gradients(subject: Subject) -> CheckResult:
     model = _model(subject)
     graphs: list[int] = []
     try:
-        with _compiler():
+        with fresh_compiler():
             call = _compiled(model, _BACKEND, graphs)
             compiled = gradients_of(subject, model, _N_PASSES, call=call, shrink=_SHRINK)
     except Exception as error:
@@ -63,7 +61,7 @@ def graph_breaks(subject: Subject) -> CheckResult:
     model = _model(subject)
     graphs: list[int] = []
     try:
-        with _compiler(), torch.no_grad():
+        with fresh_compiler(), torch.no_grad():
             before = Counter(counters["graph_break"])
             subject.spec.logits(_compiled(model, "eager", graphs), subject.inputs(2))
     except Exception as error:
@@ -115,19 +113,6 @@ def _compiled(model: nn.Module, backend: str, graphs: list[int]) -> nn.Module:
 
     compiled: Any = torch.compile(model, backend=compile_graph, dynamic=False)
     return cast("nn.Module", compiled)
-
-
-@contextmanager
-def _compiler() -> Iterator[None]:
-    """Clear the compiler's cache of earlier models, and allow one compilation for each layer."""
-    import torch._dynamo
-
-    torch.compiler.reset()
-    with (
-        warnings.catch_warnings(action="ignore"),
-        torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT),
-    ):
-        yield
 
 
 def _not_compiled(subject: Subject, error: Exception) -> CheckResult:

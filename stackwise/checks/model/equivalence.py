@@ -18,14 +18,28 @@ from stackwise.checks.variations import known_variations
 
 # Length beyond common chunks, blocks and windows, and not a multiple of them.
 _FAR = 273
+# Compositions of the full suite.
+_MANY = 2000
+
+
+def _fast_variations() -> dict[str, Variation]:
+    return {name: each for name, each in known_variations().items() if each.suite == "fast"}
+
+
+def _explorer(subject: Subject) -> Explorer:
+    """Return the explorer that the checks of a subject share."""
+    return Examination.of(subject).once("explorer", lambda: Explorer(subject, _fast_variations()))
 
 
 def _explored(subject: Subject, variation: Variation | None = None) -> Exploration:
     """Return the results of the compositions that a variation needs. None: of all compositions."""
-    explorer = Examination.of(subject).once("explorer", lambda: Explorer(subject, known_variations()))
     if variation is None or variation.name == "history":  # any composition may leave traces
-        return explorer.explore()
-    return explorer.explore({variation.name, *variation.explained_by})
+        return _explorer(subject).explore()
+    if variation.suite == "full":
+        # Alone and in pairs; random compositions would take minutes.
+        some = {**_fast_variations(), variation.name: variation}
+        return Explorer(subject, some, count=0).explore({variation.name})
+    return _explorer(subject).explore({variation.name, *variation.explained_by})
 
 
 def _result(subject: Subject, variation: Variation, exploration: Exploration) -> CheckResult:
@@ -104,14 +118,25 @@ def unexpected_exceptions(subject: Subject) -> CheckResult:
 
 
 @check(suite="full")
+def many_compositions(subject: Subject) -> CheckResult:
+    """Do all equivalent calls agree in 2,000 random compositions?"""
+    return _further(subject, Explorer(subject, _fast_variations(), count=_MANY))
+
+
+@check(suite="full")
 def long_sequences(subject: Subject) -> CheckResult:
     """Do all equivalent calls agree on sequences that are longer than common chunks, blocks and windows?"""
-    explorer = Explorer(subject, known_variations(), longest=_FAR)
+    explorer = Explorer(subject, _fast_variations(), longest=_FAR)
     if explorer.longest <= Examination.of(subject).longest:
         return subject.not_applicable("needs a model that takes longer sequences")
+    return _further(subject, explorer)
+
+
+def _further(subject: Subject, explorer: Explorer) -> CheckResult:
+    """Return the result of more compositions: findings of sets that the fast suite does not find."""
     exploration = explorer.explore()
-    short = {each.composition.names for each in _explored(subject).findings}
-    found = [each for each in exploration.findings if each.composition.names not in short]
+    known = {each.composition.names for each in _explored(subject).findings}
+    found = [each for each in exploration.findings if each.composition.names not in known]
     if found:
         return _simplest(subject, found)
     if not exploration.asked:
@@ -133,7 +158,9 @@ def _check_of(variation: Variation) -> Check:
         seconds = exploration.seconds.get(variation.name, 0.0)
         return replace(result, seconds=seconds, combined=exploration.combined(variation.name))
 
-    return Check(variation.check or variation.name, variation.family, variation.question, ask)
+    return Check(
+        variation.check or variation.name, variation.family, variation.question, ask, suite=variation.suite
+    )
 
 
 for _variation in known_variations().values():

@@ -42,8 +42,11 @@ class Padding(Variation):
         return "" if len(exam.lengths) > 1 else "needs a model that takes several lengths"
 
     def draw(self, exam: Examination, rng: random.Random) -> dict[str, Any]:
-        """Draw a side and an amount."""
-        return {"side": rng.choice(exam.spec.padding_sides), "amount": rng.randint(1, 6)}
+        """Draw a side and an amount. In causal models, only padding on the left can be read."""
+        sides = exam.spec.padding_sides
+        if exam.spec.causal and "left" in sides:
+            sides = (*sides, "left", "left")
+        return {"side": rng.choice(sides), "amount": rng.randint(1, 6)}
 
     def simpler(self, value: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield less padding."""

@@ -400,7 +400,15 @@ class PositionsCountedWithCache(WithArguments):
         return super().positions(input_ids, past, keep, documents)
 
 
+class MaskDroppedByTheCompiler(Encoder):
+    """Under the compiler, a padding mask is assumed to hide nothing."""
+
+    def visible(self, T, past, keep, documents):
+        return super().visible(T, past, None if torch.compiler.is_compiling() else keep, documents)
+
+
 BUGS = {
+    "compiled": (MaskDroppedByTheCompiler, Encoder),
     "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
     "mask_forms": (IntegerMaskIgnored, Encoder),
     "shifted_positions": (PositionsCountedWithCache, WithArguments),
@@ -429,6 +437,7 @@ BUGS = {
 }
 # Variations that show their bug only together with another one: the other one, and the one that reports.
 TOGETHER = {
+    "compiled": ("padded_rows", "compiled"),
     "mask_of_ones": ("documents", "mask_of_ones"),
     "half_precision": ("padded_rows", "half_precision"),
     "mask_forms": ("padded_rows", "mask_forms"),

@@ -1,0 +1,57 @@
+"""Compiled: the model under torch.compile."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.variation import Switch
+from stackwise.checks.probe.compiler import fresh_compiler
+
+
+class Compiled(Switch):
+    """Compile the model in place. Gradients are compared by `compiled_gradients`."""
+
+    name = "compiled"
+    check, family, suite = "compiled_outputs", "compilation", "full"
+    question = "Is the output the same under torch.compile?"
+    rank = 95
+    excludes = frozenset({"train_mode", "recomputation", "half_precision"})
+    explained_by = frozenset({"later_tokens"})
+    advice = (
+        "Look for branches on torch.compiler.is_compiling(), and for values that the trace makes constant, "
+        "such as a length or a position that the model counts itself."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require a model that can be compiled."""
+        sequence = exam.sequence(0, exam.lengths[-1])
+        with fresh_compiler(), torch.no_grad():
+            exam.plain(_compiled(exam.model()), sequence)
+        return ""
+
+    def text(self, value: bool) -> str:
+        """Return the variation in words."""
+        return "the model is compiled"
+
+    def change(self, question: Question, value: bool, exam: Examination) -> None:
+        """Compare no gradients."""
+        question.gradients = False
+
+    def prepare(self, model: nn.Module, value: bool, exam: Examination) -> nn.Module:
+        """Compile the model."""
+        return _compiled(model)
+
+    def around(self, value: bool) -> AbstractContextManager[object]:
+        """Forget other models."""
+        return fresh_compiler()
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    # Traces, decomposes and functionalizes as the default backend does, without code generation.
+    model.compile(backend="aot_eager", dynamic=False)
+    return model

@@ -1,8 +1,8 @@
-"""`python -m bench.detection`: what the checks catch, what they say of sound models, and what they cost.
+"""`python -m bench.detection`: bugs that the checks find, failures on correct models, and cost.
 
-The catalogue of bugs of `tests/zoo` and its clean twins; models of others; seconds. The same bugs are shown
-to three other tools where these are installed (`make rivals`). Each subject is asked in a process of its
-own. Figures are written after each, and `--resume` goes on with what the file has.
+The bugs are those of `tests/zoo`, public reports, and random mutants. If three other tools are installed
+(`make rivals`), they check the same bugs. The checks of a subject run in a separate process. The figures of
+each subject are written at once, and `--resume` continues with those in the file.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _say(claim: Claim, name: str, summary: Mapping[str, Any]) -> None:
 
 
 def third_parties(claim: Claim, jobs: int) -> None:
-    """Each model of others that can be built here, asked everything."""
+    """Run the fast suite on each third-party model that can be built here."""
     figures = claim.figures.setdefault("third_party", {"versions": third_party.versions(), "models": {}})
     figures["not_built"] = figures.get("not_built", {})
     figures["explained"] = EXPLAINED
@@ -408,11 +408,14 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         found.append(Bar("caught by the family expected", caught, 0.95))
         found.append(Bar("FAILs on clean twins", _failures(figures["catalogue"]["twins"]), 0.0, at_most=True))
     if models := figures.get("third_party", {}).get("models"):
-        built = sum(name.startswith("transformers/") for name in models)
-        found.append(Bar("transformers models", float(built), 126.0, full_size=True))
-        found.append(
-            Bar("unexplained FAILs on models of others", _failures(models, EXPLAINED), 0.0, at_most=True)
-        )
+        n_warned = sum(each["status"] == "warned" for model in models.values() for each in model["others"])
+        seconds = median(model["seconds"] for model in models.values())
+        found += [
+            Bar("third-party models", float(len(models)), 300.0, full_size=True),
+            Bar("unexplained FAILs on third-party models", _failures(models, EXPLAINED), 0.0, at_most=True),
+            Bar("WARNs per third-party model", n_warned / len(models), 0.25, at_most=True),
+            Bar("fast suite, median of third-party models, s", seconds, 5.0, at_most=True, full_size=True),
+        ]
     found += [
         Bar(f"fast suite, {name}, s", figures["cost"][name]["median"], 5.0, at_most=True)
         for name in ("llama", "gpt2")

@@ -174,7 +174,8 @@ def test_tools_that_are_not_there_say_so(monkeypatch):
 
 def test_bars_count_failures_errors_and_what_did_not_end():
     def of(*others, error=None):
-        return {"others": [{"status": each, "family": "causality"} for each in others], "error": error}
+        each = [{"status": status, "family": "causality"} for status in others]
+        return {"others": each, "error": error, "seconds": 6.0}
 
     models = {
         "transformers/a": of("warned", "not applicable"),
@@ -195,8 +196,10 @@ def test_bars_count_failures_errors_and_what_did_not_end():
         "mutants": (2.0, "SHORT"),
         "caught by the family expected": (0.5, "SHORT"),
         "FAILs on clean twins": (0.0, "PASS"),
-        "transformers models": (3.0, "SHORT"),
-        "unexplained FAILs on models of others": (2.0, "SHORT"),
+        "third-party models": (4.0, "SHORT"),
+        "unexplained FAILs on third-party models": (2.0, "SHORT"),
+        "WARNs per third-party model": (0.25, "PASS"),
+        "fast suite, median of third-party models, s": (6.0, "SHORT"),
         "fast suite, llama, s": (4.0, "PASS"),
     }
     claim = Claim("detection", quick=True)

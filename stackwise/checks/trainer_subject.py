@@ -1,4 +1,4 @@
-"""TrainerSubject: a training step under examination, made anew for each question."""
+"""TrainerSubject: a training step under examination."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["TrainerSubject"]
 
 @dataclass(frozen=True)
 class TrainerSubject(Examined):
-    """A training step under examination: a spec, on a device, under a seed.
+    """Training step under examination, with a device and a seed.
 
     Attributes:
         spec: the training step.
-        device: where it runs.
-        seed: of weights, batches and dropout.
+        device: device of the model.
+        seed: seed of weights, batches and dropout.
     """
 
     spec: TrainerSpec
@@ -31,38 +31,38 @@ class TrainerSubject(Examined):
 
     @property
     def name(self) -> str:
-        """Of the training step."""
+        """Return the name of the training step."""
         return self.spec.name
 
     def run(self) -> TrainingRun:
-        """A fresh run: the same weights each time."""
+        """Return a new run, always with the same weights."""
         return self.spec.create(self.device, self.seed)
 
     def batch(self, number: int = 0, *, batch_size: int | None = None, seq_len: int | None = None) -> Any:
-        """Batch `number`, a function of it and the seed alone."""
+        """Return batch `number`, which depends only on the number and the seed."""
         return self.spec.batch(batch_size, seq_len, device=self.device, seed=self.seed + 7919 * number)
 
     def has(self, run: TrainingRun, *capabilities: str) -> bool:
-        """Whether the run has all of these optional attributes, and none is None."""
+        """Return True if the run has all of these optional attributes, and none is None."""
         return all(getattr(run, each, None) is not None for each in capabilities)
 
     def scales(self, run: TrainingRun) -> bool:
-        """Whether the run has a gradient scaler that is switched on."""
+        """Return True if the run has an enabled gradient scaler."""
         return self.has(run, "scaler") and "scale" in run.scaler.state_dict()  # type: ignore[attr-defined]
 
     def averages_batches(self, run: TrainingRun, method: str) -> bool:
-        """Whether the run says that `method` weighs all batches the same, whatever they hold."""
+        """Return True if the run declares that `method` gives each batch the same weight."""
         return method in getattr(run, "averages_batches", ())
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a parameter is declared not to train."""
+        """Return True if a parameter is declared frozen."""
         prefixes = self.spec.frozen or ()
         return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
 
     def fixed_randomness(self) -> AbstractContextManager[None]:
-        """Inside, random choices start from the seed; outside, nothing is changed."""
+        """Return a context in which random numbers start from the seed. It restores the random state."""
         return self.under_seed(0)
 
     def under_seed(self, number: int) -> AbstractContextManager[None]:
-        """As `fixed_randomness`, from another seed for each number."""
+        """Return `fixed_randomness` with another seed for each number."""
         return seeded(self.seed + 104729 * number, self.device)

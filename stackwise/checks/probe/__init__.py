@@ -1,1 +1,1 @@
-"""What checks see with: each file one way to look at a model or a training step."""
+"""Probes: each file measures one property of a model or a training step, for several checks."""

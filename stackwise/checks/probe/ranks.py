@@ -1,6 +1,6 @@
-"""Ranks: a training run in two processes that talk by gloo, and what each of them saw.
+"""Ranks: a training run in two processes (gloo), and a record of each process.
 
-Shapes: B rows of a batch, of which each rank gets its part.
+Shapes: B rows of a batch; each rank gets a part of them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Record:
-    """What one process saw.
+    """Record of one process.
 
     Attributes:
-        initial, final: parameters by name, without wrappers' prefixes, before and after all steps.
-        buffers: at the end.
-        gradients: as the optimizer saw them in the first step.
-        norm: what the run says of the first step's gradient, before clipping; None: it says nothing.
-        losses: that its steps returned; NaN where one returned none.
+        initial, final: parameters by name, without the prefixes of wrappers, before and after all steps.
+        buffers: buffers after all steps.
+        gradients: gradients at the optimizer in the first step.
+        norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
+        losses: results of the steps. NaN for a step without a result.
     """
 
     initial: Tensors = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What came of all ranks.
+    """Result of all ranks.
 
     Attributes:
-        records: of each rank; empty where not all of them finished.
-        errors: of those that did not, by rank.
-        collectives: of each rank, in order, as far as it got.
-        known: whether the ranks could be set up at all.
+        records: record of each rank. Empty if a rank failed.
+        errors: error of each failed rank.
+        collectives: collectives of each rank, in order, until it failed.
+        known: True if all ranks were set up.
     """
 
     records: list[Record]
@@ -79,12 +79,12 @@ class Ranks:
     known: bool
 
     def disagreement(self) -> int | None:
-        """The first collective that is not the same on all ranks, or None."""
+        """Return the index of the first collective that differs between ranks, or None."""
         return _disagreement(self.collectives)
 
 
 def run_ranks(subject: TrainerSubject) -> Ranks | str:
-    """Two steps of the distributed run on two ranks; started once for all questions. Else what it needs."""
+    """Run two steps on two ranks, once for all checks. Return the reason if this is not possible."""
     if subject.spec.distributed is None:
         return "needs TrainerSpec.distributed"
     recipe = Recipe.of(subject.spec, "distributed")
@@ -96,7 +96,7 @@ def run_ranks(subject: TrainerSubject) -> Ranks | str:
         return str(error)
     ranks = _run(subject, recipe)
     if not ranks.known:
-        return f"needs a run that a new process can set up; there: {'; '.join(ranks.errors.values())}"
+        return f"needs a run that a new process can set up; errors: {'; '.join(ranks.errors.values())}"
     return ranks
 
 
@@ -114,7 +114,7 @@ def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
             recipe,
             arguments,
             seconds=_SECONDS,
-            # Ranks that wait for different things would wait for ever.
+            # Ranks in different collectives would wait for ever.
             stop=lambda: _disagreement([_read(log) for log in logs]) is not None,
         )
         collectives = [_read(log) for log in logs]
@@ -126,7 +126,7 @@ def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
 def run_rank(
     build: Callable[[], TrainingRun], rank: int, folder: str, batches: list[Any], seed: int, log: str
 ) -> Record:
-    """What each rank does."""
+    """Run the steps of one rank."""
     from torch import distributed
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
@@ -144,7 +144,7 @@ def run_rank(
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
             record = observe(run, parts, _Collectives(Path(log)))
-        # Who leaves the barrier first hangs up on the others, whose record is whole by then too.
+        # The first rank that leaves the barrier closes its connections. All records are complete by then.
         with suppress(RuntimeError):
             distributed.barrier()
     finally:
@@ -153,7 +153,7 @@ def run_rank(
 
 
 def dense(subject: TrainerSubject) -> Record:
-    """The same steps in one process, on whole batches."""
+    """Run the same steps in one process, on the batches of all ranks."""
     run = subject.run()
     batches = [whole_batch(subject, number) for number in range(N_STEPS)]
     norm = None
@@ -166,7 +166,7 @@ def dense(subject: TrainerSubject) -> Record:
 
 
 def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
-    """Of the loss of a whole batch, before clipping, in float64."""
+    """Return the norm of the gradient for the batch of all ranks, before clipping."""
     run: Any = subject.run()
     trained = [p for p in run.model.parameters() if p.requires_grad]
     with WithoutDropout():
@@ -176,7 +176,7 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
 
 
 def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> Record:
-    """Steps without dropout, which each rank draws for itself; gradients are those of the first."""
+    """Run steps without dropout, which differs between ranks, and record them."""
     record = Record(initial=_parameters(run.model))
 
     def keep(_: Any) -> None:
@@ -204,7 +204,7 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> R
 
 
 def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
-    """The tensor of `shape` of which the ranks have copies, or parts along one dimension; None: neither."""
+    """Return the tensor of `shape`, if the ranks have copies of it, or parts along one dimension."""
     if all(part.shape == shape for part in parts):
         return parts[0]
     for dim in range(len(shape)):
@@ -215,12 +215,12 @@ def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
 
 
 def whole_batch(subject: TrainerSubject, number: int) -> Any:
-    """Batch `number` of all ranks together."""
+    """Return batch `number` of all ranks together."""
     return subject.batch(number, batch_size=N_RANKS * subject.spec.batch_size)
 
 
 def _require_rows(batch: Any) -> None:
-    """Refuse a batch that cannot be dealt out."""
+    """Raise a ValueError if the rows of a batch cannot be divided between the ranks."""
     rows = {len(leaf) if leaf.ndim else 0 for leaf in tensors_in(batch)}
     if len(rows) != 1 or min(rows) % N_RANKS:
         raise ValueError("needs batches whose tensors all have one row for each example")
@@ -243,13 +243,13 @@ def _plain(name: str) -> str:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A copy; of a tensor that is spread over the ranks the whole."""
+    """Return a copy, or the full tensor of a DTensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def _read(log: Path) -> list[str]:
-    """The whole lines of a log that may still be written."""
+    """Return the complete lines of a log that may still be written."""
     return log.read_text().split("\n")[:-1] if log.exists() else []
 
 
@@ -261,7 +261,7 @@ def _disagreement(collectives: list[list[str]]) -> int | None:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down each collective before it starts: what it is, and where ranks must agree, its size."""
+    """Logs the name of each collective before it starts, with its size if ranks must agree on it."""
 
     def __init__(self, log: Path) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Run state: all that a training run carries from one step to the next, by name, and how it is driven on."""
+"""Run state: everything that a training run passes from one step to the next, by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def state_of(run: TrainingRun) -> State:
-    """Return a copy of the run's state: weights and which share memory, buffers, optimizer, schedule, place.
+    """Return a copy of the state: weights, shared memory, buffers, optimizer, schedule and position.
 
     Random states are in `random_states`. Buffers that the model's state_dict lacks are not included.
     """
@@ -53,7 +53,7 @@ def state_of(run: TrainingRun) -> State:
     owners = dict(zip(_indices(saved), (names.get(id(p)) for p in trained), strict=False))
     for index, values in saved.get("state", {}).items():
         state |= _flat(values, f"optimizer.{owners.get(index) or index}")
-    if not saved.get("state"):  # a container of optimizers, with another layout or none
+    if not saved.get("state"):  # a container of optimizers with another layout
         state |= _flat({key: value for key, value in saved.items() if key != "param_groups"}, "optimizer")
         for _, key, values in states_of(run.optimizer):
             owner = names.get(id(key)) if isinstance(key, Tensor) else key
@@ -71,17 +71,17 @@ def state_of(run: TrainingRun) -> State:
 
 
 def different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Names of what is not the same to the bit, in the order of `wanted`; what one of them lacks included."""
+    """Return the names whose values are not equal bit by bit, or that only one state has."""
     names = dict.fromkeys([*wanted, *got])
     return [name for name in names if not _same(wanted.get(name), got.get(name))]
 
 
 def next_batches(run: TrainingRun) -> Iterator[Any] | None:
-    """The run's own training data from where the run is, epoch after epoch; None: it does not say.
+    """Yield the run's own training data from its position on, over several epochs.
 
-    Needs `epoch(number)` and a `position()` of two integers, the epoch and the batch in it that comes next.
-    Fetching a batch leaves the random state alone, so that a loader that draws a seed when it is started
-    again does not count as another state of the run.
+    Needs `epoch(number)` and a `position()` of two integers: the epoch, and the number of its next batch.
+    Otherwise returns None. Fetching a batch does not change the random state, because a loader may draw a
+    seed when it starts.
     """
     can = all(callable(getattr(run, name, None)) for name in ("epoch", "position"))
     if not can or _place(run) is None:
@@ -113,13 +113,13 @@ def _place(run: Any) -> tuple[int, int] | None:
 
 @dataclass
 class Trace:
-    """What a run did over some steps.
+    """Record of some steps of a run.
 
     Attributes:
-        losses: that its steps returned; NaN where one returned none.
-        rates: the learning rate of each group after each step.
-        batches: what it was trained on.
-        state: of the run at the end.
+        losses: results of the steps. NaN for a step without a result.
+        rates: learning rate of each group after each step.
+        batches: batch of each step.
+        state: state after the last step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Trace:
     state: State = field(default_factory=dict)
 
     def differs(self, other: Trace) -> str:
-        """What differs first, in words; "" where nothing does."""
+        """Return the first difference in words, or ""."""
         for step, (ours, theirs) in enumerate(zip(self.batches, other.batches, strict=True)):
             if not _same(ours, theirs):
                 return f"batch {step}"
@@ -138,12 +138,12 @@ class Trace:
                 return f"the learning rate after step {step}: {self.rates[step]}, {other.rates[step]}"
         names = different(self.state, other.state)
         if names:
-            return f"{listed(names, 1)} at the end"
+            return f"{listed(names, 1)} after the last step"
         return ""
 
 
 def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int) -> Trace:
-    """`n_steps` steps of the run, each on the next of `batches`."""
+    """Run `n_steps` steps on the next batches, and return their record."""
     trace = Trace()
     for batch in islice(batches, n_steps):
         trace.batches.append(batch)
@@ -155,7 +155,7 @@ def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int) -> Trace:
 
 
 def number_in(returned: Any) -> float | None:
-    """The loss in what a step returned; None: there is none."""
+    """Return the loss in the result of a step, or None."""
     if isinstance(returned, Mapping):
         returned = returned.get("loss")
     if isinstance(returned, Tensor):
@@ -177,7 +177,7 @@ def _indices(saved: Mapping[str, Any]) -> list[Any]:
 
 
 def _flat(value: Any, name: str) -> State:
-    """Tensors and plain values by the path to them; what is neither is left out."""
+    """Return tensors and plain values by their path, without values of other types."""
     if isinstance(value, Tensor):
         return {name: value.detach().clone()}
     if isinstance(value, np.ndarray):
@@ -194,7 +194,7 @@ def _flat(value: Any, name: str) -> State:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """To the bit, dtypes included; NaN is the same as NaN."""
+    """Return True if values and dtypes are equal bit by bit. NaN is equal to NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False

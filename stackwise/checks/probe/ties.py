@@ -13,7 +13,7 @@ __all__ = ["chooses_among_equals"]
 
 
 def chooses_among_equals(call: Callable[[], object]) -> bool:
-    """Whether `call` takes the top k of values of which the last taken and the first left are equal.
+    """Return True if `call` takes the top k of values, and the k-th is equal to the next one.
 
     Which of them is taken depends on the algorithm, and so on the shape: neither order is wrong. Values at
     the bottom of their dtype are masked out, and their order is of no account.

@@ -1,4 +1,4 @@
-"""Accumulation: several micro-batches give the gradient of one batch that is all of them."""
+"""Accumulation: several micro-batches give the gradient of one batch with all their rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS = 2
 _MICRO_BATCHES = 3
 _EXACT = 1e-5
 _ROUNDINGS = 16.0
-# Gradients are made so much smaller, that no clipping hides their size.
+# Gradients are multiplied by this factor, so that clipping does not hide their size.
 _SHRUNK = 1e-3
 _PARALLEL = 1e-3
 _EXPLAINED = 0.1
@@ -30,14 +30,14 @@ _EXPLAINED = 0.1
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The gradient of micro-batches against that of the whole.
+    """Gradient of micro-batches, compared with that of the full batch.
 
     Attributes:
-        value: its distance, relative to the norm of the whole.
-        limit: what rounding explains.
-        ratio: of the norms.
-        parallel: whether they differ by a factor alone.
-        updates: how many the accumulation made.
+        value: distance of the two, relative to the norm of the second.
+        limit: largest distance that is rounding.
+        ratio: ratio of their norms.
+        parallel: True if they differ by a factor only.
+        updates: number of updates during the accumulation.
     """
 
     value: float
@@ -53,7 +53,7 @@ class _Comparison:
 
 @trainer_check
 def accumulated_gradient(subject: TrainerSubject) -> CheckResult:
-    """Do micro-batches of equal size give the gradient of the whole batch?"""
+    """Do micro-batches of equal size give the gradient of the full batch?"""
     if (reason := _unasked(subject)) is not None:
         return subject.not_applicable(reason)
     return _judged(subject, _compared(subject, _micro_batches(subject)), f"{_MICRO_BATCHES} micro-batches")
@@ -61,14 +61,14 @@ def accumulated_gradient(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
-    """Do micro-batches with many, few and no targets give the gradient of the whole batch?"""
+    """Do micro-batches with many, few and no targets give the gradient of the full batch?"""
     if (reason := _unasked(subject)) is not None:
         return subject.not_applicable(reason)
     micro_batches = _micro_batches(subject)
     if (labels := labels_in(micro_batches[1])) is None:
         return subject.not_applicable("needs batches with labels")
     if (ignored := subject.spec.ignored_label) is None:
-        return subject.not_applicable("needs ignored_label, of positions that are not to be predicted")
+        return subject.not_applicable("needs ignored_label, the label of positions without a target")
     few = labels.clone()
     few[1:] = ignored
     few[:1, :-2] = ignored
@@ -106,14 +106,14 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.updates,
             1.0,
             where=where,
-            meaning=f"It made {compared.updates} updates instead of one.",
-            advice="Step the optimizer after the last micro-batch of a window alone.",
+            meaning=f"The run does {compared.updates} updates instead of one.",
+            advice="Step the optimizer only after the last micro-batch of a window.",
         )
     if not compared.real:
         return subject.passed(compared.value, compared.limit)
-    meaning = f"The gradient is {compared.ratio:.3g} times that of the whole batch."
+    meaning = f"The gradient is {compared.ratio:.3g} times that of the full batch."
     if not compared.parallel:
-        meaning = "The gradient differs from that of the whole batch, and in more than its size."
+        meaning = "The gradient differs from that of the full batch, and not only by a factor."
     if not _adds_up(subject, compared.value):
         return subject.warned(
             compared.value,
@@ -130,8 +130,8 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            correct_if="micro-batches are meant to weigh the same: this trainer divides each loss by their "
-            "number",
+            correct_if="each micro-batch is meant to have the same weight: this trainer divides each loss by "
+            "their number",
             advice="Let the loss be a sum over targets, divided by a number that does not depend on the "
             "micro-batch.",
         )
@@ -140,18 +140,18 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
         compared.limit,
         where=where,
         meaning=meaning,
-        advice="Divide the summed loss by the number of targets of the whole window, not each micro-batch by "
-        "its own."
+        advice="Divide the summed loss by the number of targets of the window, not each micro-batch by its "
+        "own number."
         if "targets" in where
         else "Divide by the number of micro-batches that the window really has, once.",
     )
 
 
 def _adds_up(subject: TrainerSubject, value: float) -> bool:
-    """Whether the gradient of a batch is the mean of those of its parts, each in a step of its own.
+    """Return True if the gradient of a batch is the mean of the gradients of its parts in separate steps.
 
     Args:
-        value: how far accumulation is off. A loss that does not add up is no excuse for much more.
+        value: relative error of the accumulation. A loss that does not add up explains about its own error.
     """
     micro_batches = _micro_batches(subject)
     whole, _ = _gradient(subject, joined(micro_batches, _ROWS))
@@ -164,7 +164,7 @@ def _adds_up(subject: TrainerSubject, value: float) -> bool:
 
 
 def _unasked(subject: TrainerSubject) -> str | None:
-    """Why a run cannot be asked; None: it can."""
+    """Return why a run cannot be checked, or None."""
     return None if subject.has(subject.run(), "accumulate") else "needs accumulate(batches)"
 
 
@@ -178,9 +178,9 @@ def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
     whole = joined(micro_batches, _ROWS)
     rows = len(micro_batches) * _ROWS
     reference, _ = _gradient(subject, whole)
-    again, _ = _gradient(subject, rows_of(whole, rows, torch.arange(rows - 1, -1, -1)))
+    reversed_rows, _ = _gradient(subject, rows_of(whole, rows, torch.arange(rows - 1, -1, -1)))
     parts, updates = _gradient(subject, micro_batches, accumulated=True)
-    noise = distance(again, reference)
+    noise = distance(reversed_rows, reference)
     value, size = distance(parts, reference), norm(reference.values())
     ratio = norm(parts.values()) / size if size > 0 else math.inf
     limit = max(_EXACT, _ROUNDINGS * noise)
@@ -192,7 +192,7 @@ def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
 def _gradient(
     subject: TrainerSubject, batch: Any, *, accumulated: bool = False
 ) -> tuple[dict[str, Tensor], int]:
-    """What the optimizer sees, in float64 where the run can, and how many updates were made."""
+    """Return the gradient at the optimizer, in float64 if the run supports it, and the number of updates."""
     for dtype in (torch.float64, None):
         run = subject.run()
         if dtype is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint: a run that is saved and loaded goes on as if nothing had happened, to the bit."""
+"""Checkpoint: a run that is saved and loaded continues exactly as one without interruption."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from stackwise.support.system_errors import is_out_of_memory
 
 _NEEDS = "needs save(folder) and load(folder)"
 _PLACE = (
-    "Save where in its data the run is, the epoch and the batch, and give the epoch to what shuffles "
-    "(set_epoch); an order drawn from the global generator needs its state of the epoch's start."
+    "Save the position in the data, which is the epoch and the batch, and pass the epoch to the sampler "
+    "(set_epoch). An order drawn from the global generator needs its state at the start of the epoch."
 )
-_LONGEST_EPOCH = 8  # batches; the save comes in the second epoch of data that are no longer
+_LONGEST_EPOCH = 8  # batches; with shorter data, the run is saved in the second epoch
 _N_STEPS = 3
 _STEP_NUMBERS = (80, 90, 100, 900, 1000)
 _MOST_FILES = 8
@@ -52,7 +52,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
             run.save(Path(folder))  # type: ignore[attr-defined]
             saved = state_of(run)
         for trained in (False, True):
-            # Other weights to begin with, so that what the checkpoint lacks shows.
+            # Other initial weights show which values the checkpoint lacks.
             other = subject.spec.create(subject.device, subject.seed + 1)
             with seeded(subject.seed + 1, subject.device):
                 if trained:
@@ -76,7 +76,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
 
 
 def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_entries: int) -> CheckResult:
-    """Whether there is more that a step depends on than what was compared."""
+    """Compare a further step, which may depend on more state than was compared."""
     batch = [subject.batch(5)]
     with subject.fixed_randomness():
         wanted = drive(run, batch, 1)
@@ -85,7 +85,7 @@ def _hidden(subject: TrainerSubject, run: TrainingRun, other: TrainingRun, n_ent
     gap = wanted.differs(got)
     if gap and not _repeats(subject):
         return subject.passed(
-            0.0, 0.0, meaning="Only what is stored was compared: two runs of a seed differ."
+            0.0, 0.0, meaning="Only the stored state was compared: two runs with one seed differ."
         )
     if gap:
         return subject.failed(
@@ -143,7 +143,7 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
     try:
         return _resumed(subject, elsewhere)
     except _NoProcessError as error:
-        return subject.not_applicable(f"needs a run that a new process can set up; there: {error}")
+        return subject.not_applicable(f"needs a run that a new process can set up; error: {error}")
 
 
 class _NoProcessError(Exception):
@@ -151,7 +151,7 @@ class _NoProcessError(Exception):
 
 
 class _LoadError(Exception):
-    """Setting up, loading or going on raised."""
+    """The setup, the load or a step after it raised."""
 
 
 # (state and random state after loading, trace of the steps that follow, next batch)
@@ -159,7 +159,7 @@ _Resumed = tuple[dict[str, Any], dict[str, Any], Trace]
 
 
 class _GoOn(Protocol):
-    """Loads what is in the folder and goes on, from another random state than was saved, or from this one."""
+    """Loads a checkpoint and continues, from `randomness` or from a random state that was not saved."""
 
     def __call__(
         self,
@@ -191,11 +191,11 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
             )
         lost = different(before.state, after)
         gap = straight.differs(trace)
-        # The random state is another by construction: only what it does when it is put back tells.
+        # The random state differs by construction. A second run with the saved one shows if it matters.
         restored = gap
         if not lost and different(before.randomness, randomness):
-            *_, again = go_on(subject, folder, rest, before.randomness)
-            restored = straight.differs(again)
+            *_, second = go_on(subject, folder, rest, before.randomness)
+            restored = straight.differs(second)
     if lost:
         advice = _advice(lost[0], before.state, after, False)
     elif not restored:
@@ -206,7 +206,7 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
     elif restored.startswith("batch"):
         advice = _PLACE
     elif restored.startswith("the learning rate"):
-        advice = "Save and load what the learning rate is computed from: the number of the step."
+        advice = "Save and load the number of the step, from which the learning rate is computed."
     else:
         advice = (
             "The step depends on something that is not saved: the number of the step, an average of weights, "
@@ -216,21 +216,21 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
         float(max(1, len(lost))),
         0.0,
         where=f"{gap} (steps counted from the resume)",
-        meaning="A resumed run is not the run that it resumes"
-        + (f": after loading, {listed(lost)} is another." if lost else "."),
+        meaning="A resumed run differs from the run without interruption"
+        + (f": {listed(lost)} has changed after loading." if lost else "."),
         advice=advice,
     )
 
 
 class _Before:
-    """What a run carries where it is saved."""
+    """State of a run at the time of the save."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.state, self.randomness = state_of(run), random_states()
 
 
 def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Before, int, bool]:
-    """The steps after the place of the save, in one piece; with a folder it is saved there and ends."""
+    """Run the steps after the save without interruption. With a folder, save there and stop."""
     run = subject.run()
     with subject.fixed_randomness():
         batches = next_batches(run)
@@ -353,8 +353,8 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     float(step),
                     float(step),
                     where=f"checkpoint {step}, written last",
-                    meaning=f"It was removed at once, and {kept or 'nothing'} kept.",
-                    advice="What is kept is chosen by name: sort by the step's number, not by text.",
+                    meaning=f"The newest checkpoint was removed at once; kept: {kept or None}.",
+                    advice="Checkpoints are sorted by name: sort by the number of the step, not by text.",
                 )
             found = _found(run, folder, paths)
             if found != step:
@@ -363,10 +363,10 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     float(step),
                     where=f"of the checkpoints {', '.join(map(str, kept))}",
                     meaning=f"It is {found or 'none'}, and {step} is the newest.",
-                    advice="Sort by the step's number, not by text: '900' comes after '1000' there.",
+                    advice="Sort by the number of the step, not by text, in which '900' follows '1000'.",
                 )
         kept = [step for step in paths if paths[step].exists()]
-        # A copy of a folder gives it another time, not another step.
+        # A copied folder has another time, and the same step.
         os.utime(paths[kept[0]], (2e9, 2e9))
         found = _found(run, folder, paths)
     if found != _STEP_NUMBERS[-1] or kept != list(_STEP_NUMBERS[-len(kept) :]):
@@ -420,9 +420,9 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
                         float(len(lost)),
                         0.0,
                         where=f"{path.relative_to(whole)}, cut in half: {listed(lost)}",
-                        meaning="A half-written checkpoint was loaded without a word.",
-                        advice="Let what a damaged file raises pass; write under a temporary name and "
-                        "rename.",
+                        meaning="An incomplete checkpoint was loaded without an error.",
+                        advice="Do not catch the exception of a damaged file. Write under a temporary name, "
+                        "and rename it.",
                     )
                 if lost:
                     silent.append(f"without {path.relative_to(whole)}: {listed(lost)}")
@@ -435,11 +435,11 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
             correct_if="the file is optional",
             advice="Refuse an incomplete checkpoint, or report what was not restored.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and left out.")
+    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and removed.")
 
 
 def _accepted(subject: TrainerSubject, folder: Path, saved: dict[str, Any]) -> list[str]:
-    """What loading lost without an exception."""
+    """Return the state that was lost on loading, without an exception."""
     other: Any = subject.spec.create(subject.device, subject.seed + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -459,7 +459,7 @@ def _given(subject: TrainerSubject) -> Iterable[Any]:
 
 
 def _repeats(subject: TrainerSubject) -> bool:
-    """Whether two runs of one seed do the same."""
+    """Return True if two runs with one seed are equal."""
     traces = []
     for _ in range(2):
         run = subject.run()
@@ -474,8 +474,8 @@ def _unloadable(subject: TrainerSubject, error: Exception) -> CheckResult:
         1.0,
         0.0,
         where="load(folder)",
-        meaning=f"A run of the same kind cannot load what was just saved: {said.splitlines()[0]}",
-        advice="Look for names that saving changes (wrappers, compile) and what is made in training.",
+        meaning=f"A run of the same kind cannot load the new checkpoint: {said.splitlines()[0]}",
+        advice="Look for names that change on saving (wrappers, compile), and for state that training adds.",
     )
 
 
@@ -485,7 +485,7 @@ def _how(saved: dict[str, Any], got: dict[str, Any], name: str) -> str:
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{name} was {a.dtype} {tuple(a.shape)}, and is {b.dtype} {tuple(b.shape)}."
         share = (a != b.to(a.device)).double().mean().item()
-        return f"{share:.0%} of the elements of {name} are others than were saved."
+        return f"{share:.0%} of the elements of {name} differ from the saved ones."
     return f"{name} was {_brief(a)}, and is {_brief(b)}."
 
 
@@ -495,33 +495,32 @@ def _brief(value: Any) -> str:
 
 def _advice(name: str, saved: dict[str, Any], got: dict[str, Any], trained: bool) -> str:
     if trained:
-        return "What a run has before loading is kept: clear it, or replace it as a whole."
+        return "State from before the load remains: clear or replace it."
     if name == "model: weights that share memory":
         return (
-            "Weights that were tied are two after loading: tie them again, and do not load with assign=True."
+            "Tied weights are two tensors after loading: tie them after the load, and do not use assign=True."
         )
     part = name.partition(".")[0]
     if part == "scheduler" or name.startswith("optimizer.group"):
-        return "Save and load the scheduler's state_dict; without it the learning rate starts again."
+        return "Save and load the scheduler's state_dict; without it the schedule restarts."
     if part == "scaler":
-        return "Save and load the GradScaler's state_dict; without it the first steps overflow again."
+        return "Save and load the GradScaler's state_dict; without it the first steps overflow."
     a, b = saved.get(name), got.get(name)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype:
             return (
                 "The dtype changed. Optimizer.load_state_dict casts state to its parameter's dtype: cast it "
-                "back where it was kept wider."
+                "back if its dtype was wider."
             )
         if a.shape == b.shape and torch.equal(_rounded(a), _rounded(b)):
             return "The values are rounded to 16 bits: save in the dtype that is trained."
     if part == "position()":
         return _PLACE
     if part == "optimizer":
-        return "Save and load the optimizer's state_dict, after its parameter groups are as they were."
+        return "Save and load the optimizer's state_dict, after its parameter groups are restored."
     return (
-        "Look for names that strict=False leaves out (a wrapper's prefix such as module. or _orig_mod.), "
-        "a copy "
-        "taken before the optimizer's step, and weights that are frozen or tied and left out."
+        "Look for names that strict=False skips (a prefix of a wrapper such as module. or _orig_mod.), for a "
+        "copy from before the step of the optimizer, and for frozen or tied weights that are not saved."
     )
 
 

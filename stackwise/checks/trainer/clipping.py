@@ -1,4 +1,4 @@
-"""Clipping: the gradient that the optimizer sees has at most the norm that is claimed."""
+"""Clipping: the gradient at the optimizer has at most the declared norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALES = 64.0
 _AMPLIFIED = 1e3
 _MICRO_BATCHES = 3
 _TURNED = 0.01
-_NO_CLAIM = "needs max_norm, the norm that the step claims to clip to"
+_NO_CLAIM = "needs max_norm, the norm to which the step clips"
 _NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 
@@ -44,21 +44,21 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             limit,
             where=worst,
             meaning=f"A gradient of norm {whole:.3g} reached the optimizer with norm {value:.3g}"
-            + (", its parts shrunk by different factors." if apart else "."),
-            advice="Each tensor or each group is clipped alone: pass all parameters to clip_grad_norm_ at "
-            "once."
+            + (", and its parts were divided by different numbers." if apart else "."),
+            advice="Each tensor or each group is clipped separately: pass all parameters to clip_grad_norm_ "
+            "in one call."
             if apart
-            else "Clipping is skipped, comes after the update, or got an iterator that was used up, such as "
-            "model.parameters() kept from before.",
+            else "Look for clipping that is skipped or follows the update, and for an iterator that is "
+            "exhausted, such as a stored model.parameters().",
         )
     if value < max_norm * (1 - 5 * _tolerance(run) - 0.05):
         return subject.warned(
             value,
             limit,
             where="global norm",
-            meaning=f"Clipping is stronger than max_norm says: a gradient {_ABOVE:g} times over the limit"
-            f" is clipped to {value:.3g}.",
-            correct_if="a second limit is meant, as by value",
+            meaning=f"Clipping is stronger than max_norm: a gradient {_ABOVE:g} times over the limit is "
+            f"clipped to {value:.3g}.",
+            correct_if="there is a second limit on purpose, such as one on values",
             advice="Look for gradients that are clipped before they are unscaled, or twice.",
         )
     return subject.passed(value, limit)
@@ -78,7 +78,7 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient of {_BELOW:g} times the limit was stretched to {value:.3g} times.",
+            meaning=f"A gradient of {_BELOW:g} times the limit was scaled up to {value:.3g} times.",
             advice="The gradient is normalised: the factor limit / norm must be at most 1.",
         )
     if abs(value - _BELOW) > limit - _BELOW:
@@ -88,7 +88,7 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             where="global norm",
             meaning=f"A gradient below the limit is changed: {_BELOW:g} times the limit reaches the optimizer"
             f" as {value:.3g} times.",
-            correct_if="a second limit is meant, as by value",
+            correct_if="there is a second limit on purpose, such as one on values",
             advice="Look for a factor between backward and the update: max_norm then limits something else.",
         )
     return subject.passed(value, limit)
@@ -108,14 +108,14 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
         with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_AMPLIFIED) as seen:
             run.step(subject.batch())
         if not seen.updates:
-            return subject.not_applicable("needs an update in the first step; the scaler left it out")
+            return subject.not_applicable("needs an update in the first step; the scaler skipped it")
         gradients.append(seen.updates[0].gradients)
     plain, scaled = gradients
     return subject.at_most(
         distance(plain, scaled),
         max(_EXACT, _tolerance(run)),
         where="gradient at the update",
-        meaning=f"With a loss scale {_SCALES:g} times as large the optimizer sees a gradient of norm "
+        meaning=f"With a loss scale {_SCALES:g} times as large, the optimizer gets a gradient of norm "
         f"{norm(scaled.values()):.3g} instead of {norm(plain.values()):.3g}.",
         advice="Clip after scaler.unscale_(optimizer), and unscale exactly once.",
     )
@@ -138,30 +138,30 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
         single = _windows(subject, 1, max_norm)
         if single is None or _turned(*single) > limit:
             return subject.not_applicable(
-                "needs a step that shrinks a gradient as a whole, which it does not with one batch either"
+                "needs a step that divides all gradients by one number; it does not with one batch either"
             )
         return subject.failed(
             value,
             limit,
             where=where,
-            meaning=f"Where its gradient is {_ABOVE:g} times over the limit, the optimizer sees it turned by "
-            f"{100 * value:.3g} % of its length; one batch alone is only shrunk.",
-            advice="Clipping is inside the loop over micro-batches, and weighs the last one most: clip once, "
-            "after the last backward pass.",
+            meaning=f"If the gradient is {_ABOVE:g} times over the limit, its direction at the optimizer "
+            f"changes, by {100 * value:.3g} % of its length. With one batch, only its length changes.",
+            advice="Clipping is inside the loop over micro-batches, so that the last one has the largest "
+            "weight: clip once, after the last backward pass.",
         )
     if not size <= max_norm * (1 + _tolerance(run)):
         return subject.failed(
             size,
             max_norm * (1 + _tolerance(run)),
             where=where,
-            meaning=f"Its gradient reached the optimizer with norm {size:.3g}.",
+            meaning=f"The gradient reached the optimizer with norm {size:.3g}.",
             advice="Clip once, after the last backward pass of the window and before the update.",
         )
     return subject.passed(value, limit)
 
 
 def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, TrainingRun, float] | str:
-    """One step whose gradient has `multiple` times the claimed norm, and that norm; else what it needs."""
+    """Return a step whose gradient has `multiple` times the declared norm, or what it needs."""
     if (max_norm := subject.spec.max_norm) is None:
         return _NO_CLAIM
     probe = subject.run()
@@ -183,7 +183,7 @@ def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, Tra
 def _windows(
     subject: TrainerSubject, n: int, max_norm: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-    """The gradient of a window of n micro-batches far below and far above the limit; None: no update."""
+    """Return the gradient of n micro-batches far below and far above the limit, or None without an update."""
     gradients = []
     factor = 1.0
     for multiple in (None, _BELOW**2, _ABOVE):
@@ -204,7 +204,7 @@ def _windows(
 
 
 def _turned(free: dict[str, Tensor], clipped: dict[str, Tensor]) -> float:
-    """How far two gradients are apart where both have the length 1."""
+    """Return the distance of two gradients after scaling both to length 1."""
     units = []
     for gradients in (clipped, free):
         length = norm(gradients.values())

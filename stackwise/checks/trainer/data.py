@@ -1,4 +1,4 @@
-"""Data: what a run is trained on comes once an epoch, in a new order, and goes on where it stopped.
+"""Data: each example is read once in an epoch, in a new order, also after a resume.
 
 Shapes: B rows of a batch.
 """
@@ -77,7 +77,7 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
 
 
 def _order_has_a_seed(subject: TrainerSubject, order: list[bytes]) -> bool:
-    """Whether another seed gives the same examples in another order: then shuffling is meant."""
+    """Return True if another seed gives the same examples in another order, so that they are shuffled."""
     other = subject.spec.create(subject.device, subject.seed + 1)
     with seeded(subject.seed + 1, subject.device):
         marks = [mark for batch in islice(other.epoch(0), _MOST_BATCHES) for mark in _row_marks(batch)]  # type: ignore[attr-defined]
@@ -113,8 +113,8 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
                     "a length that is divided and rounded down, and for parts that overlap.",
                 )
     if not one.keys() & two.keys():
-        return subject.not_applicable("needs rows that come again: the epochs have none in common")
-    # Rows that are there twice by right do not count as two here.
+        return subject.not_applicable("needs rows that two epochs have in common")
+    # Equal rows of the data set count once.
     missed = len(one.keys() | two.keys()) - min(len(one), len(two))
     left_out = max(rows - 1, 0)
     text = {
@@ -151,7 +151,7 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
     for name, patterns in _patterns(batches).items():
         if len(patterns) < 3 or any(p.shape != patterns[0].shape for p in patterns):
             continue
-        # Rows that are alike are no random draw, nor is what all batches have in common.
+        # Equal rows are no random draw, and neither are values that all batches have in common.
         if any(len(p) < 2 or bool((p == p[:1]).all()) for p in patterns):
             continue
         pairs = [(i, j) for i in range(len(patterns)) for j in range(i)]
@@ -180,7 +180,7 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
 
 
 def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:
-    """By name: every tensor of a batch, and where labels are ignored or ids are one frequent value."""
+    """Return each tensor by name, and the positions of ignored labels and of frequent ids."""
     patterns: dict[str, list[Tensor]] = {}
     for batch in batches:
         for name, leaf in named_tensors(batch):
@@ -231,7 +231,7 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
         float(sum(a != b for a, b in zip(wanted, got, strict=True))),
         0.0,
         where=f"batch {place[1]} of epoch {place[0]}; the resumed run says {tuple(other.position())}",
-        meaning="The resumed run goes on with other data"
+        meaning="The resumed run continues with other data"
         + (f": with a batch of epoch {start[0]}, a second time." if replayed else "."),
         advice="Save the epoch and the batch in it, give the epoch to what shuffles, and skip what was "
         "used; an "
@@ -285,12 +285,12 @@ def _read(subject: TrainerSubject, run: Any, number: int, n_batches: int = _MOST
 def _marks(
     subject: TrainerSubject, run: TrainingRun, number: int, n_batches: int = _MOST_BATCHES
 ) -> list[bytes]:
-    """What identifies each row of an epoch, in its order."""
+    """Return a digest of each row of an epoch, in order."""
     return [mark for batch in _read(subject, run, number, n_batches) for mark in _row_marks(batch)]
 
 
 def _row_marks(batch: Any) -> list[bytes]:
-    """A digest of each row, over all tensors that have as many rows as the first."""
+    """Return a digest of each row, over all tensors that have as many rows as the first."""
     leaves = [leaf.detach().cpu() for leaf in tensors_in(batch) if leaf.ndim]
     if not leaves:
         return [hashlib.sha256(repr(batch).encode()).digest()]

@@ -1,4 +1,4 @@
-"""Distributed: two ranks together do what one process does on the whole batch."""
+"""Distributed: two ranks together train like one process with their joint batch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of all ranks equal to that of one process on the whole batch?"""
+    """Is the gradient of all ranks equal to that of one process on their joint batch?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
@@ -101,7 +101,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
         if got is None:
             gaps[name] = float("inf")
             continue
-        # Each rank's own copy, so that one which is wrong on one rank alone is seen.
+        # Each rank has a copy, and any of them may be wrong.
         copies = [part for part in there if part.shape == wanted.shape] or [got]
         apart = max(copies, key=lambda copy: norm([copy.double() - wanted.double()]))
         gaps[name] = norm([apart.double() - wanted.double()]) / scale
@@ -115,7 +115,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             where=worst,
             meaning=f"The gradient has the right direction and {ratio:.3g} times the length."
             if aligned
-            else "The gradient that the optimizer gets is another one.",
+            else "The gradient at the optimizer differs.",
             advice="Summed instead of averaged, or clipped by a norm that counts what is replicated "
             "several times or leaves parameters out."
             if aligned
@@ -146,7 +146,8 @@ def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
         gaps[rank],
         _limit(whole),
         where=f"rank {rank}",
-        meaning=f"It says {ranks.records[rank].norm:.4g}; of the whole batch it is {whole.norm:.4g}.",
+        meaning=f"The run's grad_norm is {ranks.records[rank].norm:.4g}; that of the joint batch is "
+        f"{whole.norm:.4g}.",
         advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
         "parameter, and take the norm after the reduction.",
     )
@@ -183,14 +184,14 @@ def _finished(subject: TrainerSubject) -> Ranks | CheckResult:
 
 def _not_comparable(subject: TrainerSubject, ranks: Ranks, whole: Record) -> str | None:
     if not whole.gradients or any(not record.gradients for record in ranks.records):
-        return "needs gradients that are there when the optimizer steps"
+        return "needs gradients at the time of the optimizer step"
     for name, wanted in whole.initial.items():
         parts = [record.initial.get(name) for record in ranks.records]
         if any(part is None for part in parts):
-            return f"needs the same parameter names in one process as on the ranks; {name} is missing there"
+            return f"needs the same parameter names in one process as on the ranks, which lack {name}"
         got = assembled([part for part in parts if part is not None], wanted.shape)
         if got is None:
-            return f"needs parts that make up the whole along one dimension; {name} does not"
+            return f"needs parameters that are divided along one dimension; {name} is not"
         # A rank that received other weights is replicas_agree's to find.
         if not torch.equal(got, wanted):
             return f"needs the same weights in one process as on the ranks; {name} differs"

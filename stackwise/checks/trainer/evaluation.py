@@ -1,4 +1,4 @@
-"""Evaluation: it changes nothing, repeats itself, and weighs every target the same."""
+"""Evaluation: it has no side effects, is repeatable, and gives each target the same weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXACT = 1e-5
 _NARROW = 1e-2
 _SAME = 1e-6
 _OTHER_STEP = 1e-3
-# Stands for padding where no label is ignored; no token has it.
+# Label for padding if no label is ignored. No token has it.
 _NO_LABEL = -100
 _REASON = "needs evaluate(batches)"
 _AVERAGES = "all batches have the same number of targets: this trainer averages the losses of batches"
@@ -57,7 +57,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
                     0.0,
                     where=listed(changed),
                     meaning=f"{len(changed)} of {len(before)} tensors and settings changed in an evaluation.",
-                    advice="Evaluate in eval mode under torch.no_grad(), and put back what it changes.",
+                    advice="Evaluate in eval mode under torch.no_grad(), and restore the state afterwards.",
                 )
         with subject.fixed_randomness(), observed(run) as seen:
             run.step(subject.batch(1))
@@ -71,8 +71,8 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=listed([name or "the model" for name in wrong]),
             meaning=f"After an evaluation {len(wrong)} modules train on in {mode} mode, unlike without it.",
-            advice="Put each module's mode back after evaluation: else training goes on without dropout, or "
-            "parts that were kept in eval mode are no longer.",
+            advice="Restore the mode of each module after evaluation. Otherwise training continues without "
+            "dropout, or frozen parts leave eval mode.",
         )
     value = distance(steps[True], steps[False])
     return subject.at_most(
@@ -80,7 +80,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
         _OTHER_STEP,
         where="gradient of the next step",
         meaning="It differs from that of the same step without the evaluation before it.",
-        advice="Gradients or other state of the evaluation are left behind.",
+        advice="Look for gradients or other state that the evaluation does not restore.",
     )
 
 
@@ -99,7 +99,7 @@ def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
     return subject.at_most(
         _apart(other, one),
         _SAME,
-        where="what evaluate(batches) returns",
+        where="the result of evaluate(batches)",
         meaning=f"{one:.6g} and {other:.6g} nats of the same batches under two seeds.",
         advice="Dropout is active: call model.eval() before, and train() again after.",
     )
@@ -132,7 +132,7 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         value,
         _limit(run, rows),
         where=where,
-        meaning="The evaluation loss depends on how rows are put into batches: it is "
+        meaning="The evaluation loss depends on the division of rows into batches: it is "
         f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
         advice="Sum the losses of all targets and divide once by their number. A mean over batches gives "
         "more weight to the targets of short batches." + declare * (not averages),
@@ -176,7 +176,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
     result = subject.at_most(
         _apart(found, exact),
         limit,
-        where="what evaluate(batches) returns",
+        where="the result of evaluate(batches)",
         meaning=f"The evaluation loss is {found:.6g}; the mean loss over all targets is {exact:.6g} nats."
         + (f" The evaluation loss is {mistake}." if mistake else ""),
         advice="Divide by the number of targets: T - 1 of T tokens, less the ignored ones. Count each "
@@ -229,7 +229,7 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
     return subject.at_most(
         _apart(found, wanted),
         limit,
-        where="what perplexity(batches) returns",
+        where="the result of perplexity(batches)",
         meaning=f"It is {found:.6g}; exp of the mean over all targets is {wanted:.6g}."
         + (f" It is {closest}." if _apart(found, names[closest]) <= limit else ""),
         advice="Sum the losses of all targets of all batches in nats, divide once by their number, and take "
@@ -255,7 +255,7 @@ def evaluated(run: TrainingRun, batches: list[Any]) -> float:
 
 
 def _ragged_rows(subject: TrainerSubject) -> list[Any]:
-    """Batches of one row, with fewer targets from row to row where they have labels."""
+    """Return batches of one row, with fewer targets from row to row if they have labels."""
     batch = subject.batch(batch_size=_ROWS)
     rows = [rows_of(batch, _ROWS, slice(index, index + 1)) for index in range(_ROWS)]
     for index, row in enumerate(rows):
@@ -270,7 +270,7 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
 
 @torch.no_grad()
 def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
-    """Summed over targets in float64, from the logits of the model alone; None: it gives none."""
+    """Return the mean loss over targets in float64, from the logits. None: the model returns none."""
     ignored = _NO_LABEL if ignored is None else ignored
     modes = _modes(run)
     total, count = 0.0, 0
@@ -298,7 +298,7 @@ def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -
 
 @torch.no_grad()
 def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | None:
-    """Of each batch in eval mode, the loss that is trained on, where the model adds an auxiliary one."""
+    """Return the training loss of each batch in eval mode, with auxiliary terms."""
     if getattr(run, "loss", None) is None:
         return None
     modes, losses = _modes(run), []
@@ -340,7 +340,7 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
 
 
 def _limit(run: TrainingRun, batches: list[Any]) -> float:
-    """What rounding explains: more where weights or outputs of modules are narrow, as in autocast."""
+    """Return the largest difference that is rounding: more if weights or outputs are in half precision."""
     return _limit_of(run, batches, run.evaluate)  # type: ignore[attr-defined]
 
 

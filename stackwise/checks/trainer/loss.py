@@ -1,4 +1,4 @@
-"""Loss: what a step trains on are the targets, and none of those that are to be ignored."""
+"""Loss: a step trains on the targets, and on no ignored position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import labels_in, with_labels
 
 _ROWS = 4
-# Of losses in float32; in narrower formats, of which a mean is made.
+# Rounding of losses in float32, and of their mean in half precision.
 _EXACT, _NARROW = 1e-5, 1e-2
 
 
@@ -46,9 +46,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
     if value <= limit:
         return subject.passed(value, limit)
     if _apart(found, whole) <= limit:
-        return subject.not_applicable(
-            "needs a step that reads labels: its loss is the same whatever they are"
-        )
+        return subject.not_applicable("needs a step that reads labels: its loss does not depend on them")
     counted = kept / 2
     tokens = [
         k for k in (0, subject.spec.vocab_size - 1) if _close(_loss(subject, relabelled(k)), found, limit)
@@ -65,7 +63,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
     meaning = (
         f"Targets that are to be ignored are trained on as token {tokens[0]}."
         if tokens
-        else f"The loss is {found:.6g}, and {kept:.6g} over what is not ignored: ignored targets are counted."
+        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets: they are counted."
     )
     return subject.failed(
         value,
@@ -78,7 +76,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
 
 
 def _loss(subject: TrainerSubject, batch: Any) -> float | None:
-    """By `loss(batch)`, else what a step returns; of a fresh run, which draws nothing at random."""
+    """Return `loss(batch)` of a new run without dropout, or the result of a step."""
     run = subject.run()
     run.model.train()
     with subject.fixed_randomness(), WithoutDropout():

@@ -1,4 +1,4 @@
-"""Optimizer: it holds what is trained, decays what it should, and its updates arrive in the weights."""
+"""Optimizer: it has all trained parameters, decays the right ones, and its updates reach the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stackwise.support.system_errors import is_out_of_memory
 
 _STEPS = 3
 _NARROW = (torch.bfloat16, torch.float16)
-# Of elements that have a gradient, how many an update is expected to move.
+# Expected share of the elements with a gradient that an update changes.
 _USUAL_SHARE = 0.5
-# Of tensors that are judged on their own: in smaller ones none may move by chance.
+# Smallest tensor that is judged: in smaller ones, possibly no element changes by chance.
 _FEW = 16
 _OTHER_UPDATE = 0.1
 _SAME_GRADIENT = 1e-3
@@ -75,7 +75,7 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
         )
     notes = []
     if elsewhere:
-        notes.append(f"{len(elsewhere)} parameters are updated by something else than `optimizer`.")
+        notes.append(f"{len(elsewhere)} parameters are updated by other code than `optimizer`.")
     if idle := set(missing) - elsewhere - set(lost):
         notes.append(f"{len(idle)} without a gradient are in no optimizer: {listed(sorted(idle))}.")
     return subject.passed(0.0, 0.0, meaning=" ".join(notes))
@@ -108,7 +108,7 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
             )
         return subject.passed(0.0, 0.0)
     if not any(decay.values()):
-        return subject.passed(0.0, 0.0, meaning="Nothing decays.")
+        return subject.passed(0.0, 0.0, meaning="No parameter decays.")
     vectors = sorted(name for name, p in named.items() if p.ndim < 2 and decay[id(p)])
     if vectors:
         return subject.warned(
@@ -207,7 +207,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
 
 
 def _trained(subject: TrainerSubject) -> tuple[TrainingRun, Observation]:
-    """A run after some steps, and what they did."""
+    """Return a run after some steps, and its updates."""
     run = subject.run()
     with subject.fixed_randomness(), observed(run) as seen:
         for number in range(_STEPS):
@@ -221,7 +221,7 @@ def _changed(seen: Observation, name: str) -> bool:
 
 
 def _touched(updates: list[Update], name: str) -> tuple[int, int]:
-    """How many elements had a gradient in some update at a learning rate, and how many of them moved."""
+    """Return the number of elements with a gradient and a learning rate, and of those that changed."""
     touched: Any = False
     moved: Any = False
     for update in updates:
@@ -261,12 +261,12 @@ def _wide_tensors(run: TrainingRun) -> Iterator[Tensor]:
 
 
 def _is_master(tensor: Tensor, p: Tensor) -> bool:
-    """Whether `p` is `tensor`, rounded; whole or as a part of a flat one is not looked for."""
+    """Return True if `p` is `tensor` after rounding. Parts of a flat tensor are not compared."""
     return tensor.shape == p.shape and torch.equal(tensor.to(p.dtype), p.detach())
 
 
 def _rounds_at_random(subject: TrainerSubject) -> bool:
-    """Whether the random state alone changes what a step does, dropout switched off."""
+    """Return True if a step without dropout depends on the random state."""
     values = []
     for seed in range(2):
         run = subject.run()

@@ -24,7 +24,7 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
     """Does each update have the declared learning rate?"""
     claim = subject.spec.learning_rate
     if claim is None:
-        return subject.not_applicable("needs learning_rate, what is claimed for each step")
+        return subject.not_applicable("needs learning_rate, the declared rate of each step")
     rates = _rates(subject, _STEPS, lambda run, batch: run.step(batch))
     if not rates:
         return subject.not_applicable(f"needs an update in {_STEPS} steps")
@@ -150,14 +150,14 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             _ROUNDING,
             where="update 0",
             meaning=f"The scheduler begins at {planned[0]:.6g}, and the first update had {rates[0]:.6g}.",
-            advice="Call scheduler.step() after optimizer.step(): else the first learning rate is never "
+            advice="Call scheduler.step() after optimizer.step(). Otherwise the first learning rate is never "
             "used.",
         )
     if not any(rates):
         return subject.warned(
             0.0,
             where="update 0",
-            meaning="The first update changes nothing: its learning rate is 0.",
+            meaning="The first update has no effect: its learning rate is 0.",
             correct_if="the schedule is meant to start at 0, as learning_rate= claims",
             advice="Let a warm-up of N steps begin at 1/N.",
         )
@@ -180,7 +180,7 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
             made,
             total,
             where="the whole training",
-            meaning=f"{made} updates were made, and {total} asked for.",
+            meaning=f"The run did {made} updates instead of {total}.",
             advice="Count updates, not batches: accumulation, several processes and dropped last batches "
             "change how many batches make one.",
         )
@@ -188,9 +188,10 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
 
 
 def _counts_of(run: TrainingRun) -> tuple[int, int] | None:
-    """How often the scheduler, or the one that a library wraps, was stepped; None: it does not say.
+    """Return the number of calls of the scheduler, or of a wrapped one, and its epoch. None: it has neither.
 
-    Of torch's, some count calls, which is exact; the others only where they are, which a call may set.
+    Some schedulers of torch count their calls, which is exact. Others have an epoch only, which a call may
+    set.
     """
     scheduler = getattr(run, "scheduler", None)
     for each in (scheduler, getattr(scheduler, "scheduler", None)):
@@ -201,7 +202,7 @@ def _counts_of(run: TrainingRun) -> tuple[int, int] | None:
 
 
 def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:
-    """Of each update of `n` calls, the learning rates of the groups."""
+    """Return the learning rates of all groups in each update of `n` calls."""
     run = subject.run()
     rates: list[list[float]] = []
     with subject.fixed_randomness(), each_update(run.optimizer, lambda o: rates.append(rates_of(o))):
@@ -211,7 +212,7 @@ def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], A
 
 
 def _shift(rates: list[float], claim: Callable[[int], float]) -> int | None:
-    """By how many steps the schedule is off; None: it is another one."""
+    """Return the number of steps by which the schedule is shifted. None: it is another schedule."""
     for shift in (1, -1, 2, -2):
         pairs = [
             (rate, float(claim(number + shift))) for number, rate in enumerate(rates) if number + shift >= 0

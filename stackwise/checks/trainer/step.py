@@ -1,4 +1,4 @@
-"""Step: one call changes what is trained and nothing else, and leaves nothing behind for the next."""
+"""Step: a call changes the trained parameters only, and does not affect the next call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     now = dict(run.model.named_parameters())
     changed = {name for name, p in now.items() if not torch.equal(p.detach(), start[name])}
     frozen = {name for name in now if subject.is_frozen(name)}
-    # What something else than the optimizer moves, such as an average of the weights, is not frozen.
+    # A parameter that other code changes, such as an average of the weights, is not frozen.
     optimized = {
         name
         for update in seen.updates
@@ -50,18 +50,18 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=listed(moved),
             meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps.",
-            advice="Frozen in one mode or after the optimizer was made only; or decayed by the optimizer: "
-            "set requires_grad before the optimizer is made, and leave them out of it.",
+            advice="Set requires_grad before the optimizer is created, and do not pass frozen parameters to "
+            "it: its weight decay changes them.",
         )
     if not seen.updates:
         return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
-    # Updates of narrow weights are small beside the next number: the optimizer family asks of them.
+    # Updates of half-precision weights may round to 0; the optimizer family checks them.
     narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
     still = sorted(name for name in seen.reached - changed - frozen - narrow if now[name].requires_grad)
     if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
         return subject.warned(
             0.0,
-            meaning=f"Nothing is trained: the learning rate of the first {_STEPS} updates is 0.",
+            meaning=f"No parameter is trained: the learning rate of the first {_STEPS} updates is 0.",
             correct_if="the schedule starts later on purpose",
             advice="Look at the first values of the schedule.",
         )
@@ -72,8 +72,9 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             where=listed(still),
             meaning=f"{len(still)} of {len(now)} parameters have a gradient and did not change in {_STEPS} "
             "steps.",
-            advice="Not in the optimizer (made before the model was wrapped or a head was replaced?), a "
-            "learning rate of 0 in their group, or updates that are rounded away in a narrow dtype.",
+            advice="Look for an optimizer that was created before the model was wrapped or a head was "
+            "replaced, for a learning rate of 0 in their group, and for updates that round to 0 in half "
+            "precision.",
         )
     left_out = sorted(name for name, p in now.items() if not p.requires_grad and name not in frozen)
     if left_out and subject.spec.frozen is not None:
@@ -83,7 +84,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             where=listed(left_out),
             meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
             "declared frozen.",
-            advice="Freeze by full names: a pattern that matches too much leaves nothing to train.",
+            advice="Freeze by full names: a pattern may match too many parameters.",
         )
     silent = len([p for name, p in now.items() if p.requires_grad and name not in seen.reached])
     note = f"{silent} trainable parameters had no gradient." if silent else ""
@@ -117,8 +118,8 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                 where=max(apart, key=lambda name: apart[name]) if apart else "",
                 meaning=f"The gradient of step {number} differs from that of the same batch after the "
                 "gradients were cleared.",
-                advice="Gradients of earlier steps are still in it: zero_grad is missing, is behind a "
-                "condition, or clears other parameters than the backward pass fills.",
+                advice="The gradient contains earlier steps: zero_grad is missing, depends on a condition, "
+                "or clears other parameters than those of the backward pass.",
             )
     return subject.passed(value, _STALE)
 
@@ -188,16 +189,17 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             value,
             limit,
-            where="what step(batch) returns",
-            meaning=f"The step returned {returned:.6g}, the loss after it; before it was {before:.6g}.",
-            advice="The loss is computed again after the update: return the one that was differentiated.",
+            where="the result of step(batch)",
+            meaning=f"The step returned {returned:.6g}, the loss after the update. Before it, the loss was "
+            f"{before:.6g}.",
+            advice="The loss is computed a second time after the update: return the differentiated one.",
         )
     return subject.warned(
         value,
         limit,
-        where="what step(batch) returns",
-        meaning=f"The step does not return the loss that it trains on: it returned {returned:.6g}, and "
-        f"loss(batch) was {before:.6g} before it.",
+        where="the result of step(batch)",
+        meaning=f"The step does not return its training loss: it returned {returned:.6g}, and loss(batch) "
+        f"was {before:.6g} before the step.",
         correct_if="it is scaled for accumulation, or by the loss scale, on purpose",
         advice="Return the unscaled loss: otherwise curves of different runs cannot be compared.",
     )
@@ -228,26 +230,27 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         handle.remove()
     parameters: list[nn.Parameter] = list(run.model.parameters())
     if all(torch.equal(p.detach(), was) for p, was in zip(parameters, start, strict=True)):
-        return subject.passed(0.0, meaning="The update is left out.")
+        return subject.passed(0.0, meaning="The update is skipped.")
     broken = sum(int((~p.detach().isfinite()).sum()) for p in parameters)
     share = broken / sum(p.numel() for p in parameters)
-    meaning = f"The update is made: {100 * share:.3g} % of the weights are not finite afterwards."
+    meaning = f"The update is not skipped: {100 * share:.3g} % of the weights are not finite afterwards."
     if broken and subject.scales(run):
         return subject.failed(
             share,
             0.0,
             where="the update after a gradient that is not finite",
             meaning=meaning,
-            advice="Call scaler.step(optimizer) instead of optimizer.step(): it leaves out an update whose "
-            "gradient has overflowed, which a loss scale makes sure to happen.",
+            advice="Call scaler.step(optimizer) instead of optimizer.step(): it skips updates with "
+            "overflowed gradients, which a loss scale causes regularly.",
         )
     return subject.passed(share, meaning=meaning)
 
 
 def _raised_by_the_hook(subject: TrainerSubject) -> str | None:
-    """What a second step raises where a hook leaves the gradient as it is; None: nothing.
+    """Return the error of a second step with a hook that does not change the gradient, or None.
 
-    What it raises without any hook is let through: then the step itself is broken, whatever the gradient.
+    Raises:
+        Exception: the second step raises without a hook as well, so that the step itself is broken.
     """
     for hooked in (False, True):
         run = subject.run()
@@ -267,7 +270,7 @@ def _raised_by_the_hook(subject: TrainerSubject) -> str | None:
 
 
 def _rounding(run: TrainingRun) -> float:
-    """0 for float32; 1 where weights are narrower."""
+    """Return 1 if weights are in half precision, otherwise 0."""
     return float(any(p.dtype in (torch.bfloat16, torch.float16) for p in run.model.parameters()))
 
 

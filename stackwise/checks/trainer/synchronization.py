@@ -1,4 +1,4 @@
-"""Synchronization: how often a step makes the host wait for a value from the device, seen on any device."""
+"""Synchronization: a step makes the host wait for the device at most once. Measured on any device."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def step_waits(subject: TrainerSubject) -> CheckResult:
                 run.step(batch)
         except refusals() as error:
             return subject.not_applicable(f"needs a step whose operations can be seen: {reason_of(error)}")
-    # The loss, or how many targets there are, is read by most; whether a scaled gradient overflowed by all.
+    # Most steps read the loss or the number of targets, and a scaler reads if a gradient overflowed.
     limit = 0.0 if subject.spec.never_waits is not None else 1.0 + subject.scales(run)
     count, where = float(places.total()), listed_places(places)
     if count <= limit:
         return subject.passed(count, limit, where=where)
     return subject.failed_unless(
-        None if subject.spec.never_waits else "the step need not be fast on a GPU",
+        None if subject.spec.never_waits else "the speed of the step on a GPU does not matter",
         count,
         limit,
         where=where,

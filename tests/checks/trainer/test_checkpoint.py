@@ -92,7 +92,7 @@ def test_one_weight_that_is_lost_is_named():
     [
         ("optimizer", "optimizer.embedding.weight.", "optimizer's state_dict"),
         ("scheduler", "scheduler.last_epoch", "scheduler's state_dict"),
-        ("position", "position().1", "where in its data"),
+        ("position", "position().1", "position in the data"),
     ],
 )
 def test_what_is_lost_is_named(lost, where, advice):

@@ -53,7 +53,7 @@ def test_parts_that_are_clipped_alone():
                 torch.nn.utils.clip_grad_norm_([p], self.max_norm)
 
     result = ask(loop_spec_of(PerTensor), "clipped_norm")
-    assert result.status == "failed" and "clipped alone" in result.advice
+    assert result.status == "failed" and "clipped separately" in result.advice
 
 
 def test_clipped_lower_than_claimed():

@@ -72,7 +72,7 @@ def test_a_second_optimizer_covers_the_rest():
             self.model.zero_grad()
 
     result = ask(loop_spec_of(Two), "optimizer_coverage")
-    assert result.status == "passed" and "5 parameters are updated by something else" in result.meaning
+    assert result.status == "passed" and "5 parameters are updated by other code" in result.meaning
 
 
 def test_masters_in_the_groups_stand_for_their_weights():
@@ -130,7 +130,7 @@ def test_decay_of_norms():
     assert (result.status, result.value) == ("warned", 5)
     assert ask(loop_spec_of(All, decayed=lambda name, p: True), "weight_decay_groups").status == "passed"
     spec = TrainerSpec.from_function(step, GPT, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    assert ask(spec, "weight_decay_groups").meaning == "Nothing decays."
+    assert ask(spec, "weight_decay_groups").meaning == "No parameter decays."
 
 
 def test_updates_of_narrow_weights():

@@ -204,7 +204,7 @@ def test_the_loss_after_the_step():
             return self.loss(batches[0]).item()
 
     result = ask(loop_spec_of(After), "step_loss")
-    assert result.status == "failed" and "the loss after it" in result.meaning
+    assert result.status == "failed" and "the loss after the update" in result.meaning
 
 
 def test_a_scaled_loss_is_unusual():
@@ -243,7 +243,7 @@ def test_what_is_done_about_a_gradient_that_is_not_finite():
             if math.isfinite(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])):
                 super().update()
 
-    assert "left out" in ask(loop_spec_of(Careful), "non_finite_gradient").meaning
+    assert "skipped" in ask(loop_spec_of(Careful), "non_finite_gradient").meaning
 
     class Strict(Loop):
         def clip(self):
@@ -306,7 +306,7 @@ def test_an_overflow_that_a_scaler_is_to_leave_out():
         def apply(self):
             self.optimizer.step()
 
-    assert "left out" in ask(loop_spec_of(Scaled), "non_finite_gradient").meaning
+    assert "skipped" in ask(loop_spec_of(Scaled), "non_finite_gradient").meaning
     result = ask(loop_spec_of(Past), "non_finite_gradient")
     assert (result.status, result.value) == ("failed", 1.0)
     assert "scaler.step(optimizer)" in result.advice

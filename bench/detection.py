@@ -183,7 +183,7 @@ def answers(
 
 
 def _plain(result: CheckResult) -> dict[str, Any]:
-    """Without what is empty, with numbers that JSON has, and files by their place in the tree."""
+    """Return a result for JSON: without empty values, and with relative paths."""
     return {
         key: _anywhere(str(value) if isinstance(value, float) and not math.isfinite(value) else value)
         for key, value in result.to_dict().items()
@@ -201,7 +201,7 @@ def _anywhere(value: Any) -> Any:
 
 
 def zoo() -> dict[str, Any]:
-    """Every mutant, by name."""
+    """Return every mutant by name."""
     sys.path.insert(0, str(ROOT))
     for path in sorted((ROOT / "tests" / "zoo").glob("*.py")):
         if not path.stem.startswith("test_"):
@@ -212,16 +212,22 @@ def zoo() -> dict[str, Any]:
 
 
 def catalogue(claim: Claim, jobs: int) -> None:
-    """Each mutant and each clean twin, asked everything; then the same by others."""
+    """Run the fast suite, and all checks of the expected families, on each mutant and each twin."""
     mutants = zoo()
     names = sorted(mutants)[: 3 if claim.quick else None]
     figures = claim.figures.setdefault("catalogue", {"mutants": {}, "twins": {}})
     twins = {mutants[name].twin_name: mutants[name].twin for name in names}
-    new = {name: functools.partial(answers, make) for name, make in twins.items()}
+    families = {
+        twin: {family for each in mutants.values() if each.twin_name == twin for family in each.family}
+        for twin in twins
+    }
+    new = {name: functools.partial(answers, make, "fast", families[name]) for name, make in twins.items()}
     for name, ended in all_isolated(_without(new, figures["twins"]), jobs=jobs, seconds=SECONDS):
         figures["twins"][name] = _summary(ended)
         _say(claim, f"twin {name}", figures["twins"][name])
-    new = {name: functools.partial(answers, mutants[name].make) for name in names}
+    new = {
+        name: functools.partial(answers, mutants[name].make, "fast", mutants[name].family) for name in names
+    }
     for name, ended in all_isolated(_without(new, figures["mutants"]), jobs=jobs, seconds=SECONDS):
         mutant, summary = mutants[name], _summary(ended)
         found = {each["family"] for each in summary["others"] if each["status"] == "failed"}
@@ -240,7 +246,7 @@ def catalogue(claim: Claim, jobs: int) -> None:
 
 
 def before_rivals(claim: Claim) -> None:
-    """The same mutants and twins, asked by other tools."""
+    """Run the other tools on the same mutants and twins."""
     mutants = zoo()
     names = sorted(mutants)[: 3 if claim.quick else None]
     figures = claim.figures.setdefault("rivals", {"versions": rivals.versions(), "mutants": {}, "twins": {}})
@@ -281,7 +287,7 @@ def by_rival(figures: Mapping[str, Any], twin_of: Mapping[str, str]) -> dict[str
 
 
 def _summary(ended: Any) -> dict[str, Any]:
-    """What came out of one subject: only what is no pass is kept as it is."""
+    """Return the summary of one subject, with all results that are not passed."""
     first, results = (ended.values[0], ended.values[1:]) if ended.values else ({}, [])
     statuses = Counter(each["status"] for each in results)
     return {
@@ -336,7 +342,7 @@ def _of_another(make: Callable[[], Any]) -> Iterator[Any]:
 
 
 def cost(claim: Claim) -> None:
-    """Median seconds of the fast suite on two cores, and how they grow."""
+    """Measure the median seconds of the fast suite for models of several sizes."""
     figures = claim.figures.setdefault("cost", {})
     rounds = 3 if claim.quick else 5
     for name, changes in COSTS.items():
@@ -400,7 +406,7 @@ def mutations(claim: Claim, jobs: int) -> None:
 
 
 def bars(figures: Mapping[str, Any]) -> list[Bar]:
-    """What the figures are held to."""
+    """Return the bars of the figures."""
     found = []
     if mutants := figures.get("catalogue", {}).get("mutants"):
         caught = sum(mutant["caught"] for mutant in mutants.values()) / len(mutants)
@@ -432,7 +438,7 @@ def _without(new: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]
 def _failures(
     summaries: Mapping[str, Any], explained: Mapping[str, Mapping[str, str]] | None = None
 ) -> float:
-    """FAILs that are not explained, errors, and subjects that did not end."""
+    """Return the number of unexplained FAILs, errors and unfinished subjects."""
     total = 0
     for name, summary in summaries.items():
         bad = [each for each in summary["others"] if each["status"] in ("failed", "error")]

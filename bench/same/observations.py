@@ -34,7 +34,7 @@ Observation = Callable[[], Iterator[dict[str, Any]]]
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = 60  # third-party models
-FULL_EVERY = 3  # every third of them is checked with the full suite
+FULL_EVERY = 3  # every third of them is checked with the full suite, without the family `equivalence`
 # Sizes at which 50 steps of every file in examples/ take seconds.
 EXAMPLE_KEYS = {
     "model.d_model": 32,
@@ -141,13 +141,13 @@ def _logits(rack: torch.nn.Module) -> str:
 
 
 def zoo() -> dict[str, Observation]:
-    """Status of every check on the clean models and loops of the zoo, and of the fast suite on the mutants.
+    """Status of most checks on the clean models and loops of the zoo, and of the fast suite on the mutants.
 
     A mutant also gets the checks of the full suite in the family that has to catch it.
     """
     mutants = detection.zoo()
     twins = {mutant.twin_name: mutant.twin for mutant in mutants.values()}
-    found = {f"twin {name}": partial(_statuses, make, "full") for name, make in twins.items()}
+    found = {f"twin {name}": partial(_statuses, make, "fast", _families()) for name, make in twins.items()}
     return found | {
         name: partial(_statuses, mutant.make, "fast", tuple(mutant.family))
         for name, mutant in mutants.items()
@@ -155,23 +155,31 @@ def zoo() -> dict[str, Observation]:
 
 
 def healthy() -> dict[str, Observation]:
-    """Status of the checks on third-party models: the full suite on every third, the fast one on the rest."""
+    """Status of the checks on third-party models: most checks on every third, the fast suite on the rest."""
     models = [(name, make) for name, make in third_party.subjects() if not name.startswith("litgpt")]
     chosen = models[:: len(models) // HEALTHY]
 
-    def ask(make: Callable[[], Any], suite: str) -> Iterator[dict[str, Any]]:
+    def ask(make: Callable[[], Any], families: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         torch.manual_seed(0)  # some libraries return a model instead of a factory
         try:
             made = make()
         except Exception as error:
             yield {"not built": type(error).__name__}
             return
-        yield from _statuses(lambda: made, suite)
+        yield from _statuses(lambda: made, "fast", families)
 
     return {
-        name: partial(ask, make, "fast" if number % FULL_EVERY else "full")
+        name: partial(ask, make, () if number % FULL_EVERY else _families())
         for number, (name, make) in enumerate(chosen)
     }
+
+
+def _families() -> tuple[str, ...]:
+    """Return all families except `equivalence`, whose checks of the full suite take minutes."""
+    from stackwise.checks.check import select_checks
+
+    every = {each.family for asks in ("model", "trainer") for each in select_checks(suite="full", asks=asks)}
+    return tuple(sorted(every - {"equivalence"}))
 
 
 def _statuses(

@@ -225,7 +225,7 @@ def test_processes_at_a_time():
     assert {name for name, each in ended.items() if each.error} == {"2"}
 
 
-def test_every_check_is_asked_by_itself_even_where_a_family_has_its_name():
+def test_every_check_runs_separately_even_if_a_family_has_its_name(few_compositions):
     asked = [each["check"] for each in list(detection.answers(Leaky, "full"))[1:]]
     assert asked == [each.name for each in select_checks(suite="full", asks="model")]
 

@@ -75,11 +75,13 @@ class Examination:
         dtype: dtype of the model, or "own" for that of the model itself. None: float64 if the model runs in
             it, otherwise its own.
         most: longest sequence to ask, in positions.
+        random_constants: True if constant weights and buffers get random values.
     """
 
     subject: Subject
     dtype: torch.dtype | Literal["own"] | None = None
     most: int = LONGEST
+    random_constants: bool = True
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
     _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
@@ -155,7 +157,8 @@ class Examination:
 
     def _built(self, dtype: torch.dtype | None) -> nn.Module:
         model = self.subject.model(dtype=dtype)
-        _randomize_constants(model, self.subject.seed)
+        if self.random_constants:
+            _randomize_constants(model, self.subject.seed)
         return model
 
     @property

@@ -5,7 +5,7 @@ Shapes: T positions, V outputs, N rows of a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -137,29 +137,40 @@ def rotary_shift(subject: Subject) -> CheckResult:
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
-    if "position_ids" in found and _tables(exam):
-        del found["position_ids"]  # they also choose the row of a learned table
-    shifts, limit = [], _shift_limit(exam.base)
-    for name, place in found.items():
-        effect = _effect(exam, place, 2 * _positions(exam))
-        if effect <= _rounding(exam):
-            continue
-        shifts.append(_effect(exam, place, _positions(exam) + _SHIFT) / effect)
-        if shifts[-1] > limit:
-            return subject.failed_unless(
-                None if certain else "inv_freq belongs to absolute positions, such as sinusoids",
-                shifts[-1],
-                limit,
-                where=name,
-                meaning=f"The output changes if {_SHIFT} is added to all positions. A score of rotated "
-                "queries and keys depends on their distance only.",
-                advice="Rotate queries and keys by the same angles, and not values. Look for a rotation that "
-                "only one of them has, for halves in one and interleaved pairs in the other, and for other "
-                "positions of the keys.",
-            )
-    if not shifts:
+    if not (shifts := _shifts(exam, found)):
         return subject.not_applicable("needs rotary positions that have an effect, without a learned table")
-    return subject.passed(max(shifts), limit)
+    name, limit = max(shifts, key=lambda each: shifts[each]), _shift_limit(exam.base)
+    if shifts[name] <= limit:
+        return subject.passed(shifts[name], limit)
+    correct_if = None if certain else "inv_freq belongs to absolute positions, such as sinusoids"
+    new = Examination(subject, random_constants=False)
+    placed = _placed(new)
+    with_ones = {} if isinstance(placed, str) else _shifts(new, placed)
+    if certain and with_ones and max(with_ones.values()) <= limit:
+        correct_if = "weights after the rotation, such as those of a norm, depend on the position on purpose"
+    return subject.failed_unless(
+        correct_if,
+        shifts[name],
+        limit,
+        where=name,
+        meaning=f"The output changes if {_SHIFT} is added to all positions. A score of rotated queries and "
+        "keys depends on their distance only.",
+        advice="Rotate queries and keys by the same angles, and not values. Look for a rotation that only "
+        "one of them has, for halves in one and interleaved pairs in the other, for other positions of the "
+        "keys, and for a norm with weights after the rotation.",
+    )
+
+
+def _shifts(exam: Examination, found: Mapping[str, _Placed]) -> dict[str, float]:
+    """Return the effect of a shift, relative to that of doubled distances, for each way that has one."""
+    shifts = {}
+    for name, place in found.items():
+        if name == "position_ids" and _tables(exam):
+            continue  # they also choose the row of a learned table
+        effect = _effect(exam, place, 2 * _positions(exam))
+        if effect > _rounding(exam):
+            shifts[name] = _effect(exam, place, _positions(exam) + _SHIFT) / effect
+    return shifts
 
 
 @check

@@ -200,6 +200,17 @@ class ComputedInPairs(Computed):
         return rotated.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
 
 
+class NormAfterRotation(Rotary):
+    """A norm with weights follows the rotation, as in HunYuan."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotated = nn.RMSNorm(self.head_dim)
+
+    def rotate(self, x, positions):
+        return self.rotated(super().rotate(x, positions))
+
+
 class Tabled(GPT):
     """Rotates by tables of cos and sin."""
 
@@ -261,6 +272,7 @@ class TabledUnread(Tabled):
         (QueriesOnly, "failed"),
         (KeysOnly, "failed"),
         (ValuesToo, "failed"),
+        (NormAfterRotation, "warned"),
         (Computed, "passed"),
         (ComputedOfPositions, "passed"),
         (ComputedInPairs, "failed"),

@@ -46,9 +46,11 @@ class LaterTokens(Variation):
 
     @torch.no_grad()
     def suspects(self, exam: Examination) -> Iterator[_Value]:
-        """Replace the tokens from each position on, and yield the case with the largest difference."""
+        """Yield the case with the largest difference, and a single token that later tokens follow."""
         length, largest = exam.longest, 0.0
         suspect = None
+        if exam.shortest == 1:
+            yield "append", length - 1
         sequence, others = exam.sequence(0, length), exam.filler(1, length)[0]
         answer, model = exam.answer(0, length), exam.model()
         for first in range(1, length):
@@ -96,7 +98,7 @@ class LaterTokens(Variation):
             question.gradients = False  # replaced inputs have other gradients
             return
         room = exam.longest - count
-        if room < exam.lengths[0] or any(len(row) > 1 for row in question.rows):
+        if room < exam.shortest or any(len(row) > 1 for row in question.rows):
             raise Refused("there is no room for later tokens")
         question.rows = [
             [replace(row[0], length=min(row[0].length, room)), Segment("later", count)]

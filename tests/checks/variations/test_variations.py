@@ -483,6 +483,19 @@ def test_variation_finds_its_bug(name):
     assert not explored(healthy, names).findings
 
 
+class SingleTokenScaled(GPT):
+    """A call of one token takes the branch of decoding."""
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (2 if input_ids.shape[1] == 1 else 1)
+
+
+def test_plain_call_of_one_token_is_compared():
+    [finding] = explored(SingleTokenScaled, ["later_tokens"]).findings
+    assert finding.variation == "later_tokens"
+    assert finding.composition.values == {"later_tokens": ("append", 23)}
+
+
 def outputs_agree(build, values):
     [output, *_] = compare(lambda: spec_for(build), values, length=9)
     return not output.is_real

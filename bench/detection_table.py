@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from bench.detection import zoo
+from bench.detection import without_head, zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
 from bench.reports import FIRST_RESULT, found, modules
 from bench.source_mutants.measure import by_operator
@@ -65,7 +65,7 @@ def third_party(record: Mapping[str, Any]) -> str:
         rows.append(f"| {library} {version} | {row['models']} | {counts} |")
     failed: dict[tuple[str, str], list[str]] = {}
     for name, model in figures["models"].items():
-        reasons = figures["explained"].get(name.removesuffix(" is_decoder"), {})
+        reasons = figures["explained"].get(without_head(name), {})
         for each in model["others"]:
             if each["status"] in ("failed", "error"):
                 reason = reasons.get(each["family"], "not explained")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from stackwise.checks.engine.variation import Suite
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -37,7 +38,6 @@ __all__ = [
     "trainer_check",
 ]
 
-Suite = Literal["fast", "full"]
 Kind = Literal["model", "trainer"]
 # Former names of checks -> present names. Selections and declarations may use both.
 OTHER_NAMES = {

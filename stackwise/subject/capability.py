@@ -245,15 +245,24 @@ def _packing(
 
 
 def _isolates(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
-    """Return True if the first document changes its own outputs, and none of the second document."""
+    """Return True if the first document changes its own outputs, and none of the second document.
+
+    Without documents, it must change the outputs of the second half.
+    """
     half = inputs.shape[1] // 2
     documents = (torch.arange(inputs.shape[1], device=inputs.device) >= half).long().expand(inputs.shape[:2])
     changed = inputs.clone()
     changed[:, :half] = inputs[:, :half].flip(0)
-    one, two = (attempt(partial(_output, packed, model, x, documents)) for x in (inputs, changed))
-    if one is None or two is None or one.shape[:2] != inputs.shape[:2] or one.shape != two.shape or not half:
+    outputs = [
+        attempt(partial(_output, packed, model, x, each))
+        for each in (documents, torch.zeros_like(documents))
+        for x in (inputs, changed)
+    ]
+    if any(each is None or each.shape[:2] != inputs.shape[:2] for each in outputs) or not half:
         return False
-    return torch.equal(one[:, half:], two[:, half:]) and not torch.equal(one[:, :half], two[:, :half])
+    one, two, one_row, other_row = (each for each in outputs if each is not None)
+    is_separate = torch.equal(one[:, half:], two[:, half:]) and not torch.equal(one[:, :half], two[:, :half])
+    return is_separate and not torch.equal(one_row[:, half:], other_row[:, half:])
 
 
 def _output(packed: Callable[..., Any], model: nn.Module, inputs: Tensor, documents: Tensor) -> Tensor:

@@ -106,9 +106,12 @@ class Decoder(nn.Module):
         return True
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of the model."""
-        module: nn.Module = self.model.get_input_embeddings()
-        return module
+        """Return the embedding of the decoder, or that of the model if both share it."""
+        decoder: Any = attempt(getattr(self.model, "get_decoder", lambda: None))
+        get: Any = getattr(decoder, "get_input_embeddings", None)
+        module: nn.Module | None = None if get is None else attempt(get)
+        shared: nn.Module = self.model.get_input_embeddings()
+        return shared if module is None else module
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the head of the model."""

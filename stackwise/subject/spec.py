@@ -191,7 +191,7 @@ class ModelSpec:
             _refuse_unready(made, name)
             build, model = _apart(subject, made) if is_factory else _copies(made)
             notes = [*subject.notes] if isinstance(subject, HFModel) else []
-            if is_encoder_decoder(made) and declared.keys().isdisjoint(_CALLS):
+            if is_encoder_decoder(made) and declared.keys().isdisjoint(_CALLS[:4]):
                 build, model = partial(_decoder, build), Decoder(model)
                 declared = _of_decoder(declared)
                 notes.append("called as a decoder, while the encoder reads a fixed text")
@@ -352,9 +352,17 @@ def _of_decoder(declared: dict[str, Any]) -> dict[str, Any]:
     for name in ("reference", "at_width"):
         if declared.get(name) is not None:
             changed[name] = partial(_decoder, declared[name])
+    for name in _CALLS[4:]:  # losses; a declared call means that the model is not called as a decoder
+        if declared.get(name) is not None:
+            changed[name] = partial(_of_inner_model, declared[name])
     for name in ("unused", "frozen"):
         changed[name] = tuple(f"model.{each}" for each in declared.get(name, ()))
     return {**declared, **changed}
+
+
+def _of_inner_model(function: Callable[..., Any], decoder: Decoder, *args: Any) -> Any:
+    """Call a declared function with the encoder-decoder itself."""
+    return function(decoder.model, *args)
 
 
 def _copies(model: nn.Module) -> tuple[Factory, nn.Module]:

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from stackwise import ModelSpec, check_model
+from stackwise.subject.encoder_decoder import Decoder
 
 
 def tiny_t5():
@@ -47,7 +48,8 @@ def test_labels_are_the_next_tokens(spec):
     assert torch.allclose(spec.labelled_loss(model, ids, ids), expected)
 
 
-def test_size_of_the_vocabulary_is_that_of_the_encoder():
+def two_berts():
+    """Return the configuration of an encoder and a decoder with different vocabularies."""
     part = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = EncoderDecoderConfig.from_encoder_decoder_configs(
         BertConfig(**part, intermediate_size=32),
@@ -56,7 +58,11 @@ def test_size_of_the_vocabulary_is_that_of_the_encoder():
         ),
     )
     config.decoder_start_token_id, config.pad_token_id = 1, 0
-    assert ModelSpec.of(lambda: EncoderDecoderModel(config)).width == 61
+    return config
+
+
+def test_size_of_the_vocabulary_is_that_of_the_decoder():
+    assert ModelSpec.of(lambda: EncoderDecoderModel(two_berts())).width == 61
 
 
 def test_declared_facts_are_those_of_the_whole_model():
@@ -70,7 +76,7 @@ def test_declared_loss_gets_the_whole_model():
     def loss(model, ids):
         return model(input_ids=ids, decoder_input_ids=ids, labels=ids).loss
 
-    spec = ModelSpec.of(tiny_t5, loss=loss, forward=lambda model, ids: model(ids, decoder_input_ids=ids))
+    spec = ModelSpec.of(tiny_t5, loss=loss)
     assert spec.loss_of(spec.create(), spec.batch(2, 8)).isfinite()
 
 
@@ -80,6 +86,11 @@ def test_declared_forward_is_used():
 
     declared = ModelSpec.of(tiny_t5, forward=forward, inputs="tokens", width=61)
     assert isinstance(declared.create(), T5ForConditionalGeneration)
+
+
+def test_embedding_is_that_of_the_decoder():
+    model = Decoder(EncoderDecoderModel(two_berts()))
+    assert model.get_input_embeddings() is model.model.decoder.get_input_embeddings()
 
 
 def test_decoder_that_reads_ahead_fails():

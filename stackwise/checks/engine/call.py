@@ -79,6 +79,8 @@ def accepts(model: nn.Module, name: str) -> bool:
 def _in_parts(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     cache, other_cache = None if call.first_cache is None else call.first_cache(model), None
     end, outputs = 0, []
+    if call.keep is not None and not decode_takes_mask(spec):
+        raise Refused("decode takes no mask")
     for index, size in enumerate(call.parts):
         start, end = end, end + size
         shift = len(call.parts) - 1 - index if call.turns_rows else 0

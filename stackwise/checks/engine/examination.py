@@ -21,7 +21,7 @@ from stackwise.checks.engine.question import Call, Place
 from stackwise.checks.engine.template import Template
 from stackwise.checks.probe.call import dtype_of, real_inputs
 from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
-from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.dropout import EqualDraws, WithoutDropout
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
 from stackwise.subject.spec import ModelSpec
@@ -32,6 +32,9 @@ __all__ = [
     "HALF_PRECISION",
     "LONGEST",
     "LOSS_LIMIT",
+    "NARROW_FLOOR",
+    "NARROW_GRADIENT_LIMIT",
+    "NARROW_LIMIT",
     "Examination",
     "Gradients",
     "gradients_in",
@@ -50,9 +53,11 @@ _LARGEST_LIMIT, _LARGEST_GRADIENT_LIMIT = 1e-2, 0.1
 # Losses are computed in float32 by many models, in whatever dtype the model is.
 LOSS_LIMIT = 1e-5
 # Gradients below this share of the norm of all are rounding, such as those of a key's bias.
-_FLOOR, _NARROW_FLOOR = 1e-6, 1e-4
+_FLOOR, NARROW_FLOOR = 1e-6, 1e-4
+# Largest difference of outputs if a variation computes a part in float32.
+NARROW_LIMIT = 1e-5
 # Sums of gradients in float32 that cancel, such as those of a router's weights.
-_NARROW_GRADIENT_LIMIT = 3e-3
+NARROW_GRADIENT_LIMIT = 3e-3
 LONGEST = 24
 _LONGEST_WINDOW = 64
 # Constants beyond this size are masks, not weights.
@@ -75,14 +80,15 @@ class Examination:
         dtype: dtype of the model, or "own" for that of the model itself. None: float64 if the model runs in
             it, otherwise its own.
         most: longest sequence to ask, in positions.
-        random_constants: True if constant weights and buffers get random values.
+        random_norms: False if the weights of norms stay constant.
     """
 
     subject: Subject
     dtype: torch.dtype | Literal["own"] | None = None
     most: int = LONGEST
-    random_constants: bool = True
+    random_norms: bool = True
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _roundings: dict[tuple[int, int], float] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
     _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
     _results: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +129,7 @@ class Examination:
     def in_dtype(self, dtype: torch.dtype | Literal["own"]) -> Examination:
         """Return the examination of the same model in another dtype."""
         if dtype not in self._others:
-            self._others[dtype] = Examination(self.subject, dtype, self.most)
+            self._others[dtype] = Examination(self.subject, dtype, self.most, self.random_norms)
         return self._others[dtype]
 
     @property
@@ -157,8 +163,7 @@ class Examination:
 
     def _built(self, dtype: torch.dtype | None) -> nn.Module:
         model = self.subject.model(dtype=dtype)
-        if self.random_constants:
-            _randomize_constants(model, self.subject.seed)
+        _randomize_constants(model, self.subject.seed, norms=self.random_norms)
         return model
 
     @property
@@ -382,10 +387,22 @@ class Examination:
                 not torch.equal(a, b) for a, b in zip(_statistics(model), _statistics(self.base), strict=True)
             ):
                 return False
-            return self._agree(train=True)
+            return self._agree(train=True) and not self._drops_at_random()
         except Exception as error:  # such as a batch norm of one row
             reraise_if_out_of_memory(error)
             return False
+
+    @torch.no_grad()
+    def _drops_at_random(self) -> bool:
+        """Return True if draws other than dropout change the output in train mode.
+
+        A layer that is dropped with a low probability, as in stochastic depth, seldom differs in two calls.
+        """
+        sequence, outputs = self.sequence(0, self.lengths[-1]), []
+        for value in (0.0, 0.999):
+            with WithoutDropout(), EqualDraws(value):
+                outputs.append(self.plain(self.model().train(), sequence))
+        return not relative_difference(*outputs).max() <= self.limit
 
     @cached_property
     def gradients_in_train_mode(self) -> bool:
@@ -412,6 +429,12 @@ class Examination:
         """Return the largest difference of outputs that is rounding."""
         return self._limits[0]
 
+    def limit_of(self, number: int, length: int) -> float:
+        """Return the largest difference of one answer that is rounding, which may be more than `limit`."""
+        if self._coarse_rounding is None:
+            return self.limit
+        return min(max(self.limit, _ROUNDINGS * self._rounding_of(number, length)), _LARGEST_LIMIT)
+
     @property
     def gradient_limit(self) -> float:
         """Return the largest difference of gradients that is rounding."""
@@ -420,7 +443,7 @@ class Examination:
     @property
     def gradient_floor(self) -> float:
         """Return the share of the norm of all gradients below which a gradient is rounding."""
-        return _FLOOR if self.gradient_limit == _GRADIENT_LIMIT else _NARROW_FLOOR
+        return _FLOOR if self.gradient_limit == _GRADIENT_LIMIT else NARROW_FLOOR
 
     @cached_property
     def _limits(self) -> tuple[float, float]:
@@ -429,29 +452,56 @@ class Examination:
         If a part of the model computes in a narrower dtype than float64, the limits are a multiple of the
         effect of a change of the weights by the rounding of this dtype.
         """
-        length = self.lengths[-1]
-        inputs = self.sequence(0, length)[None]
-        rounding = torch.finfo(dtype_of(self.base)).eps
-        if self.is_float64:
-            with torch.no_grad():
-                rounding = coarsest_rounding(self.model(), lambda m: self.spec.logits(m, inputs))
-            if not rounding:
-                return _OUTPUT_LIMIT, _GRADIENT_LIMIT
-        output, gradients = self._plain_with_gradients(self.model(), 0, length)
-        changed = self.model()
+        if self._coarse_rounding is None:
+            return _OUTPUT_LIMIT, _GRADIENT_LIMIT
+        key, gradient_gap = (0, self.lengths[-1]), 0.0
+        if self.has_gradients:
+            models = self.model(), self._rounded_model()
+            gradients, others = (self._plain_with_gradients(each, *key)[1] for each in models)
+            gradient_gap, _ = largest_gap(gradients, others, NARROW_FLOOR)
+        return (
+            min(max(_OUTPUT_LIMIT, _ROUNDINGS * self._rounding_of(*key)), _LARGEST_LIMIT),
+            min(max(NARROW_GRADIENT_LIMIT, _ROUNDINGS * gradient_gap), _LARGEST_GRADIENT_LIMIT),
+        )
+
+    @cached_property
+    def _coarse_rounding(self) -> float | None:
+        """Return the rounding of the narrowest dtype of a part. None: all parts compute in float64."""
+        if not self.is_float64:
+            return torch.finfo(dtype_of(self.base)).eps
+        inputs = self.sequence(0, self.lengths[-1])[None]
+        with torch.no_grad():
+            return coarsest_rounding(self.model(), lambda m: self.spec.logits(m, inputs)) or None
+
+    def _rounded_model(self) -> nn.Module:
+        """Return a model whose weights differ by rounding."""
+        model, rounding = self.model(), self._coarse_rounding or 0.0
         generator = torch.Generator().manual_seed(self.subject.seed)
         with torch.no_grad():
-            for p in changed.parameters():
+            for p in model.parameters():
                 if p.is_floating_point():
                     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
                     p.mul_(1 + rounding * noise)
-        other, others = self._plain_with_gradients(changed, 0, length)
-        gap = float(relative_difference(output, other).max())
-        gradient_gap, _ = largest_gap(gradients, others, _NARROW_FLOOR)
-        return (
-            min(max(_OUTPUT_LIMIT, _ROUNDINGS * gap), _LARGEST_LIMIT),
-            min(max(_NARROW_GRADIENT_LIMIT, _ROUNDINGS * gradient_gap), _LARGEST_GRADIENT_LIMIT),
-        )
+        return model
+
+    @torch.no_grad()
+    def _rounding_of(self, number: int, length: int) -> float:
+        """Return the effect of rounding of the weights on one answer."""
+        key = (number, length)
+        if key not in self._roundings:
+            changed = self.plain(self._rounded_model(), self.sequence(*key))
+            self._roundings[key] = float(relative_difference(self.answer(*key), changed).max())
+        return self._roundings[key]
+
+    @cached_property
+    def has_gradients(self) -> bool:
+        """Return True if the backward pass of a plain call runs."""
+        try:
+            self._plain_with_gradients(self.model(), 0, self.lengths[-1])
+        except RuntimeError as error:  # such as an operation in place that changes saved tensors
+            reraise_if_out_of_memory(error)
+            return False
+        return True
 
     def _plain_with_gradients(self, model: nn.Module, number: int, length: int) -> tuple[Tensor, Gradients]:
         with torch.enable_grad(), WithoutDropout():
@@ -464,19 +514,22 @@ class Examination:
 _shared: list[Examination] = []
 
 
-def _randomize_constants(model: nn.Module, seed: int) -> None:
-    """Make weights and buffers random that are constant."""
+def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:
+    """Make weights and buffers random that are constant. Without `norms`, those of norms stay constant."""
     generator = torch.Generator().manual_seed(seed + 77)
-    statistics = {
+    kept = {
         id(buffer)
         for module in model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.instancenorm._InstanceNorm)
         for buffer in module.buffers(recurse=False)
     }
+    if not norms:
+        of_norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
+        kept |= {id(p) for each in of_norms for p in each.parameters(recurse=False)}
     saved = model.state_dict().keys()
-    buffers = (b for name, b in model.named_buffers() if name in saved and id(b) not in statistics)
+    buffers = (b for name, b in model.named_buffers() if name in saved and b.numel() > 1)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *(b for b in buffers if b.numel() > 1)):
+        for tensor in (each for each in (*model.parameters(), *buffers) if id(each) not in kept):
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             first = tensor.flatten()[0]

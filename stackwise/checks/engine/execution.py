@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from stackwise.checks.engine.call import execute, loss_of
 from stackwise.checks.engine.composition import Composition, Variations
 from stackwise.checks.engine.examination import (
     LOSS_LIMIT,
+    NARROW_FLOOR,
+    NARROW_GRADIENT_LIMIT,
+    NARROW_LIMIT,
     Examination,
     Gradients,
     gradients_in,
@@ -76,9 +79,10 @@ def differences(composition: Composition, variations: Variations, exam: Examinat
         Exception: the model does not take it.
     """
     execution = Execution(composition, variations, exam)
-    found = list(execution.compare())
-    if composition.after and not execution.question.train and execution.exam.compares_values:
-        found.append(execution.next_call())
+    with execution.around():
+        found = list(execution.compare())
+        if composition.after and not execution.question.train and execution.exam.compares_values:
+            found.append(execution.next_call())
     return found
 
 
@@ -114,6 +118,14 @@ class Execution:
             model = variation.prepare(model, value, exam)
         self.model = model.train(self.question.train)
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Return the contexts of the variations, for the call and the next one."""
+        with ExitStack() as contexts:
+            for variation, value in self._variations:
+                contexts.enter_context(variation.around(value))
+            yield
+
     def compare(self) -> Iterator[Difference]:
         """Execute the call, and yield the difference of each observable."""
         question, exam = self.question, self.exam
@@ -121,7 +133,6 @@ class Execution:
             if question.train:
                 around.enter_context(WithoutDropout())
             for variation, value in self._variations:
-                around.enter_context(variation.around(value))
                 self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
             around.enter_context(exam.subject.fixed_randomness())
             around.enter_context(torch.set_grad_enabled(question.gradients))
@@ -148,7 +159,8 @@ class Execution:
     def _compares_gradients(self) -> bool:
         """Return True if the gradients are those of all outputs, in the mode of the expected ones."""
         same_mode = self.question.train == self.exam.gradients_in_train_mode
-        return self.question.gradients and same_mode and not self.call.compared
+        comparable = same_mode and self.exam.has_gradients and not self.call.compared
+        return self.question.gradients and comparable
 
     @torch.no_grad()
     def next_call(self) -> Difference:
@@ -168,7 +180,8 @@ class Execution:
         return output[place.row, place.start : place.end]
 
     def _of_outputs(self, rows: list[Tensor]) -> Difference:
-        worst, where = 0.0, ""
+        usual = max(self.exam.limit, NARROW_LIMIT if self.question.computes_in_float32 else 0.0)
+        worst, where, limit = 0.0, "", usual
         for number, (row, key, place) in enumerate(zip(rows, self.numbers, self.call.places, strict=True)):
             answer = self.exam.answer(*key)
             if row.shape != answer.shape:
@@ -176,10 +189,12 @@ class Execution:
             gaps = self._gaps(answer, row)
             if number in self.call.compared:
                 gaps = gaps.where(self.call.compared[number], 0.0)
-            if not float(gaps.max()) <= worst:
-                worst, position = float(gaps.max()), int(gaps.argmax())
+            value = float(gaps.max())
+            allowed = usual if value <= usual else max(usual, self.exam.limit_of(*key))
+            if not value / allowed <= worst / limit:
+                worst, limit, position = value, allowed, int(gaps.argmax())
                 where = f"row {place.row}, position {place.start + position}"
-        return Difference("output", worst, self.exam.limit, where)
+        return Difference("output", worst, limit, where)
 
     def _gaps(self, answer: Tensor, row: Tensor) -> Tensor:
         """Return the difference of each position (T,)."""
@@ -196,8 +211,11 @@ class Execution:
                 if not gradient.isfinite().all() and name in expected and expected[name].isfinite().all()
             ]
             return Difference("gradient", math.inf if bad else 0.0, 0.0, bad[0] if bad else "")
-        value, where = largest_gap(expected, found, self.exam.gradient_floor)
-        return Difference("gradient", value, self.exam.gradient_limit, where)
+        floor, limit = self.exam.gradient_floor, self.exam.gradient_limit
+        if self.question.computes_in_float32:
+            floor, limit = max(floor, NARROW_FLOOR), max(limit, NARROW_GRADIENT_LIMIT)
+        value, where = largest_gap(expected, found, floor)
+        return Difference("gradient", value, limit, where)
 
     def _of_loss(self) -> Iterator[Difference]:
         """Compare the own loss, its gradients, and the outputs that it trains."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from dis import get_instructions
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +35,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
+__all__ = ["LARGE", "Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
@@ -43,7 +45,7 @@ _NOT_IN_OWN_DTYPE = ("half_precision",)
 _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
 # Numbers of parameters above which variations are not combined, and above which nothing is asked, because
 # copies in float64 need too much time and memory.
-_LARGE, _TOO_LARGE = 20_000_000, 500_000_000
+LARGE, _TOO_LARGE = 20_000_000, 500_000_000
 # Exceptions by which a model says that it does not support a call.
 _REFUSALS = (Refused, ValueError, NotImplementedError, AssertionError)
 
@@ -173,7 +175,7 @@ class Explorer:
         self._variations, self._count = variations, count
         is_shared = longest == LONGEST
         self._exam = Examination.of(subject) if is_shared else Examination(subject, most=longest)
-        self._is_large = subject.spec.n_parameters > _LARGE
+        self._is_large = subject.spec.n_parameters > LARGE
         # Variations that apply. None: not known yet.
         self._names: list[str] | None = None
         self._executed: set[str] = set()
@@ -362,7 +364,7 @@ def _worst(
         if result is not None:
             text = str(error) if isinstance(error, Refused) else reason_of(error)
             result.refused[composition.names] = text
-            # A single variation may draw a length that no call takes.
+            # A single variation may draw a length that the model does not take.
             counts = len(composition.names) == 2 or (len(composition.names) == 1 and exam.takes_all_lengths)
             if counts and not _is_refusal(error):
                 crash = Crash(composition, text, code_of(composition, _setting(exam)))
@@ -387,11 +389,29 @@ def _worst(
 def _is_refusal(error: Exception) -> bool:
     """Return True if an exception says that the model does not support a call.
 
-    Errors of any type that the code of the model raises itself are refusals, too. Those of torch are not.
+    These are some types, and all errors of a `raise` or `assert` statement outside of torch and einops.
     """
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    is_raised = (last.line or "").startswith(("raise ", "assert ")) and "/torch/" not in last.filename
-    return is_raised or isinstance(error, _REFUSALS)
+    if isinstance(error, _REFUSALS):
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    is_library = any(Path(code.co_filename).is_relative_to(folder) for folder in _libraries())
+    position = last.tb_lasti
+    raises = any(
+        each.offset == position and each.opname == "RAISE_VARARGS" for each in get_instructions(code)
+    )
+    return raises and not is_library
+
+
+def _libraries() -> list[Path]:
+    """Return the folders of libraries whose errors mean wrong sizes."""
+    return [
+        Path(sys.modules[name].__file__ or "").parent for name in ("torch", "einops") if name in sys.modules
+    ]
 
 
 def _shrunk(

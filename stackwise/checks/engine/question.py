@@ -72,6 +72,7 @@ class Question:
         turns_rows: pass the rows in another order in each part, rolled by one row from part to part.
         train: ask in train mode.
         dtype: dtype of the model. None: that of the examination.
+        computes_in_float32: a variation computes a part in float32, which the plain call does not.
         gradients: also compare the gradients. They are those of train mode, if the model has one.
     """
 
@@ -86,6 +87,7 @@ class Question:
     turns_rows: bool = False
     train: bool = False
     dtype: torch.dtype | None = None
+    computes_in_float32: bool = False
     gradients: bool = False
 
     @property

@@ -64,7 +64,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Copies each tensor once. Tensors that share memory do so in the copy."""
+    """Copies each tensor once. Parameters that are views of one storage do not share memory in the copy."""
 
     def __init__(self, content: bytes, tensors: list[Tensor]) -> None:
         super().__init__(io.BytesIO(content))

@@ -14,7 +14,9 @@ from stackwise.checks.engine.question import Call, Question
 if TYPE_CHECKING:
     from stackwise.checks.engine.examination import Examination
 
-__all__ = ["Refused", "Switch", "Variation"]
+__all__ = ["Refused", "Suite", "Switch", "Variation"]
+
+Suite = Literal["fast", "full"]
 
 
 class Refused(Exception):  # noqa: N818  not for users
@@ -49,7 +51,7 @@ class Variation:
     check: ClassVar[str | None] = None
     family: ClassVar[str] = "equivalence"
     question: ClassVar[str]
-    suite: ClassVar[Literal["fast", "full"]] = "fast"
+    suite: ClassVar[Suite] = "fast"
     rank: ClassVar[int]
     excludes: ClassVar[frozenset[str]] = frozenset()
     includes: ClassVar[frozenset[str]] = frozenset()

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, reason_of
-from stackwise.checks.probe.compiler import fresh_compiler
+from stackwise.checks.probe.compiler import BACKEND, counting_backend, fresh_compiler
 from stackwise.checks.probe.parameter_gradient import compare_gradients, gradients_of, limit_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-# Trace forward and backward and decompose operations as the default compiler does, without code generation.
-_BACKEND = "aot_eager_decomp_partition"
 # Weights and buffers shrink between the passes, so that constants stored by the first trace show.
 _N_PASSES, _SHRINK = 2, 0.95
 
@@ -36,7 +34,7 @@ def compiled_gradients(subject: Subject) -> CheckResult:
     graphs: list[int] = []
     try:
         with fresh_compiler():
-            call = _compiled(model, _BACKEND, graphs)
+            call: Any = torch.compile(model, backend=counting_backend(BACKEND, graphs), dynamic=False)
             compiled = gradients_of(subject, model, _N_PASSES, call=call, shrink=_SHRINK)
     except Exception as error:
         return _not_compiled(subject, error)
@@ -63,7 +61,8 @@ def graph_breaks(subject: Subject) -> CheckResult:
     try:
         with fresh_compiler(), torch.no_grad():
             before = Counter(counters["graph_break"])
-            subject.spec.logits(_compiled(model, "eager", graphs), subject.inputs(2))
+            compiled: Any = torch.compile(model, backend=counting_backend("eager", graphs), dynamic=False)
+            subject.spec.logits(compiled, subject.inputs(2))
     except Exception as error:
         return _not_compiled(subject, error)
     reasons = [" ".join(reason.split())[:200] for reason in Counter(counters["graph_break"]) - before]
@@ -102,17 +101,6 @@ def _model(subject: Subject) -> nn.Module:
             continue
         return subject.model(train=not is_random, dtype=dtype)
     raise AssertionError
-
-
-def _compiled(model: nn.Module, backend: str, graphs: list[int]) -> nn.Module:
-    """Return the compiled model. The size of each of its graphs is appended to `graphs`."""
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(len(graph.graph.nodes))
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    compiled: Any = torch.compile(model, backend=compile_graph, dynamic=False)
-    return cast("nn.Module", compiled)
 
 
 def _not_compiled(subject: Subject, error: Exception) -> CheckResult:

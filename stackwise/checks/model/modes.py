@@ -76,11 +76,14 @@ def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
 def _updates_statistics(exam: Examination, sequence: Tensor) -> bool:
     """Return True if a call in train mode changes floating-point buffers, such as those of a batch norm."""
     model = exam.model().train()
-    before = [buffer.clone() for buffer in model.buffers()]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     with torch.no_grad(), WithoutDropout():
         exam.spec.logits(model, sequence[None])
-    pairs = zip(before, model.buffers(), strict=True)
-    return any(a.is_floating_point() and not torch.equal(a, b) for a, b in pairs)
+    after = dict(model.named_buffers())
+    return any(
+        name in after and not torch.allclose(old, after[name], rtol=0, atol=0, equal_nan=True)
+        for name, old in before.items()
+    )
 
 
 def _modes(own: Examination) -> Iterator[tuple[Examination, bool]]:

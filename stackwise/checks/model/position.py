@@ -5,6 +5,7 @@ Shapes: T positions, V outputs, N rows of a table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
 # Positions by which a rotary model is shifted, and positions of the sequence.
-_SHIFT, _LENGTH = 3, 12
+_SHIFT, _LENGTH = 3, 11
 # Effect of a shift, relative to that of doubled distances. In healthy models it is rounding.
 _SHIFT_LIMIT = 1e-3
 # The same, if tables of cos and sin are rounded to bfloat16.
@@ -143,11 +144,12 @@ def rotary_shift(subject: Subject) -> CheckResult:
     if shifts[name] <= limit:
         return subject.passed(shifts[name], limit)
     correct_if = None if certain else "inv_freq belongs to absolute positions, such as sinusoids"
-    new = Examination(subject, random_constants=False)
-    placed = _placed(new)
-    with_ones = {} if isinstance(placed, str) else _shifts(new, placed)
-    if certain and with_ones and max(with_ones.values()) <= limit:
-        correct_if = "weights after the rotation, such as those of a norm, depend on the position on purpose"
+    if certain:
+        other = Examination(subject, random_norms=False)
+        placed = _placed(other)
+        shifts_of_other = {} if isinstance(placed, str) else _shifts(other, placed)
+        if shifts_of_other and max(shifts_of_other.values()) <= limit:
+            correct_if = "a norm with weights follows the rotation on purpose"
     return subject.failed_unless(
         correct_if,
         shifts[name],
@@ -239,13 +241,16 @@ def position_table(subject: Subject) -> CheckResult:
 
 
 def _rounding(exam: Examination) -> float:
-    """Return the largest change of the output that is rounding."""
+    """Return the largest change of the output that is rounding.
+
+    The limit of an examination is 100 times its rounding. Positions may have smaller effects.
+    """
 
     def measured() -> float:
         sequence = exam.sequence(0, exam.lengths[-1])
         if exam.is_float64 and not coarsest_rounding(exam.model(), lambda m: _output(exam, m, sequence)):
             return _ROUNDING
-        return exam.limit
+        return exam.limit / 10
 
     return exam.once("rounding of positions", measured)
 
@@ -292,6 +297,7 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
         return "needs at least 7 positions"
     sequence = exam.sequence(0, n)[None]
     ways: dict[str, _Placed] = {}
+    replacements: list[bool] = []
 
     def by_argument(positions: Tensor) -> Tensor:
         arguments = {"position_ids": positions[None] + exam.first_position}
@@ -313,7 +319,7 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
     def by_module(positions: Tensor) -> Tensor:
         model = exam.model()
         for module in _rotary_modules(model):
-            module.forward = partial(_counted, module.forward, positions)
+            module.forward = partial(_counted, module.forward, positions, replacements)
         return _output(exam, model, sequence[0])
 
     if accepts(exam.base, "position_ids"):
@@ -323,24 +329,32 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
     try:
         for place in ways.values():
             place(2 * positions)
-        # The positions may be counted elsewhere, so that only an effect shows that this is a way.
-        if not ways and _rotary_modules(exam.base) and _effect(exam, by_module, 2 * positions):
+        if not ways and _rotary_modules(exam.base):
+            by_module(2 * positions)
+        if any(replacements):
             ways["positions of the rotary module"] = by_module
     except refusals() as error:
         return f"the model does not take other positions: {reason_of(error)}"
     return ways or "needs a parameter position_ids, tables of cos and sin, or a module that computes them"
 
 
-def _counted(forward: Callable[..., Any], positions: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a rotary module with `positions` (T,) in place of 0, 1, ..., T - 1."""
+def _counted(
+    forward: Callable[..., Any], positions: Tensor, replacements: list[bool], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a rotary module with `positions` (T,) in place of 0, 1, ..., T - 1.
+
+    `replacements` gets True if this was possible.
+    """
     count = torch.arange(len(positions), device=positions.device)
 
     def replaced(value: Any) -> Any:
         is_count = (
             isinstance(value, Tensor)
+            and value.dtype != torch.bool
             and value.shape[-1:] == count.shape
             and bool((value - value[..., :1] == count).all())
         )
+        replacements.append(is_count)
         return positions.to(value.dtype).expand_as(value) if is_count else value
 
     class Counted(TorchFunctionMode):
@@ -354,11 +368,11 @@ def _counted(forward: Callable[..., Any], positions: Tensor, /, *args: Any, **kw
 
 
 def _rotary_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute angles: by their name, and without modules in them."""
+    """Return the modules that compute angles: by a word of their name, and without modules in them."""
     return [
         module
         for module in model.modules()
-        if any(word in type(module).__name__.lower() for word in ("rotary", "rope"))
+        if re.search(r"[Rr]otary|RoPE|Rope(?![a-z])|(?<![A-Za-z])rope", type(module).__name__)
         and not any(True for _ in module.children())
     ]
 
@@ -398,8 +412,9 @@ def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
         unit = torch.tensor([1.0, 0.0]).to(first) if is_pair else first.flatten()[:1].round()
         is_rotation = bool((first == unit).all()) and float(table.abs().max()) <= 1
         if is_rotation and bool((unit >= 0).all()) and not torch.equal(first, second):
-            found.append((buffer, dim))
-    return found
+            found.append((buffer, dim, bool(is_pair or unit)))
+    # A table of sin alone may be absolute sinusoids whose first row is padding.
+    return [(buffer, dim) for buffer, dim, _ in found] if any(has_cos for *_, has_cos in found) else []
 
 
 def _tables(exam: Examination) -> dict[str, set[int]]:
@@ -416,7 +431,10 @@ def _find_tables(exam: Examination) -> dict[str, set[int]]:
     if short == long or not exam.spec.per_position:
         return {}
     one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
-    fewer = _used_rows(exam, exam.sequence(0, short))
+    try:
+        fewer = _used_rows(exam, exam.sequence(0, short))
+    except refusals():  # the model does not take this length
+        return {}
     return {
         name: rows
         for name, rows in one.items()

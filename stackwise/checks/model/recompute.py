@@ -38,6 +38,8 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         model, plain = _passes(subject, dtype, lambda _: None)
     if not any(gradient.any() for gradient in plain[0].by_name.values()):
         return subject.not_applicable("needs a parameter with a gradient")
+    if not all(gradient.isfinite().all() for gradient in plain[0].by_name.values()):
+        return subject.not_applicable("needs finite gradients; see finite_gradients")
     n_operations = _n_operations(subject, dtype, lambda _: None)
     for switch in (by_its_own_switch, by_wrapping_layers):
         try:

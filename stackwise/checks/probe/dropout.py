@@ -1,4 +1,4 @@
-"""Dropout, switched off in models that are in train mode."""
+"""Dropout, switched off in models that are in train mode, and other random draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutDropout"]
+__all__ = ["EqualDraws", "WithoutDropout"]
 
 _DROPOUTS = {
     F.dropout,
@@ -53,6 +53,27 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         elif function in _RECURRENT:
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return function(*args, **kwargs)
+
+
+class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """Context in which each uniform random number has the same value, and Bernoulli draws are 0 or 1.
+
+    Args:
+        value: at least 0, below 1. Bernoulli draws are 0 if it is below one half.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the result of a random draw."""
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.rand, torch.rand_like):
+            return result.fill_(self.value)
+        if function in (torch.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.bernoulli):
+            return result.fill_(round(self.value))
+        return result
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:

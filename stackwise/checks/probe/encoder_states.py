@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
-from stackwise.checks.probe.call import REFUSALS
 from stackwise.subject.inference.inputs import width_candidates
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["encoder_states", "output_with_encoder"]
 
@@ -31,7 +31,8 @@ def encoder_states(exam: Examination, length: int) -> Tensor | None:
         states = torch.randn(2, length, width, generator=generator).to(weight)
         try:
             one, two = (output_with_encoder(exam, each) for each in torch.split(states, 1))
-        except REFUSALS:
+        except Exception as error:  # such as a decoder without layers for cross-attention
+            reraise_if_out_of_memory(error)
             continue
         if not torch.equal(one, two):
             return states[:1]

@@ -77,10 +77,10 @@ def different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
 
 
 def next_batches(run: TrainingRun) -> Iterator[Any] | None:
-    """Yield the run's own training data from its position on, over several epochs.
+    """Return an iterator over the run's own training data, from its position on, over several epochs.
 
     Needs `epoch(number)` and a `position()` of two integers: the epoch, and the number of its next batch.
-    Otherwise returns None. Fetching a batch does not change the random state, because a loader may draw a
+    None: the run has neither. Fetching a batch does not change the random state, because a loader may draw a
     seed when it starts.
     """
     can = all(callable(getattr(run, name, None)) for name in ("epoch", "position"))

@@ -151,7 +151,8 @@ def _adds_up(subject: TrainerSubject, value: float) -> bool:
     """Return True if the gradient of a batch is the mean of the gradients of its parts in separate steps.
 
     Args:
-        value: relative error of the accumulation. A loss that does not add up explains about its own error.
+        value: relative error of the accumulation. If the loss does not add up, only an error of about the
+            same size is excused.
     """
     micro_batches = _micro_batches(subject)
     whole, _ = _gradient(subject, joined(micro_batches, _ROWS))

@@ -353,8 +353,8 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     float(step),
                     float(step),
                     where=f"checkpoint {step}, written last",
-                    meaning=f"The newest checkpoint was removed at once; kept: {kept or None}.",
-                    advice="Checkpoints are sorted by name: sort by the number of the step, not by text.",
+                    meaning=f"The newest checkpoint was removed at once; kept: {kept or 'none'}.",
+                    advice="Look for an order by name: sort by the number of the step, not by text.",
                 )
             found = _found(run, folder, paths)
             if found != step:

@@ -115,7 +115,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             where=worst,
             meaning=f"The gradient has the right direction and {ratio:.3g} times the length."
             if aligned
-            else "The gradient at the optimizer differs.",
+            else "The gradient at the optimizer differs from that of one process on the joint batch.",
             advice="Summed instead of averaged, or clipped by a norm that counts what is replicated "
             "several times or leaves parameters out."
             if aligned

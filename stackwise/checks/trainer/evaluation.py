@@ -298,7 +298,7 @@ def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -
 
 @torch.no_grad()
 def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | None:
-    """Return the training loss of each batch in eval mode, with auxiliary terms."""
+    """Return the training loss of each batch in eval mode. None: no loss, or none with auxiliary terms."""
     if getattr(run, "loss", None) is None:
         return None
     modes, losses = _modes(run), []

@@ -63,7 +63,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
     meaning = (
         f"Targets that are to be ignored are trained on as token {tokens[0]}."
         if tokens
-        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets: they are counted."
+        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets, so it counts them."
     )
     return subject.failed(
         value,

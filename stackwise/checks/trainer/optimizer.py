@@ -221,7 +221,10 @@ def _changed(seen: Observation, name: str) -> bool:
 
 
 def _touched(updates: list[Update], name: str) -> tuple[int, int]:
-    """Return the number of elements with a gradient and a learning rate, and of those that changed."""
+    """Return the number of elements with a gradient in some update, and the number of changed ones.
+
+    Updates with a learning rate of 0 do not count.
+    """
     touched: Any = False
     moved: Any = False
     for update in updates:

@@ -1,4 +1,4 @@
-"""Synchronization: a step makes the host wait for the device at most once. Measured on any device."""
+"""Synchronization: a step seldom makes the host wait for the device. Measured on any device."""
 
 from __future__ import annotations
 

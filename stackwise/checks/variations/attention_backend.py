@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
 from stackwise.checks.engine.variation import Refused, Variation
 
 
@@ -45,6 +46,10 @@ class AttentionBackend(Variation):
     def text(self, value: str) -> str:
         """Return the backend."""
         return f"attention uses the {value} backend"
+
+    def change(self, question: Question, value: str, exam: Examination) -> None:
+        """Allow for the softmax of eager attention, which transformers computes in float32."""
+        question.computes_in_float32 = question.computes_in_float32 or value == "eager"
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Choose the implementation of a transformers model."""

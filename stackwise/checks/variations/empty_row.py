@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from stackwise.checks.engine.call import decode_takes_mask
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
-from stackwise.checks.engine.variation import Refused, Switch
+from stackwise.checks.engine.variation import Switch
 
 
 class EmptyRow(Switch):
@@ -36,7 +35,5 @@ class EmptyRow(Switch):
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Add the row."""
-        if question.parts and not decode_takes_mask(exam.spec):
-            raise Refused("decode takes no mask")
         question.rows.append([Segment("padding", question.width)])
         question.mask = True

@@ -10,7 +10,7 @@ from torch import nn
 
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.question import Call, Question
 from stackwise.checks.engine.variation import Variation
 
 _SWITCHES = ("use_cache", "output_hidden_states", "output_attentions")
@@ -45,6 +45,10 @@ class ExtraOutputs(Variation):
     def text(self, value: dict[str, bool]) -> str:
         """Return the switches."""
         return ", ".join(f"{name}={each}" for name, each in value.items()) + " is passed"
+
+    def change(self, question: Question, value: dict[str, bool], exam: Examination) -> None:
+        """Allow for eager attention, which returns attention weights and has a softmax in float32."""
+        question.computes_in_float32 = question.computes_in_float32 or "output_attentions" in value
 
     def arguments(
         self, call: Call, model: nn.Module, value: dict[str, bool], exam: Examination

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.engine.call import accepts, decode_takes_mask, execute
+from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Place, Question, Transform
 from stackwise.checks.engine.variation import Refused, Variation
@@ -21,6 +21,8 @@ from stackwise.checks.probe.difference import relative_difference
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
 _NAME = "attention_mask"
+# Largest difference between two forms of a mask, relative to the effect of the mask.
+_EXPLAINED = 0.01
 _TEXTS = {
     "bool": "a tensor of bool",
     "int64": "a tensor of int64",
@@ -65,8 +67,6 @@ class MaskForms(Variation):
 
     def change(self, question: Question, value: str, exam: Examination) -> None:
         """Pass a mask."""
-        if question.parts and not decode_takes_mask(exam.spec):
-            raise Refused("decode takes no mask")
         question.mask = True
 
     def edit(self, call: Call, value: str, exam: Examination) -> None:
@@ -114,15 +114,21 @@ def _takes(exam: Examination, form: str) -> bool:
         return False
     if form in ("bool", "int64"):
         return True
-    # A mask of ones changes nothing if it is added to all scores. If one token is hidden, it does.
-    keep[:, 1] = False
+    # A mask of ones has no effect if it is added to all scores. If one token is hidden, it has one.
+    hidden, rest = keep.clone(), slice(2, None) if exam.spec.causal else slice(-1)
+    hidden[:, 1 if exam.spec.causal else -1] = False
+    none = list[Transform]()
     with torch.no_grad():
-        ways = (Call(inputs, [], [], keep, transforms=some) for some in (list[Transform](), transforms))
+        calls = (
+            Call(inputs, [], [], mask, transforms=some)
+            for mask, some in ((hidden, none), (hidden, transforms), (keep, none))
+        )
         try:
-            one, two = (execute(exam.spec, exam.model(), call)[:, 2:] for call in ways)
+            one, two, whole = (execute(exam.spec, exam.model(), call)[:, rest] for call in calls)
         except Refused:  # the positions of padded rows are not passed
             return True
         except Exception as error:  # any other exception means: not this form
             reraise_if_out_of_memory(error)
             return False
-    return bool(relative_difference(one, two).max() <= exam.limit)
+    effect = float(relative_difference(whole, one).max())
+    return float(relative_difference(one, two).max()) <= min(exam.limit, _EXPLAINED * effect)

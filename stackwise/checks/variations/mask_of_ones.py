@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from stackwise.checks.engine.call import decode_takes_mask
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Refused, Switch
+from stackwise.checks.engine.variation import Switch
 
 
 class MaskOfOnes(Switch):
@@ -31,6 +30,4 @@ class MaskOfOnes(Switch):
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Pass the mask."""
-        if question.parts and not decode_takes_mask(exam.spec):
-            raise Refused("decode takes no mask")
         question.mask = True

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.engine.call import decode_takes_mask
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Place, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
@@ -42,7 +41,7 @@ class Padding(Variation):
         return "" if len(exam.lengths) > 1 else "needs a model that takes several lengths"
 
     def draw(self, exam: Examination, rng: random.Random) -> dict[str, Any]:
-        """Draw a side and an amount. In causal models, only padding on the left can be read."""
+        """Draw a side and an amount. Outputs of causal models can read padding only on their left."""
         sides = exam.spec.padding_sides
         if exam.spec.causal and "left" in sides:
             sides = (*sides, "left", "left")
@@ -66,8 +65,6 @@ class Padding(Variation):
     def change(self, question: Question, value: dict[str, Any], exam: Examination) -> None:
         """Add padding, after shortening the rows so that it fits."""
         left = value["side"] == "left"
-        if question.parts and not decode_takes_mask(exam.spec):
-            raise Refused("padding with a cache needs a decode that takes a mask")
         if question.parts and not left and not exam.once("padding inside", lambda: _inside(exam)):
             raise Refused("the model takes no padding before further tokens of a row")
         later = sum(each.length for each in question.rows[0] if each.kind == "later")

@@ -229,8 +229,9 @@ def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: b
 
     if is_doubtful and takes(limit + 1):
         return None
-    tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
-    reserves = any(each.padding_idx is not None and each.num_embeddings == limit for each in tables)
+    # Modules like an embedding, such as one that quantises its table, have the same attributes.
+    tables = [each for each in model.modules() if getattr(each, "padding_idx", None) is not None]
+    reserves = any(len(getattr(each, "weight", ())) == limit for each in tables)
     lengths = (limit, limit - 1, limit - 2) if reserves else (limit,)
     return next((length for length in lengths if length > 0 and takes(length)), limit)
 

@@ -20,7 +20,7 @@ from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Placed, encoder, gpt, placed, spec_of, windowed
 
 CPU = torch.device("cpu")
-KNOWN = known_variations()
+KNOWN = known_variations("fast")
 SOME = {name: KNOWN[name] for name in ("mask_of_ones", "cache_parts", "batch", "history")}
 
 
@@ -157,7 +157,7 @@ def test_a_new_variation_changes_no_value_of_the_others():
 
 
 def test_large_model_is_asked_each_variation_alone(monkeypatch):
-    monkeypatch.setattr("stackwise.checks.engine.exploration._LARGE", 10)
+    monkeypatch.setattr("stackwise.checks.engine.exploration.LARGE", 10)
     asked = explore(Subject(gpt(), CPU), SOME).asked
     assert asked and all(len(names) == 1 and count == 1 for names, count in asked.items())
 
@@ -331,3 +331,56 @@ class WithFurtherTerm(GPT):
 def test_loss_with_a_further_term_is_not_compared_with_an_empty_row():
     some = {name: KNOWN[name] for name in ("labels", "empty_row")}
     assert not explore(Subject(spec_of(WithFurtherTerm), CPU), some).findings
+
+
+class DropPath(nn.Module):
+    """Stochastic depth with a low rate: two calls seldom differ."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x * self.draw(x) / 0.99 if self.training else x
+
+
+@pytest.mark.parametrize(
+    "draw, has_train_mode",
+    [
+        (lambda x: (0.99 + torch.rand(len(x), 1, 1)).floor(), False),
+        (lambda x: x.new_empty(len(x), 1, 1).bernoulli_(0.99), False),
+        (lambda x: 0.99 if torch.rand([]) >= 0.0 else 0.0, True),
+    ],
+)
+def test_stochastic_depth_is_no_train_mode_to_compare(draw, has_train_mode):
+    class Stochastic(GPT):
+        def __init__(self):
+            super().__init__()
+            self.drop_path = DropPath(draw)
+
+        def mlp(self, layer, x):
+            return self.drop_path(super().mlp(layer, x))
+
+    assert exam_of(spec_of(Stochastic)).has_train_mode is has_train_mode
+
+
+def test_model_without_a_backward_pass_is_explored():
+    class InPlace(GPT):
+        def embed(self, input_ids):
+            x = super().embed(input_ids).exp()
+            x += 1  # exp needs its result in the backward pass
+            return x
+
+    assert not failed(answers(spec_of(InPlace), "causality", "batch_invariance"))
+    assert not exam_of(spec_of(InPlace)).has_gradients
+
+
+def test_mask_is_not_passed_to_a_decode_without_one():
+    def decode(model, inputs, cache):
+        output = model(inputs, cache=cache, use_cache=True)
+        return output.logits, output.cache
+
+    some = {name: KNOWN[name] for name in ("mask_of_ones", "turns")}
+    result = explore(Subject(spec_of(GPT, decode=decode), torch.device("cpu")), some, count=0)
+    assert result.refused[frozenset({"mask_of_ones", "turns"})] == "decode takes no mask"
+    assert not result.raised

@@ -5,13 +5,14 @@ import torch
 from torch import nn
 
 from stackwise import check_model
+from stackwise.checks.model import equivalence
 from tests.zoo.gpt import GPT, spec_of
 
 
 @pytest.fixture(autouse=True)
 def _few_variations(only_variations):
     """Explore the variations that matter here: less than a second."""
-    only_variations({"batch", "documents", "mask_of_ones"})
+    only_variations({"batch", "documents", "mask_of_ones", "compiled"})
 
 
 def refusing(act):
@@ -87,3 +88,45 @@ def test_a_model_that_takes_all_pairs():
     [result] = check_model(spec_of(), checks=["unexpected_exceptions"])
     assert result.status == "passed"
     assert "pairs" in result.meaning
+
+
+class ShiftedByTheCompiler(GPT):
+    """A compiled call changes the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+    def embed(self, input_ids):
+        if torch.compiler.is_compiling():
+            self.shift.add_(0.1)
+        return super().embed(input_ids) + self.shift
+
+
+class NotCompiled(GPT):
+    @torch.compiler.disable
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "build, status", [(GPT, "passed"), (ShiftedByTheCompiler, "failed"), (NotCompiled, "not applicable")]
+)
+def test_compiled_outputs(build, status):
+    [result] = check_model(spec_of(build), checks=["compiled_outputs"])
+    assert result.status == status, result
+
+
+class NeedsThree(GPT):
+    """In a batch of two rows, a mask removes the border between documents."""
+
+    def visible(self, T, past, keep, documents):
+        together = keep is not None and documents is not None and len(documents) == 2
+        return super().visible(T, past, keep, None if together else documents)
+
+
+def test_many_compositions_find_what_few_do_not(monkeypatch):
+    [few] = check_model(spec_of(NeedsThree), checks=["mask_of_ones"])
+    monkeypatch.setattr(equivalence, "_MANY", 400)
+    [many] = check_model(spec_of(NeedsThree), checks=["many_compositions"])
+    assert (few.status, many.status) == ("passed", "failed")

@@ -132,6 +132,39 @@ class Sinusoids(Placed):
         return GPT.embed(self, input_ids) + torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
+class PaddedSinusoids(Placed):
+    """A table of absolute sinusoids whose first row is zero, as that of a padding id."""
+
+    def __init__(self):
+        super().__init__()
+        half = 100.0 ** -torch.arange(0, 1, 2 / self.width)
+        angles = torch.outer(torch.arange(64.0), half)
+        table = torch.cat((angles.sin(), angles.cos()), dim=-1)
+        table[0] = 0
+        self.register_buffer("table", table, persistent=False)
+
+    def embed(self, input_ids):
+        return GPT.embed(self, input_ids) + self.table[1 : input_ids.shape[1] + 1]
+
+
+class PropertyHead(nn.Module):
+    """Its name contains "rope"."""
+
+    def forward(self, positions):
+        return positions
+
+
+class SinusoidsBesideAProperty(Sinusoids):
+    def __init__(self):
+        super().__init__()
+        self.property = PropertyHead()
+        self.frequency = self._buffers.pop("inv_freq")
+
+    @property
+    def inv_freq(self):
+        return self.frequency
+
+
 class PackedByGaps(Rotary):
     """Without a mask, a gap of the positions starts a new document, as in transformers. No rotation."""
 
@@ -160,7 +193,7 @@ class Ignored(Rotary):
 
 
 class RotaryAngles(RotaryFrequencies):
-    def forward(self, length, positions=None):
+    def forward(self, length, positions=None, keep=None):
         positions = torch.arange(length) if positions is None else positions
         return positions[:, None] * self.inv_freq
 
@@ -198,6 +231,36 @@ class ComputedInPairs(Computed):
         pairs = x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
         rotated = super().rotate(pairs, positions)
         return rotated.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+
+
+class ComputedByMasks(Computed):
+    def angles(self, n):
+        return self.rotary(n, torch.arange(n), keep=torch.ones(1, n, dtype=torch.bool))
+
+
+class ComputedOfLengths(Computed):
+    """Takes even lengths only."""
+
+    def embed(self, input_ids):
+        if input_ids.shape[1] % 2:
+            raise ValueError("an odd length")
+        return super().embed(input_ids)
+
+
+class GatedQueriesOnly(Rotary):
+    """The second layer rotates queries only, behind a gate that is closed in a new model."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(self.width))
+
+    def attend(self, layer, x, *args):
+        self.is_second = layer is self.layers[1]
+        y, cache = super().attend(layer, x, *args)
+        return (y * self.gate if self.is_second else y), cache
+
+    def rotate(self, x, positions):
+        return x if self.is_second and self.rotations else super().rotate(x, positions)
 
 
 class NormAfterRotation(Rotary):
@@ -281,6 +344,11 @@ class TabledUnread(Tabled):
         (TabledFromOne, "passed"),
         (TabledNarrow, "passed"),
         (Sinusoids, "warned"),
+        (PaddedSinusoids, "not applicable"),
+        (SinusoidsBesideAProperty, "not applicable"),
+        (ComputedOfLengths, "not applicable"),
+        (ComputedByMasks, "passed"),
+        (GatedQueriesOnly, "failed"),
         (PackedByGaps, "not applicable"),
         (TabledQueries, "failed"),
         (TabledUnread, "not applicable"),

@@ -379,6 +379,19 @@ def test_argument_that_separates_no_documents_is_not_used(build):
     assert ModelSpec.of(lambda: build(separates=False)).packed is None
 
 
+def test_positions_that_read_no_others_are_not_packed():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places, self.head = nn.Embedding(50, 8), nn.Embedding(32, 8), nn.Linear(8, 50)
+
+        def forward(self, ids, position_ids=None):
+            positions = torch.arange(ids.shape[1]) if position_ids is None else position_ids
+            return self.head(self.tokens(ids) + self.places(positions))
+
+    assert ModelSpec.of(Alone).packed is None
+
+
 @pytest.mark.parametrize("name", ["tie_embeddings", "use_weight_tying", "weight_tying"])
 def test_claim_of_a_tied_head_is_found(name):
     def build():

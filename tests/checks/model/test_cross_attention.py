@@ -34,6 +34,15 @@ class MaskDiscarded(Decoder):
         return None
 
 
+class WithoutLayers(Decoder):
+    """Has the arguments, and no layers for them."""
+
+    def forward(self, input_ids, encoder_hidden_states=None, encoder_attention_mask=None):
+        if encoder_hidden_states is not None:
+            return self.cross_attention(encoder_hidden_states)
+        return super().forward(input_ids)
+
+
 class MaskSwapped(Decoder):
     def visible(self, mask):
         return ~super().visible(mask)
@@ -78,7 +87,7 @@ class StatesIgnored(Decoder):
         return super().forward(input_ids)
 
 
-@pytest.mark.parametrize("build", [StatesIgnored, lambda: nn.Embedding(31, 8)])
+@pytest.mark.parametrize("build", [StatesIgnored, WithoutLayers, lambda: nn.Embedding(31, 8)])
 def test_model_without_cross_attention_is_not_asked(subjects, build):
     assert subjects.ask(build, "encoder_padding").status == "not applicable"
 

@@ -430,10 +430,10 @@ def _find_tables(exam: Examination) -> dict[str, set[int]]:
     long, short = exam.lengths[-1], (exam.lengths[0] + exam.lengths[-1]) // 2
     if short == long or not exam.spec.per_position:
         return {}
-    one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
     try:
+        one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
         fewer = _used_rows(exam, exam.sequence(0, short))
-    except refusals():  # the model does not take this length
+    except refusals():  # the model does not take this length, or has no backward pass
         return {}
     return {
         name: rows

@@ -160,7 +160,10 @@ def vocabulary_candidates(model: nn.Module) -> list[int]:
 
 
 def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> int | None:
-    """Return the size of the embedding that reads `ids` (B, T) or their transpose; None: there is none."""
+    """Return the size of the smallest embedding that reads `ids` (B, T) or their transpose, or None.
+
+    An embedding of positions may read ids too, to find padding (FSMT).
+    """
     sizes: list[int] = []
 
     def see(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -175,7 +178,7 @@ def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> 
     finally:
         for handle in handles:
             handle.remove()
-    return next(iter(sizes), None)
+    return min(sizes, default=None)
 
 
 def width_candidates(model: nn.Module) -> list[int]:

@@ -48,6 +48,8 @@ __all__ = [
 _OUTPUT_LIMIT, _GRADIENT_LIMIT = 1e-7, 1e-5
 # If a part of the model computes in float32, the limits are this many times its measured rounding.
 _ROUNDINGS = 100.0
+# The limit is at least this many times the rounding of the dtype: the measured one may be 0 by chance.
+_LEAST_ROUNDINGS = 16.0
 # Beyond this, a comparison says nothing.
 _LARGEST_LIMIT, _LARGEST_GRADIENT_LIMIT = 1e-2, 0.1
 # Losses are computed in float32 by many models, in whatever dtype the model is.
@@ -455,12 +457,13 @@ class Examination:
         if self._coarse_rounding is None:
             return _OUTPUT_LIMIT, _GRADIENT_LIMIT
         key, gradient_gap = (0, self.lengths[-1]), 0.0
+        least = _LEAST_ROUNDINGS * self._coarse_rounding
         if self.has_gradients:
             models = self.model(), self._rounded_model()
             gradients, others = (self._plain_with_gradients(each, *key)[1] for each in models)
             gradient_gap, _ = largest_gap(gradients, others, NARROW_FLOOR)
         return (
-            min(max(_OUTPUT_LIMIT, _ROUNDINGS * self._rounding_of(*key)), _LARGEST_LIMIT),
+            min(max(least, _ROUNDINGS * self._rounding_of(*key)), _LARGEST_LIMIT),
             min(max(NARROW_GRADIENT_LIMIT, _ROUNDINGS * gradient_gap), _LARGEST_GRADIENT_LIMIT),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,9 @@ def differences(composition: Composition, variations: Variations, exam: Examinat
         Exception: the model does not take it.
     """
     execution = Execution(composition, variations, exam)
-    with execution.around():
-        found = list(execution.compare())
-        if composition.after and not execution.question.train and execution.exam.compares_values:
-            found.append(execution.next_call())
+    found = list(execution.compare())
+    if composition.after and not execution.question.train and execution.exam.compares_values:
+        found.append(execution.next_call())
     return found
 
 
@@ -118,14 +117,6 @@ class Execution:
             model = variation.prepare(model, value, exam)
         self.model = model.train(self.question.train)
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Return the contexts of the variations, for the call and the next one."""
-        with ExitStack() as contexts:
-            for variation, value in self._variations:
-                contexts.enter_context(variation.around(value))
-            yield
-
     def compare(self) -> Iterator[Difference]:
         """Execute the call, and yield the difference of each observable."""
         question, exam = self.question, self.exam
@@ -133,6 +124,7 @@ class Execution:
             if question.train:
                 around.enter_context(WithoutDropout())
             for variation, value in self._variations:
+                around.enter_context(variation.around(value))
                 self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
             around.enter_context(exam.subject.fixed_randomness())
             around.enter_context(torch.set_grad_enabled(question.gradients))

@@ -29,7 +29,7 @@ def first_difference(composition: Composition, variations: Variations, exam: Exa
     if not exam.spec.per_position:
         return ""
     execution = Execution(replace(composition, after=False), variations, exam)
-    with execution.around(), _recorded(execution.model) as composed:
+    with _recorded(execution.model) as composed:
         list(execution.compare())
     plain = []
     for key in execution.numbers:

@@ -49,8 +49,6 @@ class LaterTokens(Variation):
         """Yield the case with the largest difference, and a single token that later tokens follow."""
         length, largest = exam.longest, 0.0
         suspect = None
-        if exam.shortest == 1:
-            yield "append", length - 1
         sequence, others = exam.sequence(0, length), exam.filler(1, length)[0]
         answer, model = exam.answer(0, length), exam.model()
         for first in range(1, length):
@@ -62,6 +60,8 @@ class LaterTokens(Variation):
                 largest, suspect = gap, ("replace", length - first)
         if suspect is not None:
             yield suspect
+        if exam.shortest == 1:
+            yield "append", length - 1
 
     def simpler(self, value: _Value) -> Iterator[_Value]:
         """Yield one token."""

@@ -148,7 +148,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_judged():
         result = ask(loop_spec_of(Noisy), check)
         assert result.status == "not applicable" and "repeats itself" in result.meaning
     result = ask(loop_spec_of(Noisy), "checkpoint_round_trip")
-    assert result.status == "passed" and "Only what is stored" in result.meaning
+    assert result.status == "passed" and "Only the stored state" in result.meaning
 
 
 def test_random_state_is_told_from_other_losses():

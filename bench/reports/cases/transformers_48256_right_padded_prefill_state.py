@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise import ModelSpec
+
 
 def apply_mask_to_padding_states(states: Tensor, mask: Tensor | None) -> Tensor:
     """Zeros where the mask (batch, length) is 0."""
@@ -97,6 +99,16 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """States of the last real token."""
     return NemotronHForCausalLM(mask_aware=True)
+
+
+def buggy_declared() -> ModelSpec:
+    """Prompts may have padding on the right."""
+    return ModelSpec.of(buggy, padding_sides=("right",))
+
+
+def healthy_declared() -> ModelSpec:
+    """Prompts may have padding on the right."""
+    return ModelSpec.of(healthy, padding_sides=("right",))
 
 
 def observe(model: nn.Module) -> Tensor:

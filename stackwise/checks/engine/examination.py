@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.engine.call import execute, loss_of
-from stackwise.checks.engine.question import Call, Place
+from stackwise.checks.engine.question import Call, Place, Precision
 from stackwise.checks.engine.template import Template
 from stackwise.checks.probe.call import dtype_of, real_inputs
 from stackwise.checks.probe.difference import coarsest_rounding, relative_difference
@@ -43,6 +43,8 @@ __all__ = [
     "stream",
 ]
 
+Gradients = Mapping[str, Tensor]
+
 # Largest differences of sound models in float64, relative to the variation of the output and to the norm of a
 # gradient. Other shapes change the order of sums.
 _OUTPUT_LIMIT, _GRADIENT_LIMIT = 1e-7, 1e-5
@@ -64,9 +66,8 @@ LONGEST = 24
 _LONGEST_WINDOW = 64
 # Constants beyond this size are masks, not weights.
 _LARGE = 1e3
-HALF_PRECISION = (torch.bfloat16, torch.float16)
+HALF_PRECISION: tuple[Precision, ...] = (torch.bfloat16, torch.float16, "autocast")
 
-Gradients = Mapping[str, Tensor]
 T = TypeVar("T")
 
 
@@ -79,20 +80,19 @@ class Examination:
 
     Attributes:
         subject: the model, its device and its seed.
-        dtype: dtype of the model, or "own" for that of the model itself. None: float64 if the model runs in
-            it, otherwise its own.
+        dtype: dtype of the model. None: float64 if the model runs in it, otherwise its own.
         most: longest sequence to ask, in positions.
         random_norms: False if the weights of norms stay constant.
     """
 
     subject: Subject
-    dtype: torch.dtype | Literal["own"] | None = None
+    dtype: Precision | None = None
     most: int = LONGEST
     random_norms: bool = True
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _roundings: dict[tuple[int, int], float] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
-    _others: dict[torch.dtype | Literal["own"], Examination] = field(default_factory=dict)
+    _others: dict[Precision, Examination] = field(default_factory=dict)
     _results: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -122,13 +122,19 @@ class Examination:
         """Return the dtype to which a new model is cast. None: it stays as it is."""
         if self.dtype is None:
             return torch.float64 if self._runs(torch.float64) else None
-        return None if self.dtype == "own" else self.dtype
+        return self.dtype if isinstance(self.dtype, torch.dtype) else None
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the context of each call: autocast to bfloat16, or none."""
+        if self.dtype != "autocast":
+            return nullcontext()
+        return torch.autocast(self.subject.device.type, torch.bfloat16)
 
     def other_model(self) -> nn.Module:
         """Return a model of another seed in eval mode."""
         return replace(self.subject, seed=self.subject.seed + 1).model(dtype=self._cast_to)
 
-    def in_dtype(self, dtype: torch.dtype | Literal["own"]) -> Examination:
+    def in_dtype(self, dtype: Precision) -> Examination:
         """Return the examination of the same model in another dtype."""
         if dtype not in self._others:
             self._others[dtype] = Examination(self.subject, dtype, self.most, self.random_norms)
@@ -136,7 +142,7 @@ class Examination:
 
     @property
     def compares_values(self) -> bool:
-        """Return False if the model is cast to half precision, in which only NaN and inf are compared."""
+        """Return False for half precision, in which only NaN and inf are compared."""
         return self.dtype not in HALF_PRECISION
 
     def model(self) -> nn.Module:
@@ -266,7 +272,7 @@ class Examination:
 
     def plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
         """Return the output of a plain call, (T, V), or (1, V) of an output per row."""
-        with self.subject.fixed_randomness():
+        with self.subject.fixed_randomness(), self.precision():
             output = self.spec.logits(model, sequence[None].clone())
         return output[0] if self.spec.per_position else output.flatten(1)
 

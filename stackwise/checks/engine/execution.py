@@ -127,6 +127,7 @@ class Execution:
                 around.enter_context(variation.around(value))
                 self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
             around.enter_context(exam.subject.fixed_randomness())
+            around.enter_context(exam.precision())
             around.enter_context(torch.set_grad_enabled(question.gradients))
             if question.ignored is not None:
                 yield from self._of_loss()

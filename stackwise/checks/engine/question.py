@@ -12,7 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "Part", "Place", "Question", "Segment", "Transform"]
+__all__ = ["Call", "Part", "Place", "Precision", "Question", "Segment", "Transform"]
+
+# Dtype of the weights and inputs. "own": that of the model itself. "autocast": the same, under autocast.
+Precision = torch.dtype | Literal["own", "autocast"]
 
 # Returns the arguments of one call of the model, by name, with some of them changed. Takes the arguments and
 # the number of columns of this call.
@@ -86,7 +89,7 @@ class Question:
     operation: Callable[[Any, Part], Any] | None = None
     turns_rows: bool = False
     train: bool = False
-    dtype: torch.dtype | None = None
+    dtype: Precision | None = None
     computes_in_float32: bool = False
     gradients: bool = False
 

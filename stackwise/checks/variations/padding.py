@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Place, Question, Segment
+from stackwise.checks.engine.question import Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import reads_padding_by_a_state
 
 
 class Padding(Variation):
-    """Pad each row on one side. Value: the side, and the padding of the longest row.
-
-    With a cache, the prompt is padded on this side, and further tokens follow.
-    """
+    """Pad each row on one side. Value: the side, and the padding of the longest row."""
 
     name = "padded_rows"
     check, family = "padding_amount", "padding"
@@ -65,8 +59,8 @@ class Padding(Variation):
     def change(self, question: Question, value: dict[str, Any], exam: Examination) -> None:
         """Add padding, after shortening the rows so that it fits."""
         left = value["side"] == "left"
-        if question.parts and not left and not exam.once("padding inside", lambda: _inside(exam)):
-            raise Refused("the model takes no padding before further tokens of a row")
+        if question.parts and not left:
+            raise Refused("padded_prompt asks for padding on the right before further tokens")
         later = sum(each.length for each in question.rows[0] if each.kind == "later")
         amount = min(value["amount"], exam.longest - exam.lengths[0] - later)
         if amount < 1:
@@ -80,35 +74,9 @@ class Padding(Variation):
         question.rows = []
         for row in rows:
             padding = Segment("padding", widest - sum(s.length for s in row))
-            question.rows.append([padding, *row] if left or question.parts else [*row, padding])
+            question.rows.append([padding, *row] if left else [*row, padding])
         question.mask = True
         if question.parts:
             # A prompt contains all the padding, as in generation.
             most = max(row[0].length for row in question.rows)
             question.parts = (most + question.parts[0], *question.parts[1:], *question.parts[-1:])
-
-    def edit(self, call: Call, value: dict[str, Any], exam: Examination) -> None:
-        """Move the padding of a prompt to its right side."""
-        if call.parts and value["side"] == "right":
-            call.order = _padding_last(call, call.parts[0])
-
-
-def _padding_last(call: Call, width: int) -> Tensor:
-    """Return the order (B, W) in which the padding in the first columns follows the other ones."""
-    assert call.keep is not None
-    order = torch.arange(call.keep.shape[1], device=call.keep.device).repeat(len(call.keep), 1)
-    order[:, :width] = (~call.keep[:, :width]).long().argsort(dim=1, stable=True)
-    return order
-
-
-def _inside(exam: Examination) -> bool:
-    """Return True if padding inside a row does not change its output, so that the mask gives positions."""
-    width, n_hidden = exam.longest, min(3, exam.longest - exam.lengths[0])
-    if n_hidden < 1:
-        return False
-    sequence = exam.sequence(0, width - n_hidden)
-    inputs = torch.cat((exam.filler(1, n_hidden)[0], sequence))[None]
-    keep = (torch.arange(width, device=inputs.device) >= n_hidden)[None]
-    call = Call(inputs, [sequence], [Place(0, n_hidden, width)], keep)
-    call.order = _padding_last(call, n_hidden + 2)
-    return exam.agrees(call)

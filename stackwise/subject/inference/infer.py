@@ -63,6 +63,8 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         )
         can = {key: value for key, value in shown.items() if key not in known}
         inferred |= can
+        if "padding_sides" in can:
+            inferred["assumed"] = (*inferred.get("assumed", ()), "padding_sides")
         if named := [key for key in can if key != "cache_problem"]:
             notes.append("found: " + ", ".join(named))
         if "labelled_loss" in can:

@@ -1,11 +1,15 @@
 """Each variation finds a bug of its own, and is silent on the model without the bug."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stackwise.checks import check_model
 from stackwise.checks.engine.exploration import compare, explore
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
@@ -421,6 +425,7 @@ BUGS = {
     "cache_parts": (ChunksRestart, GPT),
     "mask_of_ones": (MaskReplacesDocuments, GPT),
     "padded_rows": (PaddingRead, GPT),
+    "padded_prompt": (PromptPaddingNotCounted, GPT),
     "positions": (PositionsMisused, WithArguments),
     "embeddings": (VectorsNotScaled, WithArguments),
     "extra_outputs": (OtherAttentionForStates, WithArguments),
@@ -528,12 +533,61 @@ def test_mask_of_an_earlier_call_is_found_in_later_chunks():
     assert outputs_agree(GPT, values)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_prompt_continues_with_cache(side):
-    values = {"padded_rows": {"side": side, "amount": 3}, "cache_parts": [3, 2], "batch": [5]}
+@pytest.mark.parametrize("padding", [{"padded_rows": {"side": "left", "amount": 3}}, {"padded_prompt": 3}])
+def test_padded_prompt_continues_with_cache(padding):
+    values = {**padding, "cache_parts": [3, 2], "batch": [5]}
     assert outputs_agree(GPT, values)
     assert outputs_agree(transformers.LlamaForCausalLM, values)
-    assert outputs_agree(PromptPaddingNotCounted, values) == (side == "left")
+    assert outputs_agree(PromptPaddingNotCounted, values) == ("padded_rows" in padding)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
+def test_infinite_mask_is_found_in_each_half_precision(precision):
+    values = {"half_precision": precision, "padded_rows": {"side": "left", "amount": 3}}
+    assert not outputs_agree(LowestNumber, values)
+    assert outputs_agree(GPT, values)
+
+
+class Decaying(nn.Module):
+    """Recurrent model: a state that decays and sums the embeddings of real tokens."""
+
+    skips_padding = True
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        x = self.embedding(input_ids)
+        keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        keep = keep[:, -input_ids.shape[1] :, None].to(x.dtype)
+        state = torch.zeros_like(x[:, 0]) if past_key_values is None else past_key_values
+        states = []
+        for t in range(x.shape[1]):
+            decay = 0.5 ** keep[:, t] if self.skips_padding else 0.5
+            state = decay * state + keep[:, t] * x[:, t]
+            states.append(state)
+        logits = self.head(torch.stack(states, dim=1).sin())
+        return SimpleNamespace(logits=logits, past_key_values=state if use_cache else None)
+
+
+class DecaysOverPadding(Decaying):
+    skips_padding = False
+
+
+@pytest.mark.parametrize(
+    "build, declared, status",
+    [
+        (Decaying, {}, "passed"),
+        (DecaysOverPadding, {}, "warned"),
+        (DecaysOverPadding, {"padding_sides": ("right",)}, "failed"),
+        (DecaysOverPadding, {"padding_sides": ("left",)}, "not applicable"),
+    ],
+)
+def test_recurrent_state_skips_the_padding_of_a_prompt(build, declared, status, only_variations):
+    only_variations({"padded_prompt", "cache_parts", "later_tokens"})
+    [result] = check_model(ModelSpec.of(build, **declared), checks=["padded_prompt"])
+    assert result.status == status, result
 
 
 # Every way that puts tokens after others shows that they are read, and every call shows traces of it. A mask

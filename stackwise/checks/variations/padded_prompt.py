@@ -1,0 +1,107 @@
+"""Padded prompt: rows of a prompt are padded on the right, and further tokens follow through the cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Call, Place, Question, Segment
+from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.probe.call import has_fixed_state
+
+
+class PaddedPrompt(Variation):
+    """Pad each row of the prompt on the right. Value: the padding of the longest row."""
+
+    name = "padded_prompt"
+    family = "padding"
+    question = "Does a row continue in the same way after a prompt with padding on the right?"
+    rank = 39
+    includes = frozenset({"cache_parts"})
+    explained_by = frozenset({"later_tokens", "hidden_tokens", "padded_rows", "cache_parts", "turns"})
+    excludes = frozenset({"padded_rows", "documents", "labels", "train_mode", "recomputation"})
+    advice = (
+        "Look for a state or convolution that reads the padding at the end of a prompt, and for positions "
+        "and masks of the next tokens that count it."
+    )
+
+    def missing(self, exam: Examination) -> str:
+        """Require `masked`, `decode`, padding on the right, and a model that can skip it."""
+        if exam.spec.masked is None or exam.spec.decode is None or not exam.spec.causal:
+            return "needs a causal model with masked and decode"
+        if "right" not in exam.spec.padding_sides or len(exam.lengths) < 2:
+            return "needs padding_sides with 'right', and several lengths"
+        if _is_recurrent(exam) or _allowed_inside(exam):
+            return ""
+        return "needs a model that takes padding before further tokens of a row"
+
+    def draw(self, exam: Examination, rng: random.Random) -> int:
+        """Draw an amount."""
+        return rng.randint(1, 6)
+
+    def simpler(self, value: int) -> Iterator[int]:
+        """Yield less padding."""
+        if value > 1:
+            yield 1
+
+    def text(self, value: int) -> str:
+        """Return the variation in words."""
+        return "the prompt has padding on the right"
+
+    def correct_if(self, exam: Examination, value: int) -> str | None:
+        """Return a condition if padding on the right is only assumed to be allowed."""
+        if "padding_sides" in exam.spec.assumed:
+            return "prompts never have padding on the right; then declare padding_sides without 'right'"
+        return None
+
+    def change(self, question: Question, value: int, exam: Examination) -> None:
+        """Add the padding to the prompt, after shortening the rows so that it fits."""
+        later = sum(each.length for each in question.rows[0] if each.kind == "later")
+        amount = min(value, exam.longest - exam.lengths[0] - later)
+        if amount < 1:
+            raise Refused("there is no room for padding")
+        room = exam.longest - amount - later
+        rows = [[replace(s, length=min(s.length, room)) for s in row] for row in question.rows]
+        widest = max(sum(s.length for s in row) for row in rows) + amount
+        question.rows = [[Segment("padding", widest - sum(s.length for s in row)), *row] for row in rows]
+        question.mask, question.gradients = True, False
+        most = max(row[0].length for row in question.rows)
+        parts = question.parts or (3, 1)
+        question.parts = (most + parts[0], *parts[1:], *parts[-1:])
+
+    def edit(self, call: Call, value: int, exam: Examination) -> None:
+        """Move the padding of the prompt to its right side."""
+        call.order = _padding_last(call, call.parts[0])
+
+
+def _padding_last(call: Call, width: int) -> Tensor:
+    """Return the order (B, W) in which the padding in the first columns follows the other ones."""
+    assert call.keep is not None
+    order = torch.arange(call.keep.shape[1], device=call.keep.device).repeat(len(call.keep), 1)
+    order[:, :width] = (~call.keep[:, :width]).long().argsort(dim=1, stable=True)
+    return order
+
+
+def _is_recurrent(exam: Examination) -> bool:
+    """Return True if the cache contains a state of fixed size. Such a state must skip padding."""
+    return exam.once(
+        "fixed state", lambda: has_fixed_state(exam.subject, exam.sequence(0, exam.lengths[-1])[None])
+    )
+
+
+def _allowed_inside(exam: Examination) -> bool:
+    """Return True if padding inside a row does not change its output, so that the mask gives positions."""
+    width, n_hidden = exam.longest, min(3, exam.longest - exam.lengths[0])
+    if n_hidden < 1:
+        return False
+    sequence = exam.sequence(0, width - n_hidden)
+    inputs = torch.cat((exam.filler(1, n_hidden)[0], sequence))[None]
+    keep = (torch.arange(width, device=inputs.device) >= n_hidden)[None]
+    call = Call(inputs, [sequence], [Place(0, n_hidden, width)], keep)
+    call.order = _padding_last(call, n_hidden + 2)
+    return exam.agrees(call)

@@ -122,7 +122,7 @@ def init_after_loading():
     return spec_of(Mutant)
 
 
-@mutant("51", twin=gpt, family="initialization", source="huggingface/transformers#143", observable=logits)
+@mutant("51", twin=gpt, family="norm", source="huggingface/transformers#143", observable=logits)
 def norm_gain_from_normal():
     """The gains of norms start from N(0, 0.02) with all other weights."""
 

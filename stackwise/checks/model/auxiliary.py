@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts, changed_calls
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.loss_formula import expected_shift, labelled_loss, mean_cross_entropy
 from stackwise.checks.result import CheckResult, listed
@@ -60,7 +61,7 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
         loss = _auxiliary(subject, model, subject.inputs(2), None)
     gradients: dict[str, Tensor] = {}
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        found = gradients_at(loss, list(named.values()))
         gradients = {name: g for name, g in zip(named, found, strict=True) if g is not None}
     if not gradients:
         return subject.failed(

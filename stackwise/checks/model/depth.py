@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.layers import Stream, residual_stream
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -61,7 +62,7 @@ def depth_gradients(subject: Subject) -> CheckResult:
     direction = torch.randn(outputs[0].shape, generator=generator).to(outputs[0])
     direction = direction.masked_fill(~outputs[0].isfinite(), 0.0)
     try:
-        gradients = torch.autograd.grad(outputs[0], stream.after, direction, allow_unused=True)
+        gradients = gradients_at(outputs[0], stream.after, direction)
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise

@@ -45,23 +45,32 @@ def gradient_flow(subject: Subject) -> CheckResult:
     n = len(trainable)
     if not missing:
         return subject.passed(0.0, 0.0, meaning=f"All {n} parameters have a gradient that is not 0.")
-    only_with_encoder = _trained_with_encoder(subject)
-    missing = [name for name in missing if name not in only_with_encoder]
+    elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
+    missing = [name for name in missing if name not in elsewhere]
     if not missing:
         return subject.passed(
-            0.0, 0.0, meaning="Some parameters have a gradient only if encoder_hidden_states are passed."
+            0.0,
+            0.0,
+            meaning="Some parameters have a gradient only if encoder_hidden_states are passed, or in the "
+            "model's own loss.",
         )
-    influence = _influence(subject, missing)
+    influence = _influence(subject, missing, of_loss=False)
+    result = "output"
+    if "smooth" not in influence.values() and subject.spec.labelled_loss is not None:
+        of_loss = _influence(subject, missing, of_loss=True)
+        if "smooth" in of_loss.values():
+            influence, result = of_loss, "model's own loss"
     cut = [name for name in missing if influence[name] == "smooth"]
     if cut:
         return subject.failed(
             len(cut) / n,
             0.0,
             where=listed(cut),
-            meaning=f"{len(cut)} of {n} parameters never get a gradient, though the output depends on them "
+            meaning=f"{len(cut)} of {n} parameters never get a gradient, though the {result} depends on them "
             "smoothly.",
             advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor created from values, and a "
-            "custom backward that returns None.",
+            "custom backward that returns None. A reentrant checkpoint gives no gradient if none of its "
+            "inputs needs one.",
         )
     dead = [n for n in missing if influence[n] == "none" and n in connected and _is_layer_weight(model, n)]
     if dead:
@@ -197,6 +206,8 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
         correct_if = "the model chooses its own gradient for the step functions that it uses"
     elif found.truncates and not is_lost:
         correct_if = "the model truncates its recurrence on purpose: it runs layers without gradients"
+    elif name == "loss" and not is_lost and _has_auxiliary_head(subject):
+        correct_if = "the loss of the auxiliary head stops its gradient before the other layers on purpose"
     return subject.failed_unless(
         correct_if, found.value, found.limit, where=where, meaning=meaning, advice=advice
     )
@@ -277,6 +288,36 @@ def _trained_with_encoder(subject: Subject) -> set[str]:
     return {name for name, gradient in gradients_in(model).items() if gradient.any()}
 
 
+def _trained_by_own_loss(subject: Subject) -> set[str]:
+    """Return the parameters with a gradient of the model's own loss, which may have more terms."""
+    model = subject.model(train=True)
+    try:
+        with torch.enable_grad():
+            loss = _own_loss(subject, model)
+            if loss is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    except refusals():
+        return set()
+    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+
+
+def _has_auxiliary_head(subject: Subject) -> bool:
+    """Return True if the own loss trains parameters that no output depends on."""
+    model = subject.model(train=True)
+    with torch.enable_grad(), subject.fixed_randomness():
+        subject.spec.logits(model, subject.inputs(4)).sum().backward()  # type: ignore[no-untyped-call]
+    return bool(_trained_by_own_loss(subject) - gradients_in(model).keys())
+
+
+def _own_loss(subject: Subject, model: nn.Module) -> Tensor | None:
+    """Return the model's own loss with the inputs as labels, or None if it has none."""
+    inputs = subject.inputs(4)
+    if subject.spec.labelled_loss is None or subject.spec.inputs != "tokens":
+        return None
+    with subject.fixed_randomness():
+        return subject.spec.labelled_loss(model, inputs, inputs.clone())
+
+
 def _without_gradient(
     subject: Subject,
     model: nn.Module,
@@ -316,37 +357,47 @@ def _without_gradient(
 
 
 @torch.no_grad()
-def _influence(subject: Subject, names: list[str]) -> dict[str, str]:
-    """Return the dependence of the output on each parameter: "smooth", "steps" (large changes) or "none"."""
+def _influence(subject: Subject, names: list[str], *, of_loss: bool) -> dict[str, str]:
+    """Return the influence of each parameter: "smooth", "steps" (large changes only) or "none".
+
+    It is the influence on the output, or on the model's own loss.
+    """
     for dtype in (torch.float64, None):
         model = subject.model(train=True, dtype=dtype, fill_zeros=True)
+        result = partial(_result, subject, model, of_loss=of_loss)
         try:
             # All together first: usually none of them matters.
-            together = _dependence(subject, model, names, exact=dtype is not None)
+            together = _dependence(subject, model, names, result, exact=dtype is not None)
             if together == "none" or len(names) == 1:
                 return dict.fromkeys(names, together)
-            return {n: _dependence(subject, model, [n], exact=dtype is not None) for n in names}
+            return {n: _dependence(subject, model, [n], result, exact=dtype is not None) for n in names}
         except REFUSALS:
             continue  # not in float64
     return dict.fromkeys(names, "none")
 
 
-def _dependence(subject: Subject, model: nn.Module, names: list[str], *, exact: bool) -> str:
+def _result(subject: Subject, model: nn.Module, *, of_loss: bool) -> Tensor:
+    """Return the output, or the own loss and a constant, so that the loss varies like an output."""
+    with Widened():
+        if not of_loss:
+            return subject.logits(model, subject.inputs(4))
+        loss = _own_loss(subject, model)
+        assert loss is not None
+        return torch.stack((loss, torch.zeros_like(loss)))[None]
+
+
+def _dependence(
+    subject: Subject, model: nn.Module, names: list[str], result: Callable[[], Tensor], *, exact: bool
+) -> str:
     parameters = [model.get_parameter(name) for name in names]
     start = [p.clone() for p in parameters]
     directions = [direction_of(subject, p) for p in parameters]
-    inputs = subject.inputs(4)
-
-    def output() -> Tensor:
-        with Widened():
-            return subject.logits(model, inputs)
-
-    before = output()
+    before = result()
 
     def moved(size: float) -> float:
         for p, old, direction in zip(parameters, start, directions, strict=True):
             p.copy_(old + size * direction)
-        difference = relative_difference(before, output()).max().item()
+        difference = relative_difference(before, result()).max().item()
         for p, old in zip(parameters, start, strict=True):
             p.copy_(old)
         return difference

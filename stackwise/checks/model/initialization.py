@@ -9,8 +9,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of
+from stackwise.checks.probe.call import dtype_of, reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
@@ -101,52 +100,6 @@ def initialized(subject: Subject) -> CheckResult:
             "order that depends on a set or on ids.",
         )
     return _siblings_initialized(subject, model)
-
-
-@check
-def norm_gains(subject: Subject) -> CheckResult:
-    """Does every new norm return vectors of RMS 1, without a bias and with the signs of its input?"""
-    if subject.spec.trained:
-        return subject.not_applicable(_TRAINED)
-    norms = _norms(subject)
-    if not norms:
-        return subject.not_applicable("no norm with weights was found")
-    for norm in norms:
-        if norm.size > 0 and norm.flipped > 0.05:
-            return subject.failed(
-                norm.flipped,
-                0.05,
-                where=norm.name,
-                meaning=f"A new norm changes the sign of {norm.flipped:.0%} of the channels.",
-                advice="Gains start at 1 (or at 0 for 1 + gain): look for an initialisation of all weights "
-                "from N(0, std) that includes norms.",
-            )
-    correct_if = "the published architecture initialises its norms in this way"
-    biased = max(norms, key=lambda norm: norm.offset)
-    if biased.offset > 0.1:
-        return subject.warned(
-            biased.offset,
-            0.1,
-            where=biased.name,
-            meaning=f"A new norm adds a bias of RMS {biased.offset:.3g}; 0 is usual.",
-            correct_if=correct_if,
-            advice="Look for an initialisation of all biases that includes norms.",
-        )
-    worst = max(norms, key=lambda norm: norm.distance)
-    if worst.distance > math.log(3):
-        return subject.warned(
-            worst.distance,
-            math.log(3),
-            where=worst.name,
-            meaning=f"The output of a new norm has RMS {worst.size:.3g}; 1 is usual.",
-            correct_if=correct_if,
-            advice="Look for gains that do not start at 1: (1 + gain) or gain, eps and scale.",
-        )
-    return subject.passed(
-        worst.distance,
-        math.log(3),
-        meaning=f"{len(norms)} norms; the output of {worst.name} has RMS {worst.size:.3g}.",
-    )
 
 
 @check
@@ -296,74 +249,6 @@ def _unset_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
         deterministic.fill_uninitialized_memory = filled
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """Module with an output that does not depend on the size of its input.
-
-    Attributes:
-        name: name of the module.
-        size: RMS of the output without its mean over inputs.
-        flipped: share of the channels with another sign than the input.
-        offset: RMS of the mean output.
-    """
-
-    name: str
-    size: float
-    flipped: float
-    offset: float
-
-    @property
-    def distance(self) -> float:
-        """Distance of the size from 1, in nats."""
-        return abs(math.log(max(self.size, 1e-9)))
-
-
-def _norms(subject: Subject) -> list[_Norm]:
-    """Return the norms among the modules that have vectors as parameters."""
-    model, widths = subject.model(), dict[str, int]()
-
-    def record(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            x = next((a for a in args if isinstance(a, Tensor)), None)
-            alike = isinstance(output, Tensor) and x is not None and x.shape == output.shape
-            if alike and x is not None and x.is_floating_point() and x.shape[-1] > 3:
-                widths[name] = x.shape[-1]
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(record(name))
-        for name, module in model.named_modules()
-        if {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1})
-        and not any(list(child.parameters()) for child in module.children())
-    ]
-    try:
-        subject.logits(model, subject.inputs(2))
-    finally:
-        for handle in handles:
-            handle.remove()
-    generator, found = torch.Generator().manual_seed(subject.seed), []
-    for name, C in widths.items():
-        half_NC = torch.randn(1, _N_VECTORS, C, generator=generator)
-        with suppress(*REFUSALS):
-            found.append(_norm(name, model.get_submodule(name), torch.cat((half_NC, -half_NC), dim=1)))
-    return [norm for norm in found if norm is not None]
-
-
-@torch.no_grad()
-def _norm(name: str, module: nn.Module, x_NC: Tensor) -> _Norm | None:
-    """Return the figures of a norm, or None if its outputs for x and 4 x differ."""
-    x_NC = x_NC.to(next(module.parameters()))
-    y_NC, larger = module(x_NC).double()[0], module(4 * x_NC).double()[0]
-    mean = y_NC.mean(dim=0)
-    variable = y_NC - mean
-    if (larger - y_NC).abs().max() > 0.02 * max(variable.abs().max().item(), 1e-12):
-        return None
-    flipped = ((variable * x_NC[0].double()).sum(dim=0) < 0).double().mean().item()
-    size, offset = (t.square().mean().sqrt().item() for t in (variable, mean))
-    return _Norm(name, size, min(flipped, 1 - flipped), offset)
 
 
 def _rows_are_equal(p: Tensor) -> bool:

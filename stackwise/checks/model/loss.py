@@ -10,6 +10,7 @@ import math
 import torch
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
     IGNORED,
@@ -107,7 +108,7 @@ def _decodes_for_an_encoder(subject: Subject) -> bool:
     used = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad(), subject.fixed_randomness():
         output = subject.spec.logits(model, subject.inputs(1))
-    reached = torch.autograd.grad(output.sum(), used, allow_unused=True)
+    reached = gradients_at(output.sum(), used)
     return any(g is None for g in reached)
 
 

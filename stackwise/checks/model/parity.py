@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.difference import (
     Finding,
@@ -259,9 +260,9 @@ def _gradients(subject: Subject, model: nn.Module, inputs: Tensor) -> dict[str, 
             loss = spec.labelled_loss(model, inputs.clone(), inputs.clone())
         else:
             loss = spec.loss_of(model, inputs.clone())
-        found: tuple[Tensor | None, ...] = ()
+        found: list[Tensor | None] = []
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            found = gradients_at(loss, list(named.values()))
     gradients = {name: g for name, g in zip(named, found, strict=False) if g is not None}
     return {_LOSS: loss.detach(), **gradients}
 

@@ -18,11 +18,14 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination, gradients_in, projection
 from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, coarsest_rounding, relative_difference
+from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 # Positions by which a rotary model is shifted, and positions of the sequence.
 _SHIFT, _LENGTH = 3, 11
@@ -103,8 +106,18 @@ def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tens
 
 @check
 def position_effect(subject: Subject) -> CheckResult:
-    """Do position_ids, and tables of cos and sin, have an effect on the output?"""
+    """Do position_ids, tables of cos and sin, and rotary modules have an effect on the output?"""
     exam = Examination.of(subject)
+    is_rotary = _claims_rotary(exam.base)
+    knows_order = _layers_know_order(exam) if is_rotary else None
+    if knows_order is False:
+        return subject.failed(
+            0.0,
+            meaning="Exchanging two inputs of a layer does not change its other outputs, in any layer, "
+            "although the model has rotary positions.",
+            advice="Look for a rotation whose result is not used, and for one along another dimension than "
+            "the positions, such as the heads.",
+        )
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
@@ -112,20 +125,81 @@ def position_effect(subject: Subject) -> CheckResult:
     for name, place in found.items():
         effect = _effect(exam, place, 2 * _positions(exam))
         if effect <= limit:
-            if _claims_rotary(exam.base) is None and not _tables(exam):
+            if is_rotary is None and not _tables(exam):
                 return subject.not_applicable(
                     "needs positions: a rotary module, tables of cos and sin, or a learned table"
                 )
-            return subject.warned(
+            is_replaced = name == "position_ids" and is_rotary and knows_order
+            return subject.failed_unless(
+                None
+                if is_replaced
+                else "the model has no positions, or counts them itself, and takes the argument for "
+                "compatibility",
                 effect,
                 limit,
                 where=name,
                 meaning=f"The output is the same with other {name}.",
-                correct_if="the model has no positions, or counts them itself, and takes the argument for "
-                "compatibility",
                 advice="Look for positions that are replaced by a count, and for a missing rotation.",
             )
     return subject.passed(meaning=f"The output depends on {listed(found)}.")
+
+
+def _layers_know_order(exam: Examination) -> bool | None:
+    """Return True if an exchange of two inputs of a repeated layer changes its last output.
+
+    None: no layer can be asked.
+    """
+    if not exam.is_repeatable or exam.lengths[-1] < 4:
+        return None
+    model = exam.model()
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    names = next(iter(repeated_layers(model)), [])
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *call: calls.append(call), with_kwargs=True
+        )
+        for name in names
+    ]
+    try:
+        _output(exam, model, exam.sequence(0, exam.lengths[-1]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    known = [_layer_knows_order(exam, *call) for call in calls]
+    return None if None in known or not known else any(known)
+
+
+@torch.no_grad()
+def _layer_knows_order(
+    exam: Examination, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool | None:
+    """Return True if an exchange of two of its vectors (1, T, C) changes the last output of a layer."""
+    length = exam.lengths[-1]
+    inputs = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    x = next((each for each in inputs if each.shape[:2] == (1, length)), None)
+    if x is None or x.ndim != 3 or not x.is_floating_point():
+        return None
+
+    def output(changed: Tensor) -> Tensor:
+        others = {name: changed if value is x else value for name, value in kwargs.items()}
+        with exam.subject.fixed_randomness():
+            result = layer(*(changed if value is x else value for value in args), **others)
+        return next(each for each in tensors_in((result,)) if each.shape[:2] == (1, length))[0, -1:]
+
+    order = torch.arange(length, device=x.device)
+    order[[length - 3, length - 2]] = order[[length - 2, length - 3]]
+    replaced = x.clone()
+    replaced[:, length - 2] = x[:, length - 3]
+    try:
+        plain, again, exchanged, changed = (output(each) for each in (x, x, x[:, order], replaced))
+    except Exception as error:  # any other exception means: the layer cannot be called alone
+        reraise_if_out_of_memory(error)
+        return None
+    limit = _rounding(exam)
+    effects = [float(relative_difference(plain, each).max()) for each in (again, exchanged, changed)]
+    if effects[0] > limit or effects[2] <= limit:
+        return None
+    return effects[1] > limit
 
 
 @check
@@ -144,7 +218,9 @@ def rotary_shift(subject: Subject) -> CheckResult:
     if shifts[name] <= limit:
         return subject.passed(shifts[name], limit)
     correct_if = None if certain else "inv_freq belongs to absolute positions, such as sinusoids"
-    if certain:
+    if _mixes_frequencies(exam.base):
+        correct_if = "weights of the rotary module mix several frequencies on purpose, as in FoPE"
+    elif certain:
         other = Examination(subject, random_norms=False)
         placed = _placed(other)
         shifts_of_other = {} if isinstance(placed, str) else _shifts(other, placed)
@@ -375,6 +451,11 @@ def _rotary_modules(model: nn.Module) -> list[nn.Module]:
         if re.search(r"[Rr]otary|RoPE|Rope(?![a-z])|(?<![A-Za-z])rope", type(module).__name__)
         and not any(True for _ in module.children())
     ]
+
+
+def _mixes_frequencies(model: nn.Module) -> bool:
+    """Return True for matrices of weights in a rotary module: its output is no rotation then."""
+    return any(p.ndim > 1 for module in _rotary_modules(model) for p in module.parameters())
 
 
 def _claims_rotary(model: nn.Module) -> bool | None:

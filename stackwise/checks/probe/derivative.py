@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.subject import Subject
 
@@ -148,9 +149,7 @@ class _Probe:
 
     def _slopes(self, output: Tensor) -> dict[str, float]:
         finite = output.masked_fill(~self._base.isfinite(), 0.0)
-        gradients = torch.autograd.grad(
-            finite, list(self.parameters.values()), self._weights.to(finite), allow_unused=True
-        )
+        gradients = gradients_at(finite, list(self.parameters.values()), self._weights.to(finite))
         return {
             name: 0.0 if g is None else float((g.double() * self._directions[name]).sum())
             for name, g in zip(self.parameters, gradients, strict=True)

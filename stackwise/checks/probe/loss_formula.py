@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.subject import Subject
 from stackwise.subject.inference import logits_of
@@ -215,7 +216,7 @@ def part_that_learns(subject: Subject) -> float | None:
         loss = spec.labelled_loss(model, inputs.clone(), labels.clone())
     if not recorded or not recorded[-1].requires_grad or not loss.requires_grad:
         return None
-    gradient = torch.autograd.grad(loss, recorded[-1], allow_unused=True)[0]
+    gradient = gradients_at(loss, [recorded[-1]])[0]
     if gradient is None or gradient.shape[:2] != labels.shape or not gradient.any():
         return None
     if gradient.ndim != 3 or gradient.shape[-1] < spec.width:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.another_process import Recipe, run_in_processes
+from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
@@ -171,7 +172,7 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
     trained = [p for p in run.model.parameters() if p.requires_grad]
     with WithoutDropout():
         run.model.train()
-        gradients = torch.autograd.grad(run.loss(batch), trained, allow_unused=True)
+        gradients = gradients_at(run.loss(batch), trained)
     return norm(g for g in gradients if g is not None)
 
 

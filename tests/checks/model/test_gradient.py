@@ -1,8 +1,12 @@
 """Gradients: which parameters get one, and whether it is the derivative."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, spec_of
@@ -419,3 +423,54 @@ def test_gradient_of_a_declared_loss(subjects, models):
     assert subjects.ask(spec(torch.sin), "loss_gradient").status == "passed"
     assert subjects.ask(spec(lambda z: z * z.detach()), "loss_gradient").status == "failed"
     assert subjects.ask(models["Sound"], "loss_gradient").status == "not applicable"
+
+
+class ResidualLayer(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).sin()
+
+
+class AuxiliaryHead(nn.Module):
+    """The own loss has a term of a second head, whose inputs are detached."""
+
+    has_gradient = True
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.ahead = nn.Embedding(61, 16), nn.Linear(16, 61), nn.Linear(16, 61)
+        self.layers = nn.ModuleList(ResidualLayer(16, 16) for _ in range(3))
+
+    def forward(self, input_ids, labels=None):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            x = x[:, :-2].detach().requires_grad_(self.has_gradient)
+            ahead = checkpoint(self.ahead, x, use_reentrant=True)
+            loss = loss + F.cross_entropy(ahead.flatten(0, 1), labels[:, 2:].flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+class AuxiliaryHeadCut(AuxiliaryHead):
+    """No input of the reentrant checkpoint needs a gradient, so that it gives none."""
+
+    has_gradient = False
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    "build, flow, loss", [(AuxiliaryHead, "passed", "warned"), (AuxiliaryHeadCut, "failed", "failed")]
+)
+def test_gradient_of_an_auxiliary_head(subjects, build, flow, loss):
+    spec = ModelSpec.of(build)
+    result = subjects.ask(spec, "gradient_flow")
+    assert (result.status, "ahead.weight" in result.where) == (flow, flow == "failed")
+    assert subjects.ask(spec, "loss_gradient").status == loss
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_can_be_asked(subjects):
+    assert subjects.ask(ModelSpec.of(AuxiliaryHead), "gradient_exact").status == "passed"
+    assert subjects.ask(ModelSpec.of(AuxiliaryHead), "depth_gradients").status in ("passed", "warned")

@@ -279,52 +279,6 @@ def test_one_sibling_that_was_left_out(subjects):
     assert (result.status, result.where) == ("warned", "layers.2.weight")
 
 
-class PlusOne(nn.Module):
-    """A norm whose gain is 1 + weight, with the weight at 0: sound."""
-
-    def __init__(self, start=0.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((16,), start))
-
-    def forward(self, x):
-        return x * x.square().mean(dim=-1, keepdim=True).add(1e-6).rsqrt() * (1 + self.weight)
-
-
-class Gains(Small):
-    def __init__(self, start, norm=None):
-        super().__init__()
-        self.norm = norm or self.norm
-        start(self.norm)
-
-
-@pytest.mark.parametrize(
-    "start, status",
-    [
-        (lambda norm: None, "passed"),
-        (lambda norm: nn.init.normal_(norm.weight, 1.0, 0.02), "passed"),
-        (lambda norm: nn.init.normal_(norm.weight, 0.0, 0.02), "failed"),
-        (lambda norm: nn.init.constant_(norm.weight, 0.02), "warned"),
-        (lambda norm: nn.init.constant_(norm.weight, 10.0), "warned"),
-        (lambda norm: nn.init.constant_(norm.bias, 0.5), "warned"),
-    ],
-)
-def test_norm_gains(subjects, start, status):
-    result = subjects.ask(lambda: Gains(start), "norm_gains")
-    assert result.status == status
-    if status != "passed":
-        assert "norm" in (result.where, result.meaning.split()[0])
-
-
-def test_what_a_norm_does_counts_not_its_weight(subjects):
-    assert subjects.ask(lambda: Gains(lambda norm: None, PlusOne()), "norm_gains").status == "passed"
-    assert subjects.ask(lambda: Gains(lambda norm: None, PlusOne(-0.99)), "norm_gains").status == "warned"
-
-
-@pytest.mark.parametrize("name", ["gru", "conv"])
-def test_models_without_norms(subjects, name):
-    assert subjects.ask(getattr(subjects, name), "norm_gains").status == "not applicable"
-
-
 class Hidden(Small):
     """Two layers of which the first starts constant."""
 
@@ -416,7 +370,7 @@ def test_weights_that_arrive(subjects, build):
     assert (result.status, result.value) == ("passed", 0.0)
 
 
-@pytest.mark.parametrize("check", ["initialized", "norm_gains", "symmetry"])
+@pytest.mark.parametrize("check", ["initialized", "symmetry"])
 def test_trained_weights_are_not_asked(subjects, check):
     result = subjects.ask(ModelSpec.of(Small, trained=True), check)
     assert (result.status, result.meaning) == ("not applicable", "the weights are trained")

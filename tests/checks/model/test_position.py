@@ -363,6 +363,93 @@ def test_rotary_positions_are_relative(subjects, build, status):
         assert result.value > 0.05
 
 
+class RotaryAlong(nn.Module):
+    """Rotates (B, T, H, D) by the index along a dimension."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.weights = dim, None
+
+    def forward(self, x, positions=None):
+        count = torch.arange(x.shape[self.dim]) if positions is None else positions
+        angles = count[:, None] * 10000.0 ** -(torch.arange(4) / 4)
+        cos, sin = (t if self.weights is None else t @ self.weights for t in (angles.cos(), angles.sin()))
+        shape = [1, x.shape[1], 1, 4] if self.dim == 1 else [1, 1, x.shape[2], 4]
+        cos, sin = cos.view(shape).to(x), sin.view(shape).to(x)
+        one, two = x.chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+
+
+class RotaryLayer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv, self.out, self.rotary = nn.Linear(32, 96), nn.Linear(32, 32), RotaryAlong(dim)
+
+    def forward(self, x, positions=None):
+        q, k, v = (each.unflatten(-1, (4, 8)) for each in self.qkv(x).chunk(3, dim=-1))
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Layered(nn.Module):
+    """Decoder with layers that are modules, and rotary positions."""
+
+    dim = 1
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
+        self.layers = nn.ModuleList(RotaryLayer(self.dim) for _ in range(2))
+
+    def forward(self, input_ids, position_ids=None):
+        return self.run(input_ids, None if position_ids is None else position_ids[0])
+
+    def run(self, input_ids, positions):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.head(x)
+
+
+class CountsPositions(Layered):
+    """Takes position_ids, and counts positions itself."""
+
+    def run(self, input_ids, positions):
+        return super().run(input_ids, None)
+
+
+class RotatesHeads(Layered):
+    """The angles follow the heads, not the positions."""
+
+    dim = 2
+
+    def forward(self, input_ids):
+        return self.run(input_ids, None)
+
+
+class MixesFrequencies(Layered):
+    """Fourier features of several frequencies (FoPE), which are no rotation."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.rotary.weights = nn.Parameter(torch.eye(4) + 0.3 * torch.randn(4, 4))
+
+
+def test_mixed_frequencies_are_no_rotation(subjects):
+    assert subjects.ask(ModelSpec.of(MixesFrequencies), "rotary_shift").status == "warned"
+    assert subjects.ask(ModelSpec.of(Layered), "rotary_shift").status == "passed"
+
+
+@pytest.mark.parametrize(
+    "build, status", [(Layered, "passed"), (CountsPositions, "failed"), (RotatesHeads, "failed")]
+)
+def test_rotary_positions_have_an_effect(subjects, build, status):
+    assert subjects.ask(ModelSpec.of(build), "position_effect").status == status
+
+
 @pytest.mark.parametrize(
     "build, status, where",
     [

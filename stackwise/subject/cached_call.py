@@ -389,7 +389,10 @@ def _flags(named: _Parameters, variadic: bool) -> list[tuple[str, ...]]:
 
 
 def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
-    """Return names or indices of the parts of an output that hold tensors and are not its logits."""
+    """Return names or indices of the parts of an output that may be a cache.
+
+    They hold tensors and are not the logits, or they have the name of a cache, which a bug may leave empty.
+    """
     if output is None or isinstance(output, Tensor):
         return []
     logits = trial.attempt(lambda: logits_of(output))
@@ -400,7 +403,15 @@ def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
         parts = enumerate(output)
     else:
         parts = [(name, getattr(output, name)) for name in _attributes(output)]
-    found = [name for name, value in parts if value is not logits and any(True for _ in cache_tensors(value))]
+    found = [
+        name
+        for name, value in parts
+        if value is not logits
+        and (
+            any(True for _ in cache_tensors(value))
+            or (isinstance(name, str) and names_cache(name) and value is not None)
+        )
+    ]
     return sorted(found, key=lambda name: not (isinstance(name, str) and names_cache(name)))
 
 

@@ -8,13 +8,13 @@ Shapes: B batch, T positions, C width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from stackwise.subject.argument import Argument, arguments_for
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
@@ -39,14 +39,13 @@ class CallForm:
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
         in_batch: the model takes one dict.
-        extras: names of further arguments. `attention_mask` is a mask of ones. Others, such as `targets` and
-            `labels`, get the inputs: nanoGPT returns all logits only with `targets`.
+        extras: further arguments. nanoGPT returns all logits only with `targets`, for example.
         element: index of the logits in a tuple.
     """
 
     keyword: str | None = None
     in_batch: bool = False
-    extras: tuple[str, ...] = ()
+    extras: tuple[Argument, ...] = ()
     element: int = 0
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
@@ -54,9 +53,7 @@ class CallForm:
 
         If the output is a tuple, the logits are moved to the front.
         """
-        if self.extras:
-            ones = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-            more = {name: ones if name == MASK else inputs for name in self.extras} | more
+        more = {each.name: each.value(model, inputs) for each in self.extras if each.name not in more} | more
         if self.keyword is None:
             return self._logits_first(model(inputs, **more))
         named = {self.keyword: inputs, **more}
@@ -71,11 +68,10 @@ class CallForm:
 
     def __str__(self) -> str:
         if self.in_batch:
-            call = f"a dict of {', '.join((str(self.keyword), *self.extras))}"
+            call = f"a dict of {', '.join((str(self.keyword), *(each.name for each in self.extras)))}"
         else:
-            reasons = {"targets": "targets=inputs, for all logits", MASK: f"{MASK}= of ones"}
             given = [f"{self.keyword}="] if self.keyword else []
-            call = " and ".join([*given, *(reasons[name] for name in self.extras)]) or "inputs"
+            call = " and ".join([*given, *map(str, self.extras)]) or "inputs"
         return f"called with {call}" + (f", logits at [{self.element}] of the output" if self.element else "")
 
 
@@ -129,20 +125,33 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(unwrapped(model).forward).parameters
 
 
-def call_forms(model: nn.Module) -> Iterator[CallForm]:
-    """Yield the call forms that the signature of `model` allows, the usual one first."""
+def call_forms(model: nn.Module, widths: Sequence[int] = ()) -> Iterator[CallForm]:
+    """Yield the call forms that the signature of `model` allows, the usual one first.
+
+    Args:
+        model: the model.
+        widths: possible widths of vectors that it takes beside the inputs.
+    """
     named = forward_parameters(model)
     usual = [CallForm()]
     if "targets" in named:
-        usual.append(CallForm(extras=("targets",)))
+        usual.append(CallForm(extras=(Argument("targets"),)))
     usual += [CallForm(key) for key in _KEYS if key in named and named[key].kind is named[key].KEYWORD_ONLY]
-    yield from usual
     positional = [p for p in named.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len([p for p in positional if p.default is p.empty]) == 1:
-        for extras in ((), (MASK, "labels")):
+    required = [p.name for p in positional if p.default is p.empty]
+    keywords = [p.name for p in named.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    missing: dict[CallForm, list[str]] = {}
+    for form in usual:
+        known = {form.keyword, *(each.name for each in form.extras)}
+        has_inputs = bool(positional) or form.keyword is not None
+        missing[form] = [name for name in (*required[1:], *keywords) if name not in known and has_inputs]
+    further = {form: list(arguments_for(names, widths)) for form, names in missing.items()}
+    yield from (form for form in usual if not further[form])
+    if len(required) == 1:
+        for extras in ((), (Argument(MASK, "mask"), Argument("labels"))):
             yield from (CallForm(key, in_batch=True, extras=extras) for key in _KEYS)
-    if MASK in named and named[MASK].default is inspect.Parameter.empty:
-        yield from (replace(form, extras=(*form.extras, MASK)) for form in usual)
+    for form in usual:
+        yield from (replace(form, extras=(*form.extras, *extras)) for extras in further[form])
 
 
 def can_generate(model: Any) -> bool | None:

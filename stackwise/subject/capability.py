@@ -172,6 +172,15 @@ def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., 
         for polarity in polarities:
             yield _masking(name, polarity, form), ("right",)
 
+    for name in named:
+        if re.search("lengths$|lens$", name):
+            yield partial(_by_lengths, form=form, name=name), ("right",)
+
+
+def _by_lengths(model: nn.Module, inputs: Tensor, keep: Tensor, *, form: CallForm, name: str) -> Any:
+    """Call a model with the length of each row, which has padding on the right."""
+    return form(model, inputs, **{name: keep.sum(dim=1)})
+
 
 def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any]:
     def masked(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:

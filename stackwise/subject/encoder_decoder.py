@@ -45,10 +45,12 @@ class Decoder(nn.Module):
         model: this model.
         config: its configuration.
         source: ids that the encoder reads for each row, (1, S).
+        source_mask: mask of these ids, (1, S). None: it is not passed.
     """
 
     is_causal = True
     source: Tensor
+    source_mask: Tensor | None = None
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -96,10 +98,9 @@ class Decoder(nn.Module):
             "output_hidden_states": output_hidden_states,
             "output_attentions": output_attentions,
         }
-        source = self.source.expand(len(given), -1)
-        return self.model(
-            input_ids=source, **{name: value for name, value in optional.items() if value is not None}
-        )
+        for name, ids in (("input_ids", self.source), ("attention_mask", self.source_mask)):
+            optional[name] = None if ids is None else ids.expand(len(given), -1)
+        return self.model(**{name: value for name, value in optional.items() if value is not None})
 
     def can_generate(self) -> bool:
         """Return True: the decoder is causal."""

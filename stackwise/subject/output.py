@@ -13,15 +13,15 @@ __all__ = ["cast", "logit_places", "logits_of", "part_of"]
 def logits_of(output: Any) -> Tensor:
     """Return the logits of an output: itself, `.logits`, `["logits"]` or the first item of a tuple.
 
-    A model without a head has hidden states in their place, `last_hidden_state`. A tensor with one number per
-    row, (B,), becomes (B, 1).
+    A model without a head has hidden states in their place, `last_hidden_state`, and a denoiser has `sample`.
+    A tensor with one number per row, (B,), becomes (B, 1).
 
     Raises:
         TypeError: none of these is a tensor.
     """
     found = output
     if not isinstance(found, Tensor):
-        named = (part_of(output, name) for name in ("logits", "last_hidden_state"))
+        named = (part_of(output, name) for name in ("logits", "last_hidden_state", "sample"))
         by_name = next((each for each in named if isinstance(each, Tensor)), None)
         if by_name is not None or isinstance(output, Mapping):
             found = by_name

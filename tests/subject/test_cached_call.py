@@ -334,6 +334,24 @@ def test_call_that_returns_no_cache_is_refused():
         call(OtherName(), torch.zeros(1, 2, dtype=torch.long), None)
 
 
+class EmptyCache(nn.Module):
+    """Returns a cache to which it adds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+    def forward(self, input_ids, past_key_values=None, use_cache=False):
+        logits = self.head(self.embedding(input_ids).cumsum(dim=1))
+        return types.SimpleNamespace(logits=logits, past_key_values=types.SimpleNamespace(layers=[]))
+
+
+def test_empty_cache_with_the_name_of_one_is_returned_so_that_checks_report_it():
+    ids = torch.arange(16).view(2, 8)
+    found = find_cached_call(EmptyCache().eval(), ids, CallForm())
+    assert (found.call.parameter, found.call.part) == ("past_key_values", "past_key_values")
+
+
 def test_one_position_is_too_few_for_a_trial():
     found = find_cached_call(InTuple(), torch.zeros(1, 1, dtype=torch.long), CallForm())
     assert (found.call, found.problem) == (None, "")

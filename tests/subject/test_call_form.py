@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks import check_model
+from stackwise.subject.argument import Argument, arguments_for
 from stackwise.subject.call_form import CallForm, call_forms, forward_parameters, unwrapped
 from stackwise.subject.spec import ModelSpec
 
@@ -69,11 +70,11 @@ class OnlyTokens(Core):
 
 
 FORMS = {
-    LastOnly: (CallForm(extras=("targets",)), {"labelled_loss"}),
+    LastOnly: (CallForm(extras=(Argument("targets"),)), {"labelled_loss"}),
     Named: (CallForm("input_ids"), set()),
     Batch: (CallForm("input_ids", in_batch=True), {"labelled_loss", "masked"}),
     FullBatch: (
-        CallForm("input_ids", in_batch=True, extras=("attention_mask", "labels")),
+        CallForm("input_ids", in_batch=True, extras=(Argument("attention_mask", "mask"), Argument("labels"))),
         {"labelled_loss", "masked"},
     ),
     OnlyTokens: (CallForm("tokens", in_batch=True), set()),
@@ -200,3 +201,69 @@ def test_compiled_model_has_the_forms_of_the_model():
     named = torch.compile(Named(), backend="eager")
     assert list(forward_parameters(named)) == ["input_ids"]
     assert list(call_forms(named)) == list(call_forms(Named())) == [CallForm(), CallForm("input_ids")]
+
+
+class Denoiser(nn.Module):
+    """Takes a time and a context beside its inputs, as a diffusion transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.pixels = nn.Conv2d(3, 16, 4, stride=4), nn.ConvTranspose2d(16, 3, 4, stride=4)
+        self.time, self.text = nn.Linear(1, 16), nn.Linear(12, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, hidden_states, timestep, encoder_hidden_states):
+        x = self.patches(hidden_states)
+        tokens = x.flatten(2).transpose(1, 2) + self.time(timestep[:, None].to(x))[:, None]
+        context = self.text(encoder_hidden_states)
+        tokens = tokens + self.attention(tokens, context, context, need_weights=False)[0]
+        return types.SimpleNamespace(sample=self.pixels(tokens.transpose(1, 2).unflatten(2, x.shape[2:])))
+
+
+class Frames(nn.Module):
+    """Takes the lengths of its rows, as a speech encoder. `reads` rows beyond them as well."""
+
+    def __init__(self, reads=False):
+        super().__init__()
+        self.reads = reads
+        self.inner, self.out = nn.Linear(20, 16), nn.Linear(16, 7)
+        self.convolution = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, frames, frame_lengths):
+        keep = torch.arange(frames.shape[1]) < frame_lengths[:, None]
+        x = self.inner(frames) * (keep[..., None] | self.reads)
+        x = x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        return self.out(x * keep[..., None]), frame_lengths
+
+
+def test_time_and_context_of_a_denoiser_are_given():
+    spec = ModelSpec.of(Denoiser)
+    extras = (Argument("timestep", "step"), Argument("encoder_hidden_states", "context", 12))
+    assert spec.forward.function == CallForm(extras=extras)
+    assert not spec.per_position
+    assert "timestep=3 and encoder_hidden_states= 7 fixed vectors of width 12" in spec.notes
+    assert not [str(result) for result in check_model(spec) if not result.ok]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_lengths_of_rows_are_a_padding_mask(reads):
+    spec = ModelSpec.of(lambda: Frames(reads))
+    assert spec.forward.function == CallForm(extras=(Argument("frame_lengths", "lengths"),))
+    assert spec.padding_sides == ("right",)
+    [result] = check_model(spec, checks=["padding_amount"])
+    assert result.status == ("failed" if reads else "passed")
+
+
+@pytest.mark.parametrize("kind", ["mask", "bool mask", "lengths", "step", "time", "positions", "context"])
+def test_value_of_an_argument_is_the_same_for_each_row(kind):
+    model, inputs = nn.Linear(4, 4).double(), torch.randn(3, 5, 4)
+    value = Argument("name", kind, 6).value(model, inputs)
+    assert len(value) == 3
+    assert torch.equal(value, value[:1].expand_as(value))
+    assert not value.is_floating_point() or value.dtype == torch.float64
+
+
+def test_arguments_with_unknown_names_are_not_guessed():
+    assert not list(arguments_for(["tgt"], [16]))
+    assert not list(arguments_for(["timestep", "tgt"], [16]))
+    assert len(list(arguments_for(["timestep", "encoder_hidden_states"], [16, 32]))) == 4

@@ -54,19 +54,19 @@ def attribute(output):
 
 # Name: (inputs, width, causal, longest sequence, assumed, output -> logits).
 KNOWN = {
-    "rack": ("tokens", 61, True, None, (), given_output),
-    "bidirectional_rack": ("tokens", 61, False, None, (), given_output),
-    "llama": ("tokens", 97, True, 64, (), attribute),
-    "gpt2": ("tokens", 97, True, 64, (), attribute),
-    "bert": ("tokens", 97, False, 64, (), attribute),
-    "x_decoder": ("tokens", 80, True, 64, (), given_output),
-    "x_encoder": ("tokens", 80, False, 64, (), given_output),
+    "rack": ("tokens", 61, True, None, ("padding_sides",), given_output),
+    "bidirectional_rack": ("tokens", 61, False, None, ("padding_sides",), given_output),
+    "llama": ("tokens", 97, True, 64, ("padding_sides",), attribute),
+    "gpt2": ("tokens", 97, True, 64, ("padding_sides",), attribute),
+    "bert": ("tokens", 97, False, 64, ("padding_sides",), attribute),
+    "x_decoder": ("tokens", 80, True, 64, ("padding_sides",), given_output),
+    "x_encoder": ("tokens", 80, False, 64, ("padding_sides",), given_output),
     "gru": ("tokens", 50, True, None, ("causal",), given_output),
     "conv": ("tokens", 50, True, None, ("causal",), given_output),
     "in_dict": ("tokens", 29, True, None, ("causal",), lambda output: output["logits"]),
     "in_tuple": ("tokens", 29, True, None, ("causal",), lambda output: output[0]),
     "in_object": ("tokens", 29, True, None, ("causal",), attribute),
-    "encoder": ("vectors", 16, None, None, (), given_output),
+    "encoder": ("vectors", 16, None, None, ("padding_sides",), given_output),
 }
 
 
@@ -79,7 +79,7 @@ def test_attributes_are_inferred(subjects, name):
     assert (spec.name, spec.trained) == (factory.__name__, False)
     kind = "token ids, vocabulary" if spec.inputs == "tokens" else "vectors of width"
     assert f"takes {kind} {spec.width}" in spec.notes
-    assert ("assumed" in spec.notes) == bool(spec.assumed)
+    assert ("assumed" in spec.notes) == ("causal" in spec.assumed)
 
 
 @pytest.mark.parametrize("name", KNOWN)

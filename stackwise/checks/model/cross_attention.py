@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts
@@ -12,42 +15,66 @@ from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.subject.encoder_decoder import Decoder
 
 _LENGTH, _PADDING = 5, 3
+
+# (examination, number of padded positions of the encoder, True if a mask is passed) -> output (T, V).
+_Output = Callable[[Examination, int, bool], Tensor]
 
 
 @check
 @torch.no_grad()
 def encoder_padding(subject: Subject) -> CheckResult:
-    """Is the output the same with masked padding in the encoder's states, and with a mask of ones?"""
+    """Is the output the same with masked padding in the encoder, and with a mask of ones?"""
     exam = Examination.of(subject)
-    if not accepts(exam.base, "encoder_attention_mask"):
-        return subject.not_applicable("needs encoder_hidden_states and encoder_attention_mask")
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    states = encoder_states(exam, _LENGTH + _PADDING)
-    if states is None:
-        return subject.not_applicable("needs a model that reads encoder_hidden_states")
-    keep = (torch.arange(states.shape[1], device=states.device)[None] < _LENGTH).long()
-    try:
-        output_with_encoder(exam, states, keep)
-    except refusals():
-        keep = keep.bool()
-    alone = output_with_encoder(exam, states[:, :_LENGTH])
-    gaps = {
-        "a mask of ones": relative_difference(
-            alone, output_with_encoder(exam, states[:, :_LENGTH], keep[:, :_LENGTH])
-        ),
-        f"{_PADDING} padded positions": relative_difference(alone, output_with_encoder(exam, states, keep)),
-    }
+    output = _with_source if isinstance(exam.base, Decoder) else _with_states(exam)
+    if isinstance(output, str):
+        return subject.not_applicable(output)
+    alone = output(exam, 0, False)
+    cases = {"a mask of ones": 0, f"{_PADDING} padded positions": _PADDING}
+    gaps = {case: relative_difference(alone, output(exam, n, True)) for case, n in cases.items()}
     for case, gap in gaps.items():
         if not float(gap.max()) <= exam.limit:
             return subject.failed(
                 float(gap.max()),
                 exam.limit,
                 where=case,
-                meaning=f"The output changes if the encoder's states have {case}.",
-                advice="Look for an encoder_attention_mask that is not passed on to cross-attention, that is "
+                meaning=f"The output changes if the input of the encoder has {case}.",
+                advice="Look for a mask that is not passed on to the encoder or to cross-attention, that is "
                 "replaced by the decoder's mask, or whose True and False are swapped.",
             )
     return subject.passed(max(float(gap.max()) for gap in gaps.values()), exam.limit)
+
+
+def _with_states(exam: Examination) -> _Output | str:
+    """Return the function that passes states of an encoder, or the reason why there is none."""
+    if not accepts(exam.base, "encoder_attention_mask"):
+        return "needs an encoder, or encoder_hidden_states and encoder_attention_mask"
+    states = encoder_states(exam, _LENGTH + _PADDING)
+    if states is None:
+        return "needs a model that reads encoder_hidden_states"
+    keep = (torch.arange(states.shape[1], device=states.device)[None] < _LENGTH).long()
+    try:
+        output_with_encoder(exam, states, keep)
+    except refusals():
+        keep = keep.bool()
+
+    def output(exam: Examination, n_padding: int, has_mask: bool) -> Tensor:
+        end = _LENGTH + n_padding
+        return output_with_encoder(exam, states[:, :end], keep[:, :end] if has_mask else None)
+
+    return output
+
+
+def _with_source(exam: Examination, n_padding: int, has_mask: bool) -> Tensor:
+    """Return the output of an encoder-decoder whose encoder reads a text with padding on its right."""
+    model = exam.model()
+    assert isinstance(model, Decoder)
+    text = model.source
+    model.source = torch.cat((text, text[:, :n_padding]), dim=1)
+    if has_mask:
+        model.source_mask = (torch.arange(model.source.shape[1])[None] < text.shape[1]).long().to(text.device)
+    return exam.plain(model, exam.sequence(0, exam.lengths[0]))

@@ -459,11 +459,14 @@ def _mixes_frequencies(model: nn.Module) -> bool:
 
 
 def _claims_rotary(model: nn.Module) -> bool | None:
-    """Return True for tables of cos and sin, and for a module that is named rotary.
+    """Return True for tables of cos and sin, and for a module or a setting that is named rotary.
 
     False for other modules with inv_freq, which may be absolute sinusoids. None: there is neither.
     """
     if _rotary_tables(model, 1) or _rotary_modules(model):
+        return True
+    settings = vars(getattr(model, "config", object)).items()
+    if any(value and re.search("rotary|rope", name) for name, value in settings):
         return True
     names = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
     return False if any("inv_freq" in name for name in names) else None

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Precision
 from stackwise.checks.probe.call import dtype_of, reason_of, refusals
+from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.shadow import Kind, Loss, Shadow
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -27,6 +30,15 @@ _TABLE, _PARAMETER, _ACTIVATION = 2.0, 4.0, 16.0
 _HARMLESS = 6.0
 # In eps of float32. Rounding to float16, the finest narrow format, is 1,700. Healthy models: at most 15.
 _NARROW = 1024.0
+# Largest median difference of outputs, relative to their variation: at least ten times that of 40 healthy
+# models (1e-6, 0.028 and 0.004).
+_OUTPUT_LIMITS: Mapping[Precision, float] = {
+    "own": 1e-3,
+    torch.bfloat16: 0.3,
+    torch.float16: 0.05,
+    "autocast": 0.3,
+}
+_SEQUENCES = 2
 # Spread of the gains of a trained model. Equal gains, as in a new model, lose no precision.
 _GAIN_SPREAD = 0.02
 
@@ -82,6 +94,47 @@ def autocast_error(subject: Subject) -> CheckResult:
     """Under autocast to bfloat16, is every error only rounding, and is every matrix product cast?"""
     limits: dict[Kind, float] = {"table": _TABLE, "parameter": _PARAMETER, "activation": _ACTIVATION}
     return _judged(subject, torch.bfloat16, limits, autocast=True)
+
+
+@check
+def dtype_outputs(subject: Subject) -> CheckResult:
+    """Do the outputs in float32, half precision and autocast agree with those in float64, up to rounding?"""
+    exam = Examination.of(subject)
+    if not exam.is_repeatable:
+        return subject.not_applicable(NOT_REPEATED)
+    gaps: dict[str, float] = {}
+    for precision, limit in _OUTPUT_LIMITS.items():
+        other = exam.in_dtype(precision)
+        name = _name(dtype_of(other.base) if precision == "own" else precision)
+        if name != _name(dtype_of(exam.base)) and other.is_finite:
+            gaps[name] = _typical_gap(exam, other) / limit
+    if not gaps:
+        return subject.not_applicable("needs a model that runs in several dtypes")
+    worst = max(gaps, key=lambda name: gaps[name])
+    reference = _name(dtype_of(exam.base))
+    if gaps[worst] <= 1:
+        return subject.passed(gaps[worst], 1.0, meaning=f"compared with {reference}: {', '.join(gaps)}")
+    return subject.failed(
+        gaps[worst],
+        1.0,
+        where=worst,
+        meaning=f"The outputs in {worst} and in {reference} differ by {gaps[worst]:.3g} times the largest "
+        "usual rounding: the model computes another function in one of them.",
+        advice="Look for branches on the dtype, for constants that one dtype cannot represent, and for "
+        "x.to(dtype) before an operation in place, which changes x itself if the dtype is the same.",
+    )
+
+
+def _typical_gap(exam: Examination, other: Examination) -> float:
+    """Return the median difference of the outputs of all positions.
+
+    A router that chooses another expert changes few positions.
+    """
+    keys = [(number, exam.lengths[-1]) for number in range(_SEQUENCES)]
+    gaps = []
+    for answer, found in ((exam.answer(*key), other.answer(*key)) for key in keys):
+        gaps.append(relative_difference(answer, found.to(answer)).amax(dim=-1))
+    return float(torch.cat(gaps).median())
 
 
 @check
@@ -336,7 +389,7 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.float64)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: Precision) -> str:
     return str(dtype).removeprefix("torch.")
 
 

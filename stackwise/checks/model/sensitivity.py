@@ -13,6 +13,7 @@ from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.subject.call_form import can_generate
 from stackwise.subject.capability import padding_id
 
 # Other last tokens. At least one must have an effect.
@@ -143,10 +144,14 @@ def mask_effect(subject: Subject) -> CheckResult:
             later = slice(hidden + 1, None) if spec.per_position else slice(None)
             if not torch.equal(plain[:, later], output[:, later]):
                 return subject.passed()
-    return subject.warned(
+    for_compatibility = (
+        "a causal model has padding on the right only, or the argument exists for compatibility; then "
+        "declare masked=None"
+    )
+    return subject.failed_unless(
+        None if can_generate(exam.base) else for_compatibility,  # generate() pads on the left
+        0.0,
         0.0,
         meaning="The model takes a padding mask and ignores it.",
-        correct_if="a causal model has padding on the right only, or the argument exists for compatibility; "
-        "then declare masked=None",
         advice="Look for a mask that is not passed on to attention, or that another mask replaces.",
     )

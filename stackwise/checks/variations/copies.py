@@ -56,10 +56,11 @@ class Copies(Variation):
             return other
         if value == "save_pretrained":
             return _saved_and_loaded(model)
-        # Built with another seed, so that a weight that is not saved differs.
-        other = exam.other_model()
+        # Built with another seed, so that a weight that is not saved differs. It is in train mode, as every
+        # new model: eval() may merge weights, which the state_dict of a model in eval mode contains already.
+        other = exam.other_model().train()
         other.load_state_dict(copy.deepcopy(model.state_dict()))
-        return other
+        return other.eval()
 
 
 def _saved_and_loaded(model: Any) -> nn.Module:

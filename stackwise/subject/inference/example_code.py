@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import MASK, CallForm, attempt, forward_parameters
+from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.inference.inputs import (
     image_channels,
     is_sequence,
@@ -150,8 +150,8 @@ def _written(form: CallForm | None) -> str:
     """Return a call of this form as code; None: the declared call, whose code is unknown."""
     if form is None:
         return "m(...)"
-    ones = {MASK: "torch.ones(x.shape[:2], dtype=torch.long)"}
-    more = [(name, ones.get(name, "x")) for name in form.extras]
+    values: dict[str, str] = {"inputs": "x", "mask": "torch.ones(x.shape[:2], dtype=torch.long)"}
+    more = [(each.name, values.get(each.kind, "...")) for each in form.extras]
     if form.in_batch:
         batch = [f'"{name}": {value}' for name, value in [(form.keyword, "x"), *more]]
         return f"m({{{', '.join(batch)}}})"

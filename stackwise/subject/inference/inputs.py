@@ -82,7 +82,9 @@ def reads_images_or_audio(model: nn.Module) -> bool:
 
 
 def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
-    """Yield images (C, H, W), videos (C, frames, H, W), audio (L) or (C, L), spectrograms and features (C).
+    """Yield images, videos, audio (L) or (C, L), spectrograms and features (C).
+
+    Images are (C, H, W), and videos (C, frames, H, W) or (frames, C, H, W).
 
     The likeliest come first.
     """
@@ -110,6 +112,8 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
             if conv.in_channels == 1:
                 yield RandomBatch((size,))
     yield from (RandomBatch((width,)) for width in width_candidates(model))
+    if channels is not None:  # frames, each an image
+        yield from (RandomBatch((n, channels, *size)) for n in _TRIAL_FRAMES for size in _image_sizes(model))
     if channels is None and conv is None and video is None:
         yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in _image_sizes(model))
 

@@ -41,6 +41,7 @@ _TRIAL_LENGTHS = (16, 8, 4)
 _LONGEST_ERROR = 160
 _MOST_ERRORS = 4
 _MOST_INPUTS = 3
+_SAME_ERRORS = 4
 
 
 class InferenceError(ValueError):
@@ -93,8 +94,8 @@ def try_calls(model: nn.Module, known: dict[str, Any]) -> Trial:
                     return trial
             if calls.per_row:
                 return calls.per_row[0]
-        if calls.one_length:
-            return calls.one_length[0]
+        if others := (*calls.one_length, *calls.other_lengths):
+            return others[0]
         raise InferenceError(calls.failure())
 
 
@@ -104,6 +105,7 @@ class _Calls:
     Attributes:
         per_row: calls with sequences that gave one output per row.
         one_length: calls with vectors (B, T, C) that work with one T only.
+        other_lengths: calls with vectors whose output has another number of positions, as of speech encoders.
     """
 
     def __init__(self, model: nn.Module, known: dict[str, Any]) -> None:
@@ -112,15 +114,17 @@ class _Calls:
         self._misses_key = False  # a dict was passed without a key that the model reads
         self._examples: list[tuple[int, str]] = []  # ModelSpecs as code, with a priority
         self._returns_loss = False
+        self._last_error = ""
         self.per_row: list[Trial] = []
         self.one_length: list[Trial] = []
+        self.other_lengths: list[Trial] = []
 
     def forms(self) -> Iterator[CallForm | None]:
         """Yield the forms of the call; None: the declared one."""
         if "forward" in self._known:
             yield None
         else:
-            yield from call_forms(self._model)
+            yield from call_forms(self._model, width_candidates(self._model))
 
     # Inputs
 
@@ -159,10 +163,15 @@ class _Calls:
 
     def random_batches(self, form: CallForm | None) -> Trial | None:
         """Call the model with images, audio and features. Prefer a size that also works in train mode."""
-        first = None
+        first, errors = None, list[str]()
         for make_batch in random_batches(self._model):
             inputs = self._moved(make_batch(2, 1, torch.Generator().manual_seed(0)))
             if (trial := self._call(form, inputs)) is None:
+                errors.append(self._last_error)
+                # The same error for several sizes: another argument is wrong, not the size.
+                is_repeated = len(errors) == _SAME_ERRORS and len(set(errors)) == 1
+                if form is not None and form.extras and is_repeated:
+                    break
                 continue
             trial.attributes |= {"per_position": False, "max_length": None}
             trial.attributes |= {"inputs": "vectors", "width": make_batch.shape[-1], "seq_len": 16}
@@ -236,6 +245,11 @@ class _Calls:
                 raise
             self._add_error(error, form, inputs, output)
             return None
+        is_per_position = self._known.get("causal") or self._known.get("per_position")
+        if self._is_shortened(logits, inputs) and not is_per_position:
+            trial.attributes |= {"per_position": False, "inputs": "vectors", "width": inputs.shape[-1]}
+            trial.attributes["seq_len"] = inputs.shape[1]
+            self.other_lengths.append(trial)
         self._returns_loss |= logits.ndim == 0
         if logits.shape == inputs.shape[:2]:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
@@ -263,6 +277,7 @@ class _Calls:
     def _add_error(self, error: Exception, form: CallForm | None, inputs: Tensor, output: Any) -> None:
         text = shorten(f"{type(error).__name__}: {error}", _LONGEST_ERROR, placeholder=" ...")
         self._errors.setdefault(text, []).append(_describe(inputs))
+        self._last_error = text
         if output is not None:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
         elif isinstance(error, KeyError) and form is None:
@@ -276,6 +291,17 @@ class _Calls:
         if not (is_sequence(inputs) and logits.is_floating_point()):
             return False
         return logits.ndim == 3 and logits.shape[:2] == inputs.shape[:2]
+
+    @staticmethod
+    def _is_shortened(logits: Tensor, inputs: Tensor) -> bool:
+        """Return True for vectors (B, T, C) whose output (B, S, V) has fewer positions."""
+        is_sequence_of_vectors = is_sequence(inputs) and inputs.is_floating_point()
+        return (
+            is_sequence_of_vectors
+            and logits.ndim == 3
+            and len(logits) == len(inputs)
+            and (1 < logits.shape[1] < inputs.shape[1])
+        )
 
     def _is_per_row(self, logits: Tensor, inputs: Tensor, forward: Callable[..., Any]) -> bool:
         """Return True if the output has an entry per row, and its other dimensions do not follow the length.

@@ -111,3 +111,33 @@ def test_cross_attention_trains_if_states_are_passed(subjects):
 
     assert subjects.ask(Decoder, "gradient_flow").status == "passed"
     assert subjects.ask(Disconnected, "gradient_flow").status == "warned"
+
+
+def encoder_decoder():
+    config = transformers.BartConfig(
+        vocab_size=61,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        init_std=0.2,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def without_mask_in_the_encoder():
+    model = encoder_decoder()
+    encode = model.model.encoder.forward
+    model.model.encoder.forward = lambda *args, attention_mask=None, **more: encode(*args, **more)
+    return model
+
+
+@pytest.mark.parametrize(
+    "build, status", [(encoder_decoder, "passed"), (without_mask_in_the_encoder, "failed")]
+)
+def test_padding_of_the_text_that_an_encoder_reads(subjects, build, status):
+    assert subjects.ask(build, "encoder_padding").status == status

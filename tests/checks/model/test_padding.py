@@ -289,3 +289,17 @@ def test_check_of_padding_does_not_apply(spec, checks, reason):
     for result in answers(spec, *checks).values():
         assert result.status == "not applicable"
         assert reason in result.meaning
+
+
+@pytest.mark.parametrize("generates, status", [(False, "warned"), (True, "failed")])
+def test_mask_that_generation_needs_has_an_effect(subjects, generates, status):
+    """`generate` pads rows on the left."""
+
+    class Unused(subjects.TinyLM):
+        def forward(self, ids, attention_mask=None):
+            return super().forward(ids)
+
+        def can_generate(self):
+            return generates
+
+    assert answers(ModelSpec.of(Unused), "mask_effect")["mask_effect"].status == status

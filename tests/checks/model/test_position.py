@@ -1,5 +1,7 @@
 """Positions: an unknown order, ignored positions, untrained rows and absolute rotations are found."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -561,3 +563,32 @@ def test_many_unused_rows_need_few_calls(subjects, monkeypatch):
     monkeypatch.setattr(Large, "forward", lambda *args, **named: calls.append(1) or forward(*args, **named))
     assert subjects.ask(spec_of(Large, max_length=64), "position_table").status == "warned"
     assert len(calls) < 100
+
+
+class SinOnTheWrongSide(CountsPositions):
+    """Keys are rotated in the other direction. The setting says that positions are rotary."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(rotary_dim=8)
+        for layer in self.layers:
+            layer.rotary = None
+
+    def run(self, input_ids, positions):
+        positions = torch.arange(input_ids.shape[1]) if positions is None else positions
+        angles = positions[:, None] * 10000.0 ** -(torch.arange(16) / 16)
+        x = self.embedding(input_ids)
+        q, k = x, self.head.weight[input_ids % 61]
+        q, k = (
+            torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+            for (a, b), c, s in (
+                (q.chunk(2, dim=-1), angles.cos().to(x), angles.sin().to(x)),
+                (k.chunk(2, dim=-1), angles.cos().to(x), -angles.sin().to(x)),
+            )
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, x, is_causal=True)
+        return self.head(x + y)
+
+
+def test_setting_claims_rotary_positions(subjects):
+    assert subjects.ask(ModelSpec.of(SinOnTheWrongSide), "rotary_shift").status == "failed"

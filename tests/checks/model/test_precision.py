@@ -9,6 +9,7 @@ from torch import nn
 
 from stackwise.checks.probe.shadow import Shadow
 from stackwise.subject.spec import ModelSpec
+from tests.zoo.gpt import GPT, spec_of
 
 BF16 = torch.finfo(torch.bfloat16).eps
 SOUND = ["tiny", "rack", "dropout_rack", "llama", "gpt2", "bert", "x_decoder", "gru", "conv", "encoder"]
@@ -319,3 +320,25 @@ def test_wrong_kernel_of_a_library_is_no_failure_of_the_model(subjects):
     result = subjects.ask(WrongKernel, "bfloat16_error")
     assert result.status == "warned"
     assert "the error comes from a kernel of oneDNN" in result.advice
+
+
+class ChangedInPlace(GPT):
+    """In float32, .to(float32) returns its input, which an operation in place then changes."""
+
+    is_safe = False
+
+    def softmax(self, scores):
+        scores = scores.clone() if self.is_safe else scores
+        wide = scores.to(torch.float32)
+        wide.mul_(0.5)
+        return super().softmax(scores)
+
+
+class Copied(ChangedInPlace):
+    is_safe = True
+
+
+@pytest.mark.parametrize("build, status", [(GPT, "passed"), (Copied, "passed"), (ChangedInPlace, "failed")])
+def test_dtypes_give_the_same_outputs(subjects, build, status):
+    result = subjects.ask(spec_of(build), "dtype_outputs")
+    assert (result.status, result.where) == (status, "float32" if status == "failed" else "")

@@ -541,6 +541,37 @@ def test_padded_prompt_continues_with_cache(padding):
     assert outputs_agree(PromptPaddingNotCounted, values) == ("padded_rows" in padding)
 
 
+class MergedByEval(GPT):
+    """eval() merges an adapter into the embedding. The state_dict contains the merged weight."""
+
+    tied = False
+    saves_state = False
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Parameter(torch.randn_like(self.embedding.weight))
+        self.register_buffer("is_merged", torch.tensor(False), persistent=self.saves_state)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if bool(self.is_merged) == mode:
+            self.embedding.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.is_merged.fill_(not mode)
+        return self
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) + (0 if self.is_merged else self.adapter[input_ids])
+
+
+class MergedByEvalSaved(MergedByEval):
+    saves_state = True
+
+
+def test_state_dict_of_eval_mode_is_loaded_into_train_mode():
+    assert not outputs_agree(MergedByEval, {"copies": "state_dict"})
+    assert outputs_agree(MergedByEvalSaved, {"copies": "state_dict"})
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
 def test_infinite_mask_is_found_in_each_half_precision(precision):
     values = {"half_precision": precision, "padded_rows": {"side": "left", "amount": 3}}

@@ -328,9 +328,7 @@ class ChangedInPlace(GPT):
     is_safe = False
 
     def softmax(self, scores):
-        scores = scores.clone() if self.is_safe else scores
-        wide = scores.to(torch.float32)
-        wide.mul_(0.5)
+        scores.to(torch.float32, copy=self.is_safe).mul_(0.5)
         return super().softmax(scores)
 
 

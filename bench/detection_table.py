@@ -131,8 +131,11 @@ def mutations(record: Mapping[str, Any]) -> str:
 def source_mutants(record: Mapping[str, Any]) -> str:
     """Return a table with one row per operator: mutants, those that are decidable, those that are found."""
     counts = by_operator(record["figures"].get("source_mutants", {}).get("mutants", {}))
-    columns = ("drawn", "changes", "decidable", "found", "raises in a way", "crashes")
-    header = ("drawn", "changes an answer", "decidable", "found", "raises in one way", "crashes")
+    columns = ("drawn", "changes", "decidable", "found at first sight", "found", "raises in a way", "crashes")
+    header = (
+        *("drawn", "changes an answer", "decidable", "found at first sight", "found now"),
+        *("raises in one way", "crashes"),
+    )
     rows = [f"| operator | {' | '.join(header)} |", "| --- " * (1 + len(header)) + "|"]
     for name, row in counts.items():
         rows.append(f"| {name.replace('_', ' ')} | {' | '.join(str(row.get(key, 0)) for key in columns)} |")

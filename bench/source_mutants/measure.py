@@ -45,7 +45,8 @@ def measure_source_mutants(claim: Claim, jobs: int, answers: Answers) -> None:
     """Measure mutants until enough of them change an observable.
 
     Args:
-        claim: gets the figures. A mutant that they have is not measured again.
+        claim: gets the figures. A mutant that they have is not measured again, unless it was missed: then its
+            record says that it was missed at first sight.
         jobs: number of mutants at the same time.
         answers: yields the kind of a subject and the result of each check.
     """
@@ -57,7 +58,8 @@ def measure_source_mutants(claim: Claim, jobs: int, answers: Answers) -> None:
     originals = {name: ended.values for name, ended in all_isolated(asked, jobs=jobs, seconds=_SECONDS)}
     examined = {name: functools.partial(_failed, name, answers) for name in names if name not in unchanged}
     for name, ended in all_isolated(examined, jobs=jobs, seconds=_SECONDS):
-        unchanged[name] = {"failed": ended.values, "error": ended.error, "seconds": round(ended.seconds, 2)}
+        failed = dict(ended.values)
+        unchanged[name] = {"failed": failed, "error": ended.error, "seconds": round(ended.seconds, 2)}
         claim.write()
         print(f"source mutants of {name}: unchanged {unchanged[name]}", flush=True)
     every = draw({name: originals[name][0] for name in names})
@@ -66,27 +68,35 @@ def measure_source_mutants(claim: Claim, jobs: int, answers: Answers) -> None:
         new = {
             _text(name, mutant): functools.partial(_measured, name, mutant, originals[name][1], answers)
             for name, mutant in every[start : start + size]
-            if _text(name, mutant) not in known
+            if _is_missed(known.get(_text(name, mutant)))
         }
         for text, ended in all_isolated(new, jobs=jobs, seconds=_SECONDS):
-            known[text] = _record(ended, unchanged[text.partition(" | ")[0]]["failed"])
+            missed = {"missed_at_first": True} if text in known else {}
+            known[text] = _record(ended, unchanged[text.partition(" | ")[0]]["failed"]) | missed
             claim.write()
             print(f"{text}: {known[text]}", flush=True)
         if sum(_changes(each) for each in known.values()) >= TARGET:
             break
 
 
-def _record(ended: Ended, failed: list[str]) -> dict[str, Any]:
+def _is_missed(mutant: Mapping[str, Any] | None) -> bool:
+    """Return True for a mutant that was not measured, or that no check found at first sight."""
+    if mutant is None:
+        return True
+    return mutant["kind"] == "decidable" and not mutant["found_by"] and "missed_at_first" not in mutant
+
+
+def _record(ended: Ended, failed: Mapping[str, str]) -> dict[str, Any]:
     """Return the record of a mutant.
 
     Args:
-        ended: verdict of the oracle, then the checks that fail.
-        failed: checks that fail for the unchanged model.
+        ended: verdict of the oracle, then the name and the finding of each check that fails.
+        failed: the same of the unchanged model. A check that has the same finding does not count.
     """
     verdict, *found = ended.values or [{"kind": "crashes"}]
     record = {**verdict, "seconds": round(ended.seconds, 2)}
     if verdict["kind"] == "decidable":
-        record["found_by"] = [name for name in found if name not in failed]
+        record["found_by"] = [name for name, finding in found if failed.get(name) != finding]
     if ended.error is not None:
         record["error"] = ended.error
     return record
@@ -195,10 +205,12 @@ def _original(name: str) -> Iterator[Any]:
     yield answers
 
 
-def _failed(name: str, answers: Answers) -> Iterator[str]:
-    """Yield the names of the checks that fail."""
+def _failed(name: str, answers: Answers) -> Iterator[tuple[str, str]]:
+    """Yield the name and the finding of each check that fails."""
     make = _make(name)
-    yield from (each["check"] for each in answers(lambda: make) if each.get("status") == "failed")
+    for each in answers(lambda: make):
+        if each.get("status") == "failed":
+            yield each["check"], each.get("meaning", "")
 
 
 def _measured(name: str, mutant: Mutant, originals: Mapping[str, Answer], answers: Answers) -> Iterator[Any]:
@@ -230,7 +242,10 @@ def by_operator(known: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     for text, mutant in known.items():
         for row in (table[text.split(" | ")[1]], table["all"]):
             row.update({"drawn": 1, "changes": _changes(mutant), mutant["kind"]: 1})
-            row.update(found=bool(mutant.get("found_by")))
+            is_found = bool(mutant.get("found_by"))
+            row.update(
+                {"found": is_found, "found at first sight": is_found and "missed_at_first" not in mutant}
+            )
     return {name: dict(row) for name, row in table.items() if row}
 
 

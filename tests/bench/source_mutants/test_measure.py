@@ -100,7 +100,14 @@ def test_kind_of_a_mutant(monkeypatch, mutant, kind):
 
 def test_counts_of_operators():
     counts = by_operator(RECORDS)
-    assert counts["kept_state"] == {"drawn": 3, "changes": 3, "decidable": 2, "another model": 1, "found": 1}
+    assert counts["kept_state"] == {
+        "drawn": 3,
+        "changes": 3,
+        "decidable": 2,
+        "another model": 1,
+        "found": 1,
+        "found at first sight": 1,
+    }
     assert (counts["all"]["drawn"], counts["all"]["crashes"], counts["all"]["changes"]) == (5, 1, 3)
     assert "wrong_dtype" not in counts
 
@@ -113,20 +120,20 @@ def test_bars_are_the_number_of_mutants_and_the_share_found():
 
 def test_table_has_a_row_per_operator():
     table = detection_table.source_mutants({"figures": {"source_mutants": {"mutants": RECORDS}}})
-    assert "| kept state | 3 | 3 | 2 | 1 | 0 | 0 |" in table
-    assert table.endswith("| all | 5 | 3 | 2 | 1 | 1 | 1 |")
+    assert "| kept state | 3 | 3 | 2 | 1 | 1 | 0 | 0 |" in table
+    assert table.endswith("| all | 5 | 3 | 2 | 1 | 1 | 1 | 1 |")
 
 
-def test_measured_mutants_are_not_measured_again(monkeypatch, tmp_path):
-    """A check that fails for the unchanged model finds nothing."""
+def test_mutants_are_measured_again_only_if_they_were_missed(monkeypatch):
+    """A check that has the same finding for the unchanged model finds nothing."""
     mutant = Mutant("off_by_one", "f", 2, "x")
-    known = f"model | {' | '.join(map(str, mutant))}"
+    texts = {line: f"model | {' | '.join(map(str, mutant._replace(line=line)))}" for line in (2, 3, 4, 5)}
     asked = []
 
     def measured(name, mutant, originals, answers):
         asked.append(mutant.line)
         yield {"kind": "decidable", "contradictions": {"prefix": 1.0}}
-        yield from ("always", "causality")
+        yield from (("always", "same"), ("sometimes", "another"), ("causality", "later"))
 
     def in_this_process(functions, *, jobs, seconds):
         for name, function in functions.items():
@@ -135,17 +142,22 @@ def test_measured_mutants_are_not_measured_again(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "MODELS", ("model",))
     monkeypatch.setattr(measure, "_subjects", dict)
     monkeypatch.setattr(measure, "_original", lambda name: iter([[2], {}]))
-    monkeypatch.setattr(measure, "_failed", lambda name, answers: iter(["always"]))
+    monkeypatch.setattr(
+        measure, "_failed", lambda name, answers: iter([("always", "same"), ("sometimes", "one")])
+    )
     monkeypatch.setattr(measure, "_measured", measured)
     monkeypatch.setattr(measure, "all_isolated", in_this_process)
     monkeypatch.setattr(
-        measure, "draw", lambda lines: [("model", mutant), ("model", mutant._replace(line=3))]
+        measure, "draw", lambda lines: [("model", mutant._replace(line=line)) for line in texts]
     )
     claim = Claim("detection", quick=True)
     monkeypatch.setattr(claim, "write", lambda: None)
-    claim.figures = {"source_mutants": {"originals": {}, "mutants": {known: {"kind": "crashes"}}}}
+    missed = {"kind": "decidable", "found_by": []}
+    mutants = {texts[2]: {"kind": "crashes"}, texts[4]: missed, texts[5]: missed | {"missed_at_first": True}}
+    claim.figures = {"source_mutants": {"originals": {}, "mutants": mutants}}
     measure_source_mutants(claim, 1, lambda make: iter(()))
-    assert asked == [3]
-    assert claim.figures["source_mutants"]["mutants"][known.replace("| 2 |", "| 3 |")]["found_by"] == [
-        "causality"
+    assert asked == [3, 4]
+    assert mutants[texts[3]]["found_by"] == mutants[texts[4]]["found_by"] == ["sometimes", "causality"]
+    assert [texts[line] for line in (4, 5)] == [
+        name for name in mutants if "missed_at_first" in mutants[name]
     ]

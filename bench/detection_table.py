@@ -5,7 +5,6 @@ Each table stands between two marks, which `MARKS` names. docs/background/zoo.md
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 
 from bench.detection import without_head, zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
-from bench.reports import FIRST_RESULT, found, modules
+from bench.reports import first_results, found, modules
 from bench.source_mutants.measure import by_operator
 
 __all__ = ["MARKS", "written"]
@@ -83,7 +82,7 @@ def third_party(record: Mapping[str, Any]) -> str:
 
 def reports(record: Mapping[str, Any]) -> str:
     """Return a table with one row per public report: what is wrong, first result, present result."""
-    first, now = json.loads(FIRST_RESULT.read_text()), record["figures"]["reports"]
+    first, now = first_results(), record["figures"]["reports"]
     rows = ["| report | bug | first result | now |", "| --- " * 4 + "|"]
     for name, module in modules().items():
         title = " ".join((module.__doc__ or "").split("\n\n")[0].split())

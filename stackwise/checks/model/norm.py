@@ -23,6 +23,8 @@ from stackwise.checks.subject import Subject
 _N_VECTORS = 64
 # Largest power of the size of the input that is rounding and eps.
 _GROWTH = 0.1
+# Largest usual factor of the RMS of a new norm. That of healthy models is 1.
+_FACTOR = 1.5
 
 
 @check
@@ -55,10 +57,10 @@ def norm_gains(subject: Subject) -> CheckResult:
             advice="Look for an initialisation of all biases that includes norms.",
         )
     worst = max(norms, key=lambda norm: norm.distance)
-    if worst.distance > math.log(3):
+    if worst.distance > math.log(_FACTOR):
         return subject.warned(
             worst.distance,
-            math.log(3),
+            math.log(_FACTOR),
             where=worst.name,
             meaning=f"The output of a new norm has RMS {worst.size:.3g}; 1 is usual.",
             correct_if=correct_if,
@@ -66,7 +68,7 @@ def norm_gains(subject: Subject) -> CheckResult:
         )
     return subject.passed(
         worst.distance,
-        math.log(3),
+        math.log(_FACTOR),
         meaning=f"{len(norms)} norms; the output of {worst.name} has RMS {worst.size:.3g}.",
     )
 

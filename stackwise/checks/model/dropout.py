@@ -1,0 +1,176 @@
+"""Dropout: random draws of train mode keep the mean of each output, and each row has draws of its own.
+
+Shapes: N draws, B rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.probe.call import REFUSALS, refusals
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+from stackwise.support.random_state import seeded
+
+_N_DRAWS, _N_ROWS = 1000, 16
+# Calls of the model, and draws of a module, in which rows are compared.
+_N_CALLS, _N_COMPARED = 8, 32
+# Largest relative error of a mean that is no mistake, and number of its standard errors.
+_ERROR, _STANDARD_ERRORS = 0.02, 5.0
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Module that is random in train mode, with a recorded input.
+
+    Attributes:
+        name: name of the module.
+        rows: dimension of its output that grows with the batch. None: there is none.
+        draw: returns its output in train mode, with other random numbers in each call.
+        mean: its output in eval mode.
+    """
+
+    name: str
+    rows: int | None
+    draw: Callable[[], Tensor]
+    mean: Tensor
+
+
+@check
+@torch.no_grad()
+def dropout_mean(subject: Subject) -> CheckResult:
+    """Is the mean output of each random module in train mode its output in eval mode?"""
+    found = _random_modules(subject)
+    if not found:
+        return subject.not_applicable("needs a module of its own, without other modules, that drops values")
+    worst, where, largest = 0.0, "", _ERROR
+    for each in found:
+        with seeded(subject.seed, subject.device):
+            scales = torch.stack([(each.draw() * each.mean).sum() for _ in range(_N_DRAWS)]).double()
+        scales = scales / each.mean.double().square().sum()
+        error = abs(float(scales.mean()) - 1)
+        limit = max(_ERROR, _STANDARD_ERRORS * float(scales.std()) / math.sqrt(_N_DRAWS))
+        if error / limit >= worst / largest:
+            worst, where, largest = error, each.name, limit
+    if worst <= largest:
+        return subject.passed(worst, largest, meaning=f"{len(found)} modules")
+    return subject.warned(
+        worst,
+        largest,
+        where=where,
+        meaning=f"In train mode, the mean output of a module differs by {worst:.0%} from its output in eval "
+        "mode.",
+        correct_if="the module masks inputs on purpose, as an augmentation",
+        advice="Divide what is kept by 1 - p in train mode, and change nothing in eval mode.",
+    )
+
+
+@check
+@torch.no_grad()
+def dropout_rows(subject: Subject) -> CheckResult:
+    """Does each row of a batch have random draws of its own in train mode?"""
+    model = subject.model(train=True)
+    inputs = subject.inputs(1).expand(_N_ROWS, *subject.inputs(1).shape[1:]).contiguous()
+    first: Tensor | None = None
+    is_random = False
+    try:
+        with seeded(subject.seed, subject.device):
+            for _ in range(_N_CALLS):
+                output = subject.spec.logits(model, inputs.clone())
+                if not torch.allclose(output[:1].expand_as(output), output, rtol=1e-4):
+                    return subject.passed()
+                first = output if first is None else first
+                is_random = is_random or not torch.allclose(first, output)
+    except refusals():
+        return subject.not_applicable("needs a model that runs in train mode")
+    if not is_random:
+        return subject.not_applicable("needs a model that is random in train mode")
+    shared = [each.name for each in _random_modules(subject) if _is_drawn_for_positions(subject, each)]
+    return subject.failed_unless(
+        None if shared else "layers are dropped for the whole batch on purpose, as by LayerDrop",
+        float(_N_ROWS),
+        1.0,
+        where=shared[0] if shared else "",
+        meaning=f"{_N_ROWS} equal rows have equal outputs in each call in train mode"
+        + (", and the draws differ between positions." if shared else "."),
+        advice="Draw one number for each row: a mask (B, 1, ..., 1). Look for inputs with positions first.",
+    )
+
+
+def _is_drawn_for_positions(subject: Subject, module: _Draws) -> bool:
+    """Return True if draws differ along another dimension than that of the rows, and never along this one."""
+    if module.rows is None:
+        return False
+    differs_by_row, differs_otherwise = False, False
+    with seeded(subject.seed, subject.device):
+        for _ in range(_N_COMPARED):
+            kept = (module.draw() != 0) | (module.mean == 0)
+            one = kept.select(module.rows, 0).unsqueeze(module.rows)
+            differs_by_row = differs_by_row or not torch.equal(one.expand_as(kept), kept)
+            differs_otherwise = differs_otherwise or bool(one.any() and not one.all())
+    return differs_otherwise and not differs_by_row
+
+
+def _random_modules(subject: Subject) -> list[_Draws]:
+    """Return the modules without children, and not of torch, that are random in train mode only."""
+    model = subject.model(train=True)
+    calls, more = (_recorded(subject, model, n_rows) for n_rows in (2, 3))
+    found = []
+    for name, (args, shape) in calls.items():
+        module = model.get_submodule(name)
+        sizes = zip(shape, more[name][1] if name in more else (), strict=False)
+        rows = next((dim for dim, (one, other) in enumerate(sizes) if one != other), None)
+
+        def draw(module: nn.Module = module, args: tuple[Any, ...] = args) -> Tensor:
+            output: Tensor = module(*(each.clone() if isinstance(each, Tensor) else each for each in args))
+            return output
+
+        with seeded(subject.seed, subject.device):
+            first, *others = (draw() for _ in range(_N_CALLS))
+        module.eval()
+        mean = draw()
+        is_random = any(not torch.equal(first, each) for each in others) and torch.equal(mean, draw())
+        module.train()
+        if is_random and mean.shape == first.shape and bool(mean.any()):
+            found.append(_Draws(name, rows, draw, mean))
+    return found
+
+
+def _recorded(
+    subject: Subject, model: nn.Module, n_rows: int
+) -> dict[str, tuple[tuple[Any, ...], torch.Size]]:
+    """Return the arguments of each module, and the shape of its output, in a call of `n_rows` rows."""
+    calls: dict[str, tuple[tuple[Any, ...], torch.Size]] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not kwargs and isinstance(output, Tensor) and output.is_floating_point():
+                calls.setdefault(name, (args, output.shape))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(record(name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name and not any(True for _ in module.children()) and not _is_of_torch(module)
+    ]
+    try:
+        with subject.fixed_randomness():
+            subject.spec.logits(model, subject.inputs(n_rows))
+    except REFUSALS:
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"

@@ -60,6 +60,8 @@ class Decoder(nn.Module):
         n_ids = _vocabulary(model)
         assert n_ids is not None
         ids = torch.randint(n_ids, (1, _SOURCE_LENGTH), generator=generator)
+        padding = getattr(model.config, "pad_token_id", None)
+        ids = torch.where(ids == (-1 if padding is None else padding), (ids + 1) % n_ids, ids)
         self.register_buffer("source", ids, persistent=False)
 
     def forward(

@@ -206,7 +206,7 @@ def _layer_knows_order(
 def rotary_shift(subject: Subject) -> CheckResult:
     """Does the output of a model with rotary positions stay the same if all positions are shifted?"""
     exam = Examination.of(subject)
-    certain = _claims_rotary(exam.base)
+    certain = _has_rotary_setting(exam.base) or _claims_rotary(exam.base)
     if certain is None:
         return subject.not_applicable("needs rotary positions: a rotary module, or tables of cos and sin")
     found = _placed(exam)
@@ -458,15 +458,18 @@ def _mixes_frequencies(model: nn.Module) -> bool:
     return any(p.ndim > 1 for module in _rotary_modules(model) for p in module.parameters())
 
 
+def _has_rotary_setting(model: nn.Module) -> bool:
+    """Return True for a configuration with a setting that is named rotary or rope."""
+    settings = vars(getattr(model, "config", object)).items()
+    return any(bool(value) and re.search("rotary|rope", name) is not None for name, value in settings)
+
+
 def _claims_rotary(model: nn.Module) -> bool | None:
-    """Return True for tables of cos and sin, and for a module or a setting that is named rotary.
+    """Return True for tables of cos and sin, and for a module that is named rotary.
 
     False for other modules with inv_freq, which may be absolute sinusoids. None: there is neither.
     """
     if _rotary_tables(model, 1) or _rotary_modules(model):
-        return True
-    settings = vars(getattr(model, "config", object)).items()
-    if any(value and re.search("rotary|rope", name) for name, value in settings):
         return True
     names = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
     return False if any("inv_freq" in name for name in names) else None

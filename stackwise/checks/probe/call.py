@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.subject import Subject
 from stackwise.subject.cached_call import cache_tensors
-from stackwise.subject.call_form import ContiguousCall
-from stackwise.subject.capability import masked_with_positions, padding_id
+from stackwise.subject.capability import padding_id
 from stackwise.subject.inference import cast, logits_of
 from stackwise.support.system_errors import is_out_of_memory
 
@@ -135,11 +134,11 @@ def leaves_state(subject: Subject, inputs: Tensor) -> bool:
 
 
 def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
-    """Return True for a recurrent state, if left padding is only guessed to be supported.
+    """Return True for a recurrent state, if padding is only assumed to be allowed.
 
     `most` is the length of the longest row to try.
     """
-    if subject.spec.masked != ContiguousCall(masked_with_positions):
+    if "padding_sides" not in subject.spec.assumed:
         return False
     inputs = real_inputs(subject, 1, min(subject.seq_len, most))
     return has_fixed_state(subject, inputs) or leaves_state(subject, inputs)

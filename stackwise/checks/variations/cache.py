@@ -39,7 +39,9 @@ class Cache(Variation):
         return [rng.choice((1, 2, 3, 4)), *rest]
 
     def simpler(self, value: list[int]) -> Iterator[list[int]]:
-        """Yield a first part and the rest, then fewer sizes."""
+        """Yield single tokens, a first part and the rest, then fewer sizes."""
+        if value != [1]:
+            yield [1]
         for short in ([value[0], _WHOLE], [1, _WHOLE], value[:2], value[:1]):
             if len(short) < len(value) or (len(short) == len(value) and short[-1] > value[-1]):
                 yield short
@@ -48,6 +50,8 @@ class Cache(Variation):
         """Return the sizes."""
         if value == [_WHOLE]:
             return "the tokens come through an empty cache"
+        if value == [1]:
+            return "the tokens come through the cache one at a time"
         sizes = ", ".join("the rest" if size == _WHOLE else str(size) for size in value)
         return f"the tokens come through the cache in parts of {sizes}" + ", ..." * (value[-1] != _WHOLE)
 

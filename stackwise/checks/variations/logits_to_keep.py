@@ -24,7 +24,10 @@ class LogitsToKeep(Variation):
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
     excludes = frozenset({"cache_parts", "static_cache", "labels", "recomputation"})
-    advice = "Look for a slice of the hidden states at the wrong end, or of the wrong length."
+    advice = (
+        "Look for a slice of the hidden states at the wrong end, or of the wrong length, and for an argument "
+        "that has no effect."
+    )
 
     def missing(self, exam: Examination) -> str:
         """Require a parameter."""
@@ -60,8 +63,13 @@ class LogitsToKeep(Variation):
         return {_name(exam): value}
 
     def restore(self, output: Tensor, call: Call, value: int) -> Tensor:
-        """Put zeros in place of the outputs that are missing."""
-        return F.pad(output, (0, 0, call.inputs.shape[1] - output.shape[1], 0))
+        """Put zeros in place of the outputs that are missing.
+
+        If there are more outputs than asked for, the first ones are taken, which differ.
+        """
+        width = call.inputs.shape[1]
+        output = output[:, : min(value, width)]
+        return F.pad(output, (0, 0, width - output.shape[1], 0))
 
 
 def _name(exam: Examination) -> str:

@@ -501,6 +501,41 @@ def test_plain_call_of_one_token_is_compared():
     assert finding.composition.values == {"later_tokens": ("append", 23)}
 
 
+class AllLogitsKept(WithArguments):
+    """logits_to_keep has no effect."""
+
+    def kept(self, logits, count):
+        return logits
+
+
+def test_number_of_logits_without_an_effect_is_found():
+    assert not outputs_agree(AllLogitsKept, {"logits_to_keep": 2})
+    assert outputs_agree(WithArguments, {"logits_to_keep": 2})
+    assert outputs_agree(WithArguments, {"logits_to_keep": 20})
+
+
+class ChunksOfTwoAndMore(GPT):
+    """Only single tokens read the cache."""
+
+    def visible(self, T, past, keep, documents):
+        visible = super().visible(T, past, keep, documents)
+        return visible & (torch.arange(visible.shape[-1]) >= past) if past and T > 1 else visible
+
+
+class NoChunks(GPT):
+    """No call reads the cache."""
+
+    def visible(self, T, past, keep, documents):
+        visible = super().visible(T, past, keep, documents)
+        return visible & (torch.arange(visible.shape[-1]) >= past) if past else visible
+
+
+@pytest.mark.parametrize("build, single", [(ChunksOfTwoAndMore, False), (NoChunks, True)])
+def test_single_tokens_are_the_simplest_parts(build, single):
+    [finding] = explored(build, ["cache_parts"]).findings
+    assert (finding.composition.values == {"cache_parts": [1]}) == single
+
+
 def outputs_agree(build, values):
     [output, *_] = compare(lambda: spec_for(build), values, length=9)
     return not output.is_real

@@ -46,11 +46,12 @@ def causality_modes(subject: Subject) -> CheckResult:
                 raise
             continue  # train mode needs more, such as labels
         gaps = relative_difference(one, two).amax(dim=-1)
-        limit = (_LIMIT if exam.compares_values else _HALF_LIMIT) * torch.finfo(dtype_of(exam.base)).eps
+        narrowest = torch.bfloat16 if exam.dtype == "autocast" else dtype_of(exam.base)
+        limit = (_LIMIT if exam.compares_values else _HALF_LIMIT) * torch.finfo(narrowest).eps
         if not float(gaps.max()) <= limit and exam is own and not train and own.is_repeatable:
             return subject.not_applicable("causality fails, and explains the difference")
         if not float(gaps.max()) <= limit:
-            dtype = str(dtype_of(exam.base)).removeprefix("torch.")
+            dtype = str(exam.dtype if exam.dtype == "autocast" else narrowest).removeprefix("torch.")
             by_statistics = train and _updates_statistics(exam, sequence)
             return subject.failed_unless(
                 "the model uses statistics over all positions of a batch in train mode on purpose"

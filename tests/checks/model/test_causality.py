@@ -267,10 +267,11 @@ def test_healthy_model_is_causal_in_each_mode(name):
 def test_rounding_of_float32_is_no_leak_of_autocast():
     """A router that sends later tokens elsewhere changes the order of sums."""
 
-    def rounded(self, x):
-        return x * (1 + 3e-7 * (x[:, -1:, :1] > 0))
+    class Rounded(subjects.TinyLM):
+        def forward(self, ids):
+            return super().forward(ids) * (1 + 5e-7 * ids[:, -1:, None].cos())
 
-    assert subjects.ask(small(mix=rounded), "causality_modes").status == "passed"
+    assert subjects.ask(Rounded, "causality_modes").status == "passed"
 
 
 def test_leak_of_all_modes_is_reported_by_causality():

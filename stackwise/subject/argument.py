@@ -20,8 +20,8 @@ __all__ = ["Argument", "arguments_for"]
 
 Kind = Literal["inputs", "mask", "bool mask", "lengths", "step", "time", "positions", "context"]
 
-# Kinds of arguments by a word of their name. The value of another argument, such as the target of an
-# encoder-decoder, is not known.
+# Pattern of the name of an argument, and the kinds to try. Arguments that match no pattern, such as the target
+# of an encoder-decoder, get no value.
 _BY_NAME: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("mask", ("mask", "bool mask")),
     (r"len(gth)?s?$|_lens?_", ("lengths",)),
@@ -88,7 +88,9 @@ class Argument:
 
 
 def arguments_for(names: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[Argument, ...]]:
-    """Yield likely values of required arguments of `forward`. None, if a name is not known.
+    """Yield combinations of likely values for the required arguments of `forward`.
+
+    Yield nothing if there are no names, or if a name is unknown.
 
     Args:
         names: their names.

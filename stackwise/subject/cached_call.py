@@ -391,7 +391,8 @@ def _flags(named: _Parameters, variadic: bool) -> list[tuple[str, ...]]:
 def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
     """Return names or indices of the parts of an output that may be a cache.
 
-    They hold tensors and are not the logits, or they have the name of a cache, which a bug may leave empty.
+    A part may be a cache if it contains tensors and is not the logits. A part with the name of a cache also
+    counts if it contains none, because a bug may leave the cache empty.
     """
     if output is None or isinstance(output, Tensor):
         return []

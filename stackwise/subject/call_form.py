@@ -39,7 +39,7 @@ class CallForm:
     Attributes:
         keyword: the inputs' name; None: they are the first argument.
         in_batch: the model takes one dict.
-        extras: further arguments. nanoGPT returns all logits only with `targets`, for example.
+        extras: further arguments. For example, nanoGPT returns all logits only if `targets` are passed.
         element: index of the logits in a tuple.
     """
 

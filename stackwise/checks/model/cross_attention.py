@@ -34,7 +34,7 @@ def encoder_padding(subject: Subject) -> CheckResult:
     if isinstance(output, str):
         return subject.not_applicable(output)
     alone = output(exam, 0, False)
-    cases = {"a mask of ones": 0, f"{_PADDING} padded positions": _PADDING}
+    cases = {"a mask of ones": 0, f"{_PADDING} masked positions of padding": _PADDING}
     gaps = {case: relative_difference(alone, output(exam, n, True)) for case, n in cases.items()}
     for case, gap in gaps.items():
         if not float(gap.max()) <= exam.limit:
@@ -42,7 +42,7 @@ def encoder_padding(subject: Subject) -> CheckResult:
                 float(gap.max()),
                 exam.limit,
                 where=case,
-                meaning=f"The output changes if the input of the encoder has {case}.",
+                meaning=f"The output changes if {case} is passed to the encoder, or with its states.",
                 advice="Look for a mask that is not passed on to the encoder or to cross-attention, that is "
                 "replaced by the decoder's mask, or whose True and False are swapped.",
             )

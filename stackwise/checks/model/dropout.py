@@ -20,9 +20,9 @@ from stackwise.checks.subject import Subject
 from stackwise.support.random_state import seeded
 
 _N_DRAWS, _N_ROWS = 1000, 16
-# Calls of the model, and draws of a module, in which rows are compared.
+# Number of calls of the model, and of draws of a module, for the comparison of rows.
 _N_CALLS, _N_COMPARED = 8, 32
-# Largest relative error of a mean that is no mistake, and number of its standard errors.
+# A mean is wrong if its relative error is above the first number, and above so many standard errors.
 _ERROR, _STANDARD_ERRORS = 0.02, 5.0
 
 
@@ -46,10 +46,10 @@ class _Draws:
 @check
 @torch.no_grad()
 def dropout_mean(subject: Subject) -> CheckResult:
-    """Is the mean output of each random module in train mode its output in eval mode?"""
+    """Does the mean output of each random module in train mode equal its output in eval mode?"""
     found = _random_modules(subject)
     if not found:
-        return subject.not_applicable("needs a module of its own, without other modules, that drops values")
+        return subject.not_applicable("needs a random module that is not of torch and has no submodules")
     worst, where, largest = 0.0, "", _ERROR
     for each in found:
         with seeded(subject.seed, subject.device):
@@ -100,7 +100,8 @@ def dropout_rows(subject: Subject) -> CheckResult:
         where=shared[0] if shared else "",
         meaning=f"{_N_ROWS} equal rows have equal outputs in each call in train mode"
         + (", and the draws differ between positions." if shared else "."),
-        advice="Draw one number for each row: a mask (B, 1, ..., 1). Look for inputs with positions first.",
+        advice="Draw random numbers for each row: stochastic depth has a mask (B, 1, ..., 1). Look for "
+        "inputs (T, B, C) where the code expects (B, T, C).",
     )
 
 

@@ -51,8 +51,8 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.passed(
             0.0,
             0.0,
-            meaning="Some parameters have a gradient only if encoder_hidden_states are passed, or in the "
-            "model's own loss.",
+            meaning="Some parameters get a gradient only from the model's own loss, or only if "
+            "encoder_hidden_states are passed.",
         )
     influence = _influence(subject, missing, of_loss=False)
     result = "output"
@@ -70,7 +70,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
             "smoothly.",
             advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor created from values, and a "
             "custom backward that returns None. A reentrant checkpoint gives no gradient if none of its "
-            "inputs needs one.",
+            "inputs has requires_grad=True.",
         )
     dead = [n for n in missing if influence[n] == "none" and n in connected and _is_layer_weight(model, n)]
     if dead:
@@ -207,7 +207,9 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
     elif found.truncates and not is_lost:
         correct_if = "the model truncates its recurrence on purpose: it runs layers without gradients"
     elif name == "loss" and not is_lost and _has_auxiliary_head(subject):
-        correct_if = "the loss of the auxiliary head stops its gradient before the other layers on purpose"
+        correct_if = (
+            "the auxiliary head detaches its input on purpose, so that it does not train other layers"
+        )
     return subject.failed_unless(
         correct_if, found.value, found.limit, where=where, meaning=meaning, advice=advice
     )
@@ -377,7 +379,7 @@ def _influence(subject: Subject, names: list[str], *, of_loss: bool) -> dict[str
 
 
 def _result(subject: Subject, model: nn.Module, *, of_loss: bool) -> Tensor:
-    """Return the output, or the own loss and a constant, so that the loss varies like an output."""
+    """Return the output, or the own loss beside a 0: differences are relative to the variation of a result."""
     with Widened():
         if not of_loss:
             return subject.logits(model, subject.inputs(4))

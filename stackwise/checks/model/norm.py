@@ -21,9 +21,9 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
 _N_VECTORS = 64
-# Largest power of the size of the input that is rounding and eps.
+# The output grows like the size of the input to a power. Rounding and eps alone give a smaller power.
 _GROWTH = 0.1
-# Largest usual factor of the RMS of a new norm. That of healthy models is 1.
+# The RMS of the output of a new norm may be between 1 / 1.5 and 1.5. Healthy models have 1.
 _FACTOR = 1.5
 
 
@@ -64,7 +64,8 @@ def norm_gains(subject: Subject) -> CheckResult:
             where=worst.name,
             meaning=f"The output of a new norm has RMS {worst.size:.3g}; 1 is usual.",
             correct_if=correct_if,
-            advice="Look for gains that do not start at 1: (1 + gain) or gain, eps and scale.",
+            advice="Check the initial gain: 1 for gain * x, and 0 for (1 + gain) * x. Also check eps and any "
+            "other factor.",
         )
     return subject.passed(
         worst.distance,
@@ -84,15 +85,13 @@ def norm_scale(subject: Subject) -> CheckResult:
         return subject.passed(abs(worst.growth), _GROWTH, meaning=f"{len(norms)} norms")
     grows_slower = -_GROWTH < worst.growth < 1 + _GROWTH
     return subject.failed_unless(
-        "the module scales or saturates on purpose, and has only the name of a norm"
-        if grows_slower
-        else None,
+        "the module is no normalisation, although the name of its class says so" if grows_slower else None,
         worst.growth,
         _GROWTH,
         where=worst.name,
-        meaning=f"The output of a norm grows like the power {worst.growth:.2g} of the size of its input; a "
-        "norm has the power 0.",
-        advice="Look for a missing square root, and for a division by rsqrt in place of a product.",
+        meaning=f"The output of a norm grows like the size of its input to the power {worst.growth:.2g}. The "
+        "output of a correct norm does not depend on it.",
+        advice="Look for a missing square root, and for x / rsqrt(...) where x * rsqrt(...) is correct.",
     )
 
 

@@ -113,8 +113,8 @@ def position_effect(subject: Subject) -> CheckResult:
     if knows_order is False:
         return subject.failed(
             0.0,
-            meaning="Exchanging two inputs of a layer does not change its other outputs, in any layer, "
-            "although the model has rotary positions.",
+            meaning="The model has rotary positions, but no layer uses the order of its inputs: if two earlier "
+            "inputs are exchanged, the last output of each layer stays the same.",
             advice="Look for a rotation whose result is not used, and for one along another dimension than "
             "the positions, such as the heads.",
         )
@@ -192,7 +192,7 @@ def _layer_knows_order(
     replaced[:, length - 2] = x[:, length - 3]
     try:
         plain, again, exchanged, changed = (output(each) for each in (x, x, x[:, order], replaced))
-    except Exception as error:  # any other exception means: the layer cannot be called alone
+    except Exception as error:  # such as a layer that cannot be called alone
         reraise_if_out_of_memory(error)
         return None
     limit = _rounding(exam)
@@ -454,7 +454,7 @@ def _rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _mixes_frequencies(model: nn.Module) -> bool:
-    """Return True for matrices of weights in a rotary module: its output is no rotation then."""
+    """Return True if a rotary module has a weight matrix. Then its output is not a pure rotation."""
     return any(p.ndim > 1 for module in _rotary_modules(model) for p in module.parameters())
 
 

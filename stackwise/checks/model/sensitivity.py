@@ -145,8 +145,8 @@ def mask_effect(subject: Subject) -> CheckResult:
             if not torch.equal(plain[:, later], output[:, later]):
                 return subject.passed()
     for_compatibility = (
-        "a causal model has padding on the right only, or the argument exists for compatibility; then "
-        "declare masked=None"
+        "the model is causal and padding is always on the right, or the argument exists for compatibility "
+        "only; in both cases, declare masked=None"
     )
     return subject.failed_unless(
         None if can_generate(exam.base) else for_compatibility,  # generate() pads on the left

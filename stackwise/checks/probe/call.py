@@ -134,7 +134,7 @@ def leaves_state(subject: Subject, inputs: Tensor) -> bool:
 
 
 def reads_padding_by_a_state(subject: Subject, most: int) -> bool:
-    """Return True for a recurrent state, if padding is only assumed to be allowed.
+    """Return True if the model has a recurrent state, and `padding_sides` is a guess.
 
     `most` is the length of the longest row to try.
     """

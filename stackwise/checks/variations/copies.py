@@ -56,8 +56,8 @@ class Copies(Variation):
             return other
         if value == "save_pretrained":
             return _saved_and_loaded(model)
-        # Built with another seed, so that a weight that is not saved differs. It is in train mode, as every
-        # new model: eval() may merge weights, which the state_dict of a model in eval mode contains already.
+        # Built with another seed, so that a weight that is not saved differs. A new model is in train mode
+        # when weights are loaded. Some models merge weights in eval(): those of the state_dict are merged.
         other = exam.other_model().train()
         other.load_state_dict(copy.deepcopy(model.state_dict()))
         return other.eval()

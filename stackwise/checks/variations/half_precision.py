@@ -27,7 +27,11 @@ class HalfPrecision(Variation):
 
     def missing(self, exam: Examination) -> str:
         """Require a model that runs in a half precision."""
-        return "" if _names(exam) else "needs a model whose output in bfloat16 or float16 is finite"
+        return (
+            ""
+            if _names(exam)
+            else "needs a model with a finite output in bfloat16, in float16 or under autocast"
+        )
 
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a precision."""

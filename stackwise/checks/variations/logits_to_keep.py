@@ -65,7 +65,8 @@ class LogitsToKeep(Variation):
     def restore(self, output: Tensor, call: Call, value: int) -> Tensor:
         """Put zeros in place of the outputs that are missing.
 
-        If there are more outputs than asked for, the first ones are taken, which differ.
+        If the model returns more outputs than requested, keep the first ones. They belong to other positions,
+        so that the comparison fails.
         """
         width = call.inputs.shape[1]
         output = output[:, : min(value, width)]

@@ -26,8 +26,8 @@ class PaddedPrompt(Variation):
     explained_by = frozenset({"later_tokens", "hidden_tokens", "padded_rows", "cache_parts", "turns"})
     excludes = frozenset({"padded_rows", "documents", "labels", "train_mode", "recomputation"})
     advice = (
-        "Look for a state or convolution that reads the padding at the end of a prompt, and for positions "
-        "and masks of the next tokens that count it."
+        "Look for a recurrent state or a convolution that includes the padding after the prompt. Check that "
+        "positions and masks of the next tokens do not count the padding."
     )
 
     def missing(self, exam: Examination) -> str:
@@ -95,7 +95,7 @@ def _is_recurrent(exam: Examination) -> bool:
 
 
 def _allowed_inside(exam: Examination) -> bool:
-    """Return True if padding inside a row does not change its output, so that the mask gives positions."""
+    """Return True if padding inside a row does not change its output: the mask determines positions."""
     width, n_hidden = exam.longest, min(3, exam.longest - exam.lengths[0])
     if n_hidden < 1:
         return False

@@ -60,7 +60,7 @@ class Padding(Variation):
         """Add padding, after shortening the rows so that it fits."""
         left = value["side"] == "left"
         if question.parts and not left:
-            raise Refused("padded_prompt asks for padding on the right before further tokens")
+            raise Refused("padded_prompt tests padding on the right before further tokens")
         later = sum(each.length for each in question.rows[0] if each.kind == "later")
         amount = min(value["amount"], exam.longest - exam.lengths[0] - later)
         if amount < 1:

@@ -105,7 +105,7 @@ class _Calls:
     Attributes:
         per_row: calls with sequences that gave one output per row.
         one_length: calls with vectors (B, T, C) that work with one T only.
-        other_lengths: calls with vectors whose output has another number of positions, as of speech encoders.
+        other_lengths: calls with vectors (B, T, C) whose output has fewer positions, as in speech encoders.
     """
 
     def __init__(self, model: nn.Module, known: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ __all__ = ["Argument", "arguments_for"]
 
 Kind = Literal["inputs", "mask", "bool mask", "lengths", "step", "time", "positions", "context"]
 
-# Pattern of the name of an argument, and the kinds to try. Arguments that match no pattern, such as the target
-# of an encoder-decoder, get no value.
+# Pattern of the name of an argument, and the kinds to try. Arguments that match no pattern, such as the
+# target of an encoder-decoder, get no value.
 _BY_NAME: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("mask", ("mask", "bool mask")),
     (r"len(gth)?s?$|_lens?_", ("lengths",)),

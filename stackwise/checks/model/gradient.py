@@ -379,7 +379,7 @@ def _influence(subject: Subject, names: list[str], *, of_loss: bool) -> dict[str
 
 
 def _result(subject: Subject, model: nn.Module, *, of_loss: bool) -> Tensor:
-    """Return the output, or the own loss beside a 0: differences are relative to the variation of a result."""
+    """Return the output, or the own loss beside a 0, because differences are relative to the variation."""
     with Widened():
         if not of_loss:
             return subject.logits(model, subject.inputs(4))

@@ -113,8 +113,8 @@ def position_effect(subject: Subject) -> CheckResult:
     if knows_order is False:
         return subject.failed(
             0.0,
-            meaning="The model has rotary positions, but no layer uses the order of its inputs: if two earlier "
-            "inputs are exchanged, the last output of each layer stays the same.",
+            meaning="The model has rotary positions, but no layer uses the order of its inputs: if two "
+            "earlier inputs are exchanged, the last output of each layer stays the same.",
             advice="Look for a rotation whose result is not used, and for one along another dimension than "
             "the positions, such as the heads.",
         )

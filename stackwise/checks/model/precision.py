@@ -30,8 +30,8 @@ _TABLE, _PARAMETER, _ACTIVATION = 2.0, 4.0, 16.0
 _HARMLESS = 6.0
 # In eps of float32. Rounding to float16, the finest narrow format, is 1,700. Healthy models: at most 15.
 _NARROW = 1024.0
-# Limits of the median difference of outputs, relative to their variation. Each limit is at least ten times the
-# largest value of 60 healthy models: 1e-6 (own dtype), 0.028 (bfloat16) and 0.004 (float16).
+# Limits of the median difference of outputs, relative to their variation. Each limit is at least ten times
+# the largest value of 60 healthy models: 1e-6 (own dtype), 0.028 (bfloat16) and 0.004 (float16).
 _OUTPUT_LIMITS: Mapping[Precision, float] = {
     "own": 1e-3,
     torch.bfloat16: 0.3,
@@ -118,8 +118,8 @@ def dtype_outputs(subject: Subject) -> CheckResult:
         gaps[worst],
         1.0,
         where=worst,
-        meaning=f"The median difference between the outputs in {worst} and in {reference} is {gaps[worst]:.3g} "
-        "times the limit. Rounding alone does not explain it.",
+        meaning=f"The median difference between the outputs in {worst} and in {reference} is "
+        f"{gaps[worst]:.3g} times the limit. Rounding alone does not explain it.",
         advice="Look for branches on the dtype, for constants that one dtype cannot represent, and for "
         "x.to(dtype) before an operation in place, which changes x itself if the dtype is the same.",
     )

@@ -206,7 +206,7 @@ class TestFactoryThatCannotBeDriven:
     @pytest.fixture(autouse=True)
     def _shapeless(self, folder):
         with (folder / "models.py").open("a") as file:
-            file.write("\nclass Shapeless(Plain):\n    def forward(self, ids, mask): return ids\n")
+            file.write("\nclass Shapeless(Plain):\n    def forward(self, ids, other): return ids\n")
 
     def test_is_one_failure_and_the_rest_are_skipped(self, folder, run, factory, text):
         result = run(f"--stackwise-model=models:{factory}", "-rs", "--junitxml=out.xml")

@@ -16,15 +16,27 @@ from torch import Tensor, nn
 
 from stackwise.subject.output import cast
 
-__all__ = ["Argument", "arguments_for"]
+__all__ = ["LENGTHS", "MASKS", "Argument", "arguments_for"]
 
-Kind = Literal["inputs", "mask", "bool mask", "lengths", "step", "time", "positions", "context"]
+Kind = Literal["inputs", "mask", "bool mask", "padding", "lengths", "step", "time", "positions", "context"]
+
+# Names of padding masks, and whether True means a real token. If a name is ambiguous, both are tried.
+MASKS: dict[str, tuple[bool, ...]] = {
+    "attention_mask": (True,),
+    "src_key_padding_mask": (False,),
+    "key_padding_mask": (False, True),
+    "padding_mask": (False, True),
+    "mask": (True, False),
+}
+# Names of the lengths of the rows of the inputs.
+LENGTHS = re.compile(r"^(?!.*(label|target|prompt|max|cu_|out)).*(lengths|lens)$")
 
 # Pattern of the name of an argument, and the kinds to try. Arguments that match no pattern, such as the
 # target of an encoder-decoder, get no value.
 _BY_NAME: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    ("mask", ("mask", "bool mask")),
-    (r"len(gth)?s?$|_lens?_", ("lengths",)),
+    ("pad", ("padding", "bool mask", "mask")),
+    ("mask", ("mask", "bool mask", "padding")),
+    (LENGTHS.pattern, ("lengths",)),
     ("pos(ition)?(_id)?s?$", ("positions",)),
     ("^t$|time|step|sigma|noise_level", ("step", "time")),
     ("encoder|context|cond|text|memory|prompt", ("context",)),
@@ -40,9 +52,9 @@ class Argument:
 
     Attributes:
         name: name of the parameter of `forward`.
-        kind: "inputs": the inputs, (B, T, ...). "mask" or "bool mask": ones (B, T). "lengths": T for each row
-            (B,). "step": 3 for each row (B,), int64. "time": 0.3 for each row (B,). "positions": 0, 1, 2, ...
-            (B, T). "context": 7 random vectors (B, 7, C), the same for each row.
+        kind: "inputs": the inputs, (B, T, ...). "mask" or "bool mask": ones (B, T). "padding": False (B, T).
+            "lengths": T for each row (B,). "step": 3 for each row (B,), int64. "time": 0.3 for each row (B,).
+            "positions": 0, 1, 2, ... (B, T). "context": 7 random vectors (B, 7, C), the same for each row.
         width: C of a context.
     """
 
@@ -58,6 +70,8 @@ class Argument:
             case "mask" | "bool mask":
                 dtype = torch.long if self.kind == "mask" else torch.bool
                 return torch.ones(columns, dtype=dtype, device=device)
+            case "padding":
+                return torch.zeros(columns, dtype=torch.bool, device=device)
             case "lengths":
                 return torch.full((n_rows,), columns[-1], device=device)
             case "step":
@@ -78,6 +92,7 @@ class Argument:
             "inputs": "=inputs",
             "mask": "= of ones",
             "bool mask": "= of ones",
+            "padding": "= of zeros",
             "lengths": "= the lengths of the rows",
             "step": f"={_STEP}",
             "time": f"={_TIME}",

@@ -410,10 +410,15 @@ def _cache_parts(output: Any, trial: _Trial) -> list[str | int]:
         if value is not logits
         and (
             any(True for _ in cache_tensors(value))
-            or (isinstance(name, str) and names_cache(name) and value is not None)
+            or (isinstance(name, str) and names_cache(name) and _may_hold_tensors(value))
         )
     ]
     return sorted(found, key=lambda name: not (isinstance(name, str) and names_cache(name)))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Return True for the object of a cache. None, () and plain values mean that there is none."""
+    return value is not None and not isinstance(value, tuple | list | bool | int | float | str)
 
 
 def _attributes(output: Any) -> Iterable[str]:

@@ -15,25 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.output import logits_of, part_of
 from stackwise.support.random_state import seeded
 
-__all__ = ["capabilities", "masked_with_positions", "padding_id", "padding_of_rows"]
+__all__ = ["capabilities", "padding_id", "padding_of_rows"]
 
 # Keys of a batch other than the inputs.
 _IN_BATCHES = ("attention_mask", "labels")
 _LABEL_NAME = re.compile(r"label|target|gold|answer|truth|(^|_)ys?(_|$)")
-
-# Names of padding masks, and whether True means a real token. If a name is ambiguous, both are tried.
-_MASKS: dict[str, tuple[bool, ...]] = {
-    "attention_mask": (True,),
-    "src_key_padding_mask": (False,),
-    "key_padding_mask": (False, True),
-    "padding_mask": (False, True),
-    "mask": (True, False),
-}
 
 # Names of the claim that the head is the embedding.
 _TIED = ("tie_embeddings", "tie_word_embeddings", "tie_weights", "use_weight_tying", "weight_tying")
@@ -150,6 +142,9 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
         usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
     if form.in_batch:  # unread keys of a dict leave no trace
         usable = [way for way in usable if _hides(way[0], model, inputs)]
+    # An optional argument may have the lengths of another sequence.
+    known = (None, *(each.name for each in form.extras))
+    usable = [way for way in usable if _lengths_name(way[0]) in known or _shortens(way[0], model, inputs)]
     if not usable:
         return {}
     # Of two masks that work, use the one that hides the masked token, otherwise the first.
@@ -163,7 +158,7 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
 def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
     """Yield functions that pass a padding mask, each with the sides on which padding is allowed."""
     named = _further_arguments(model, form)
-    for name, polarities in _MASKS.items():
+    for name, polarities in MASKS.items():
         if name not in named:
             continue
         if name == "attention_mask" and "position_ids" in named and not form.element:
@@ -172,14 +167,32 @@ def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., 
         for polarity in polarities:
             yield _masking(name, polarity, form), ("right",)
 
-    for name in named:
-        if re.search("lengths$|lens$", name):
-            yield partial(_by_lengths, form=form, name=name), ("right",)
+    for name in filter(LENGTHS.match, named):
+        yield partial(_by_lengths, form=form, name=name), ("right",)
 
 
 def _by_lengths(model: nn.Module, inputs: Tensor, keep: Tensor, *, form: CallForm, name: str) -> Any:
     """Call a model with the length of each row, which has padding on the right."""
     return form(model, inputs, **{name: keep.sum(dim=1)})
+
+
+def _lengths_name(masked: Callable[..., Any]) -> str | None:
+    """Return the name of the argument with lengths, or None for another mask."""
+    return masked.keywords["name"] if isinstance(masked, partial) else None
+
+
+def _shortens(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
+    """Return True if inputs change the outputs before them, unless they are after the length of the row."""
+    half = inputs.shape[1] // 2
+    keep = (torch.arange(inputs.shape[1], device=inputs.device) < half).expand(inputs.shape[:2])
+    changed = torch.cat((inputs[:, :half], inputs[:, half:].flip(0)), dim=1)
+    gaps = []
+    for mask in (keep, torch.ones_like(keep)):
+        one, two = (logits_of(masked(model, x, mask)) for x in (inputs, changed))
+        if one.shape[:2] == inputs.shape[:2]:
+            one, two = one[:, :half], two[:, :half]
+        gaps.append(float((one - two).abs().max() / one.abs().max()))
+    return gaps[0] <= 1e-4 < gaps[1]
 
 
 def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any]:

@@ -346,6 +346,16 @@ class EmptyCache(nn.Module):
         return types.SimpleNamespace(logits=logits, past_key_values=types.SimpleNamespace(layers=[]))
 
 
+@pytest.mark.parametrize("cache", [None, (), False])
+def test_placeholder_of_a_cache_is_no_cache(cache):
+    class Compatible(EmptyCache):
+        def forward(self, input_ids, past_key_values=None, use_cache=False):
+            return types.SimpleNamespace(logits=super().forward(input_ids).logits, past_key_values=cache)
+
+    ids = torch.arange(16).view(2, 8)
+    assert find_cached_call(Compatible().eval(), ids, CallForm()).call is None
+
+
 def test_empty_cache_with_the_name_of_one_is_returned_so_that_checks_report_it():
     ids = torch.arange(16).view(2, 8)
     found = find_cached_call(EmptyCache().eval(), ids, CallForm())

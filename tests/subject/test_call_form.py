@@ -267,3 +267,48 @@ def test_arguments_with_unknown_names_are_not_guessed():
     assert not list(arguments_for(["tgt"], [16]))
     assert not list(arguments_for(["timestep", "tgt"], [16]))
     assert len(list(arguments_for(["timestep", "encoder_hidden_states"], [16, 32]))) == 4
+
+
+class Padded(Core):
+    """Needs a mask that is True at padding."""
+
+    def forward(self, input_ids, src_key_padding_mask):
+        keep = ~src_key_padding_mask
+        return self.head(self.hidden(input_ids, keep)).masked_fill(~keep.any(dim=1)[:, None, None], torch.nan)
+
+
+def test_required_mask_that_hides_padding_hides_nothing():
+    spec = ModelSpec.of(Padded)
+    assert spec.forward.function == CallForm(extras=(Argument("src_key_padding_mask", "padding"),))
+    assert not [
+        str(result) for result in check_model(spec, checks=["finiteness", "padding"]) if not result.ok
+    ]
+
+
+class OtherLengths(Core):
+    """Takes lengths of other sequences, which do not hide inputs."""
+
+    def forward(self, input_ids, label_lengths=None, row_lengths=None):
+        return self.head(self.hidden(input_ids))
+
+
+def test_lengths_of_other_sequences_are_no_padding_mask():
+    assert ModelSpec.of(OtherLengths).masked is None
+
+
+class Subsampled(nn.Module):
+    """Speech encoder with a quarter of the positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(20, 7, 4, stride=4, padding=1)
+
+    def forward(self, frames, lengths):
+        return self.convolution(frames.transpose(1, 2)).transpose(1, 2)
+
+
+def test_output_with_fewer_positions_is_an_output_per_row_of_any_length():
+    spec = ModelSpec.of(Subsampled)
+    assert (spec.inputs, spec.width, spec.per_position, spec.max_length) == ("vectors", 20, False, None)
+    assert spec.masked is None
+    assert not [str(result) for result in check_model(spec, checks=["equivalence"]) if not result.ok]

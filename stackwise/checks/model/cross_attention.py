@@ -30,9 +30,13 @@ def encoder_padding(subject: Subject) -> CheckResult:
     exam = Examination.of(subject)
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    output = _with_source if isinstance(exam.base, Decoder) else _with_states(exam)
+    output = _output_of(exam)
     if isinstance(output, str):
         return subject.not_applicable(output)
+    if not output(exam, _PADDING, True).isfinite().all():  # a mask of float64 may overflow in float32
+        exam = exam.in_dtype("own")
+        output = _output_of(exam)
+        assert not isinstance(output, str)
     alone = output(exam, 0, False)
     cases = {"a mask of ones": 0, f"{_PADDING} masked positions of padding": _PADDING}
     gaps = {case: relative_difference(alone, output(exam, n, True)) for case, n in cases.items()}
@@ -47,6 +51,10 @@ def encoder_padding(subject: Subject) -> CheckResult:
                 "replaced by the decoder's mask, or whose True and False are swapped.",
             )
     return subject.passed(max(float(gap.max()) for gap in gaps.values()), exam.limit)
+
+
+def _output_of(exam: Examination) -> _Output | str:
+    return _with_source if isinstance(exam.base, Decoder) else _with_states(exam)
 
 
 def _with_states(exam: Examination) -> _Output | str:

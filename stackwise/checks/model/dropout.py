@@ -53,8 +53,8 @@ def dropout_mean(subject: Subject) -> CheckResult:
     worst, where, largest = 0.0, "", _ERROR
     for each in found:
         with seeded(subject.seed, subject.device):
-            scales = torch.stack([(each.draw() * each.mean).sum() for _ in range(_N_DRAWS)]).double()
-        scales = scales / each.mean.double().square().sum()
+            mean = each.mean.double()
+            scales = torch.stack([(each.draw() * mean).sum() for _ in range(_N_DRAWS)]) / mean.square().sum()
         error = abs(float(scales.mean()) - 1)
         limit = max(_ERROR, _STANDARD_ERRORS * float(scales.std()) / math.sqrt(_N_DRAWS))
         if error / limit >= worst / largest:
@@ -106,13 +106,17 @@ def dropout_rows(subject: Subject) -> CheckResult:
 
 
 def _is_drawn_for_positions(subject: Subject, module: _Draws) -> bool:
-    """Return True if draws differ along another dimension than that of the rows, and never along this one."""
-    if module.rows is None:
+    """Return True if draws differ along other dimensions than that of the rows, and never along this one.
+
+    If the rows come first, a module shares its draws on purpose, as a DropBlock of the batch does.
+    """
+    if not module.rows:
         return False
     differs_by_row, differs_otherwise = False, False
     with seeded(subject.seed, subject.device):
         for _ in range(_N_COMPARED):
-            kept = (module.draw() != 0) | (module.mean == 0)
+            # Where a row has the value 0, it is not known if it was dropped.
+            kept = (module.draw() != 0) | (module.mean == 0).any(dim=module.rows, keepdim=True)
             one = kept.select(module.rows, 0).unsqueeze(module.rows)
             differs_by_row = differs_by_row or not torch.equal(one.expand_as(kept), kept)
             differs_otherwise = differs_otherwise or bool(one.any() and not one.all())
@@ -133,8 +137,11 @@ def _random_modules(subject: Subject) -> list[_Draws]:
             output: Tensor = module(*(each.clone() if isinstance(each, Tensor) else each for each in args))
             return output
 
+        buffers = [buffer.clone() for buffer in module.buffers()]
         with seeded(subject.seed, subject.device):
             first, *others = (draw() for _ in range(_N_CALLS))
+        if not all(map(torch.equal, buffers, module.buffers())):
+            continue  # a state, such as a running mean
         module.eval()
         mean = draw()
         is_random = any(not torch.equal(first, each) for each in others) and torch.equal(mean, draw())

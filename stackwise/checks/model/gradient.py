@@ -206,7 +206,7 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
         correct_if = "the model chooses its own gradient for the step functions that it uses"
     elif found.truncates and not is_lost:
         correct_if = "the model truncates its recurrence on purpose: it runs layers without gradients"
-    elif name == "loss" and not is_lost and _has_auxiliary_head(subject):
+    elif name == "loss" and not is_lost and _has_auxiliary_head(subject) and _output_is_exact(subject):
         correct_if = (
             "the auxiliary head detaches its input on purpose, so that it does not train other layers"
         )
@@ -309,6 +309,13 @@ def _has_auxiliary_head(subject: Subject) -> bool:
     with torch.enable_grad(), subject.fixed_randomness():
         subject.spec.logits(model, subject.inputs(4)).sum().backward()  # type: ignore[no-untyped-call]
     return bool(_trained_by_own_loss(subject) - gradients_in(model).keys())
+
+
+def _output_is_exact(subject: Subject) -> bool:
+    """Return True if the gradient of the output equals its derivative."""
+    model = subject.model(train=True, dtype=torch.float64, fill_zeros=True)
+    found = compared(subject, model, lambda m: subject.spec.logits(m, subject.inputs(2)))
+    return found.has_gradient and found.is_smooth and found.value <= found.limit
 
 
 def _own_loss(subject: Subject, model: nn.Module) -> Tensor | None:

@@ -70,7 +70,7 @@ def causality_modes(subject: Subject) -> CheckResult:
 
 def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
     """Return the output (T, V). Eval mode draws the same random numbers in each call; dropout is off."""
-    with WithoutDropout() if train else nullcontext():
+    with WithoutDropout() if train else nullcontext(), exam.precision():
         return exam.subject.logits(exam.model().train(train), sequence[None])[0]
 
 

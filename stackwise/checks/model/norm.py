@@ -80,12 +80,11 @@ def norm_scale(subject: Subject) -> CheckResult:
     norms = [norm for norm in _norms(subject) if norm.is_named]
     if not norms:
         return subject.not_applicable("needs a module with norm in the name of its class")
-    worst = max(norms, key=lambda norm: 0.0 if norm.is_invariant else abs(norm.growth))
+    worst = max(norms, key=lambda norm: (norm.is_wrong, 0.0 if norm.is_invariant else abs(norm.growth)))
     if worst.is_invariant:
         return subject.passed(abs(worst.growth), _GROWTH, meaning=f"{len(norms)} norms")
-    grows_slower = -_GROWTH < worst.growth < 1 + _GROWTH
     return subject.failed_unless(
-        "the module is no normalisation, although the name of its class says so" if grows_slower else None,
+        None if worst.is_wrong else "the module is no normalisation, although the name of its class says so",
         worst.growth,
         _GROWTH,
         where=worst.name,
@@ -116,6 +115,11 @@ class _Norm:
     growth: float
     is_invariant: bool
     is_named: bool
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return True if no function that scales or saturates grows like this."""
+        return not self.is_invariant and not -_GROWTH < self.growth < 1 + _GROWTH
 
     @property
     def distance(self) -> float:
@@ -157,8 +161,9 @@ def _norms(subject: Subject) -> list[_Norm]:
 
 def _is_named(module: nn.Module) -> bool:
     name = type(module).__name__
-    of_batches = isinstance(module, nn.modules.batchnorm._NormBase) or re.search("BatchNorm|NoNorm", name)
-    return bool(re.search("Norm(?![a-z])|_norm", name)) and not of_batches
+    of_batches = isinstance(module, nn.modules.batchnorm._NormBase) or "BatchNorm" in name
+    is_other = of_batches or re.search("NoNorm|LocalResponse", name)
+    return bool(re.search("Norm(?![a-z])|_norm", name)) and not is_other
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Shapes: T positions, V outputs, N rows of a table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, coarsest_rounding, relative_difference
-from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -109,7 +108,7 @@ def position_effect(subject: Subject) -> CheckResult:
     """Do position_ids, tables of cos and sin, and rotary modules have an effect on the output?"""
     exam = Examination.of(subject)
     is_rotary = _claims_rotary(exam.base)
-    knows_order = _layers_know_order(exam) if is_rotary else None
+    knows_order = _layers_know_order(exam) if _calls_rotary_module(exam) else None
     if knows_order is False:
         return subject.failed(
             0.0,
@@ -145,15 +144,28 @@ def position_effect(subject: Subject) -> CheckResult:
 
 
 def _layers_know_order(exam: Examination) -> bool | None:
-    """Return True if an exchange of two inputs of a repeated layer changes its last output.
+    """Return True if an exchange of two inputs of a layer changes its last output.
 
     None: no layer can be asked.
     """
     if not exam.is_repeatable or exam.lengths[-1] < 4:
         return None
     model = exam.model()
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
+    calls = _calls(exam, model, names)
+    known = {layer: _layer_knows_order(exam, layer, args, named) for layer, args, named in calls}
+    if True in known.values():
+        return True
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    of_layers = [known.get(model.get_submodule(name)) for name in outermost]
+    return None if None in of_layers or not of_layers else False
+
+
+def _calls(
+    exam: Examination, model: nn.Module, names: Iterable[str]
+) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """Return the calls of modules in a plain call of the model: the module and its arguments."""
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-    names = next(iter(repeated_layers(model)), [])
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
             lambda *call: calls.append(call), with_kwargs=True
@@ -165,8 +177,13 @@ def _layers_know_order(exam: Examination) -> bool | None:
     finally:
         for handle in handles:
             handle.remove()
-    known = [_layer_knows_order(exam, *call) for call in calls]
-    return None if None in known or not known else any(known)
+    return calls
+
+
+def _calls_rotary_module(exam: Examination) -> bool:
+    model = exam.model()
+    rotary = set(_rotary_modules(model))
+    return bool(_calls(exam, model, [name for name, each in model.named_modules() if each in rotary]))
 
 
 @torch.no_grad()
@@ -212,6 +229,8 @@ def rotary_shift(subject: Subject) -> CheckResult:
     found = _placed(exam)
     if isinstance(found, str):
         return subject.not_applicable(found)
+    if not _rotary_modules(exam.base) and _layers_know_order(exam) is False:
+        return subject.not_applicable("needs rotary positions: those of this model are added to its inputs")
     if not (shifts := _shifts(exam, found)):
         return subject.not_applicable("needs rotary positions that have an effect, without a learned table")
     name, limit = max(shifts, key=lambda each: shifts[each]), _shift_limit(exam.base)
@@ -460,8 +479,8 @@ def _mixes_frequencies(model: nn.Module) -> bool:
 
 def _has_rotary_setting(model: nn.Module) -> bool:
     """Return True for a configuration with a setting that is named rotary or rope."""
-    settings = vars(getattr(model, "config", object)).items()
-    return any(bool(value) and re.search("rotary|rope", name) is not None for name, value in settings)
+    settings = vars(getattr(model, "config", object))
+    return any(value and re.search("(^|_)(rotary|rope)(_|$)", name) for name, value in settings.items())
 
 
 def _claims_rotary(model: nn.Module) -> bool | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.examination import HALF_PRECISION, Examination
 from stackwise.checks.engine.question import Precision
 from stackwise.checks.probe.call import dtype_of, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
@@ -105,6 +105,8 @@ def dtype_outputs(subject: Subject) -> CheckResult:
     gaps: dict[str, float] = {}
     for precision, limit in _OUTPUT_LIMITS.items():
         other = exam.in_dtype(precision)
+        if precision == "own" and (narrow := _narrowest(other.base)) in HALF_PRECISION:
+            limit = _OUTPUT_LIMITS[narrow]  # a model of several dtypes
         name = _name(dtype_of(other.base) if precision == "own" else precision)
         if name != _name(dtype_of(exam.base)) and other.is_finite:
             gaps[name] = _typical_gap(exam, other) / limit
@@ -123,6 +125,12 @@ def dtype_outputs(subject: Subject) -> CheckResult:
         advice="Look for branches on the dtype, for constants that one dtype cannot represent, and for "
         "x.to(dtype) before an operation in place, which changes x itself if the dtype is the same.",
     )
+
+
+def _narrowest(model: nn.Module) -> torch.dtype:
+    """Return the floating-point dtype of the parameters that has the largest rounding."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _typical_gap(exam: Examination, other: Examination) -> float:

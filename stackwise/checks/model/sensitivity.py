@@ -15,6 +15,7 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import can_generate
 from stackwise.subject.capability import padding_id
+from stackwise.subject.encoder_decoder import Decoder
 
 # Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
@@ -149,7 +150,8 @@ def mask_effect(subject: Subject) -> CheckResult:
         "only; in both cases, declare masked=None"
     )
     return subject.failed_unless(
-        None if can_generate(exam.base) else for_compatibility,  # generate() pads on the left
+        # generate() pads on the left, but not the tokens of a decoder.
+        None if can_generate(exam.base) and not isinstance(exam.base, Decoder) else for_compatibility,
         0.0,
         0.0,
         meaning="The model takes a padding mask and ignores it.",

@@ -54,8 +54,8 @@ class PaddedPrompt(Variation):
         return "the prompt has padding on the right"
 
     def correct_if(self, exam: Examination, value: int) -> str | None:
-        """Return a condition if padding on the right is only assumed to be allowed."""
-        if "padding_sides" in exam.spec.assumed:
+        """Return a condition for a recurrent model whose padding on the right is only assumed."""
+        if "padding_sides" in exam.spec.assumed and not _allowed_inside(exam):
             return "prompts never have padding on the right; then declare padding_sides without 'right'"
         return None
 

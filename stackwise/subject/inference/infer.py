@@ -71,8 +71,10 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
             notes.append(_labels_note(can["labelled_loss"]))
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
-    elif trial.form is not None and is_sequence(example) and "masked" not in declared:
+    elif trial.form is not None and is_sequence(example) and not trial.shortens and "masked" not in declared:
         inferred |= padding_of_rows(model, example, trial.form)
+        if "padding_sides" in inferred:
+            inferred["assumed"] = ("padding_sides",)
         notes += ["found: masked"] if "masked" in inferred else []
     return inferred | {"notes": "; ".join(notes)}
 

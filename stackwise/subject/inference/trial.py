@@ -41,7 +41,7 @@ _TRIAL_LENGTHS = (16, 8, 4)
 _LONGEST_ERROR = 160
 _MOST_ERRORS = 4
 _MOST_INPUTS = 3
-_SAME_ERRORS = 4
+_SAME_ERRORS = 12  # more than the sizes of images that are tried
 
 
 class InferenceError(ValueError):
@@ -58,6 +58,7 @@ class Trial:
         n_others: number of other items of the tuple that could be the output.
         auxiliary: True if the output has a router loss.
         output_shape: shape of the output.
+        shortens: True if the output has fewer positions than the inputs.
         attributes: attributes of a ModelSpec: inputs, width, and a length or batches that work.
     """
 
@@ -66,6 +67,7 @@ class Trial:
     n_others: int = 0
     auxiliary: bool = False
     output_shape: tuple[int, ...] = ()
+    shortens: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -159,6 +161,8 @@ class _Calls:
                 if "per_position" not in trial.attributes:
                     return trial
                 self.per_row.append(trial)
+            if self.other_lengths:  # with fewer positions, the output may have one position only
+                return None
         return None
 
     def random_batches(self, form: CallForm | None) -> Trial | None:
@@ -235,6 +239,8 @@ class _Calls:
             output = forward(self._model, inputs)
             logits = logits_of(output if form is None else self._element(trial, form, output, inputs))
             trial.output_shape = tuple(logits.shape)
+            if form is not None and any(each.kind != "inputs" for each in form.extras):
+                _require_rows(forward, self._model, inputs, logits)
             if self._is_per_position(logits, inputs):
                 return trial
             if self._is_per_row(logits, inputs, forward):
@@ -248,12 +254,13 @@ class _Calls:
         is_per_position = self._known.get("causal") or self._known.get("per_position")
         if self._is_shortened(logits, inputs) and not is_per_position:
             trial.attributes |= {"per_position": False, "inputs": "vectors", "width": inputs.shape[-1]}
-            trial.attributes["seq_len"] = inputs.shape[1]
+            trial.attributes["seq_len"], trial.shortens = inputs.shape[1], True
             self.other_lengths.append(trial)
         self._returns_loss |= logits.ndim == 0
         if logits.shape == inputs.shape[:2]:
             self._examples += examples_by_output(self._model, self._known, form, inputs, output)
-        self._errors.setdefault(f"output of shape {tuple(logits.shape)}", []).append(_describe(inputs))
+        self._last_error = f"output of shape {tuple(logits.shape)}"
+        self._errors.setdefault(self._last_error, []).append(_describe(inputs))
         return None
 
     def _forward(self, form: CallForm | None) -> Callable[..., Any]:
@@ -321,7 +328,7 @@ class _Calls:
             return False
         if not is_sequence(inputs) or "make_batch" in known or is_declared:
             return True
-        shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, :-1])))
+        shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, : (inputs.shape[1] + 1) // 2])))
         return shorter is None or shorter.shape == logits.shape  # None: a model of one length only
 
     def failure(self) -> str:
@@ -374,6 +381,21 @@ def _place_of_logits(
             if output[place].shape[-1] == size:
                 return place
     return places[0]
+
+
+def _require_rows(forward: Callable[..., Any], model: nn.Module, inputs: Tensor, logits: Tensor) -> None:
+    """Raise if the output of a call with further arguments is not finite, or needs two rows.
+
+    A mask of the wrong kind may hide all positions, or fit the number of heads by chance.
+
+    Raises:
+        ValueError: an output is not finite.
+        Exception: the model does not take another number of rows.
+    """
+    if not logits.isfinite().all():
+        raise ValueError("the output is not finite")
+    for rows in (inputs[:1], torch.cat((inputs, inputs[:1]))):
+        forward(model, rows)
 
 
 def _is_raised_in(error: Exception, function: Any) -> bool:

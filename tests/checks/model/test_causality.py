@@ -228,7 +228,14 @@ LEAKS = {
 }
 
 
+class LeakUnderAutocast(LeakInBfloat16):
+    def visible(self, T):
+        visible = subjects.TinyLM.visible(self, T)
+        return torch.ones_like(visible) if torch.is_autocast_enabled("cpu") else visible
+
+
 LEAKS_OF_A_MODE = {
+    "leak under autocast": (LeakUnderAutocast, "autocast"),
     "leak in bfloat16": (LeakInBfloat16, "bfloat16"),
     "model in bfloat16": (lambda: LeakInBfloat16().bfloat16(), "bfloat16"),
     "random output": (

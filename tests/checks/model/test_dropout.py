@@ -36,8 +36,32 @@ class Paths(nn.Module):
     def forward(self, input_ids):
         x = self.embedding(input_ids)
         for layer in self.layers:
-            x = x + self.drop(layer(x).tanh())
+            x = x + self.drop(layer(x).relu())
         return self.head(x)
+
+
+class PositionsFirst(nn.Module):
+    """Gives (T, B, C) to a module that expects (B, T, C)."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = DropPath()
+
+    def forward(self, x):
+        return self.drop(x.transpose(0, 1)).transpose(0, 1)
+
+
+class RunningMean(nn.Module):
+    """Has a state that train mode updates, and no random draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(dim=(0, 1)), 0.1)
+        return x - self.mean
 
 
 @pytest.mark.parametrize(
@@ -45,16 +69,30 @@ class Paths(nn.Module):
     [
         (DropPath(), "passed", "passed"),
         (DropPath(scales=False), "warned", "passed"),
-        (DropPath(rows=1), "passed", "failed"),
+        (PositionsFirst(), "passed", "failed"),
+        (DropPath(rows=1), "passed", "warned"),
         (DropPath(rows=None), "passed", "warned"),
+        (RunningMean(), "not applicable", "warned"),
         (DropPath(p=0.0), "not applicable", "not applicable"),
         (nn.Dropout(0.3), "not applicable", "passed"),
         (nn.Identity(), "not applicable", "not applicable"),
     ],
-    ids=["sound", "not scaled", "of positions", "of the batch", "never", "of torch", "none"],
+    ids=[
+        *("sound", "not scaled", "positions first", "of positions", "of the batch", "running mean"),
+        *("never", "of torch", "none"),
+    ],
 )
 def test_draws_of_train_mode(subjects, drop, mean, rows):
     spec = ModelSpec.of(lambda: Paths(drop))
     assert subjects.ask(spec, "dropout_mean").status == mean
     result = subjects.ask(spec, "dropout_rows")
-    assert (result.status, result.where) == (rows, "drop" if rows == "failed" else "")
+    assert (result.status, result.where) == (rows, "drop.drop" if rows == "failed" else "")
+
+
+def test_sums_of_half_precision_do_not_overflow(subjects):
+    def build():
+        model = Paths(DropPath()).half()
+        model.embedding.weight.data *= 100
+        return model
+
+    assert subjects.ask(build, "dropout_mean").status == "passed"

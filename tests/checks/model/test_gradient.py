@@ -474,3 +474,28 @@ def test_gradient_of_an_auxiliary_head(subjects, build, flow, loss):
 def test_reentrant_checkpoints_can_be_asked(subjects):
     assert subjects.ask(ModelSpec.of(AuxiliaryHead), "gradient_exact").status == "passed"
     assert subjects.ask(ModelSpec.of(AuxiliaryHead), "depth_gradients").status in ("passed", "warned")
+
+
+class HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class WrongGradientBesideAnAuxiliaryHead(AuxiliaryHead):
+    def forward(self, input_ids, labels=None):
+        output = super().forward(input_ids, labels)
+        logits = HalfGradient.apply(output.logits)
+        if labels is not None:
+            output.loss = output.loss + F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=logits, loss=output.loss)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_auxiliary_head_does_not_excuse_a_wrong_gradient(subjects):
+    spec = ModelSpec.of(WrongGradientBesideAnAuxiliaryHead)
+    assert subjects.ask(spec, "loss_gradient").status == "failed"

@@ -98,6 +98,7 @@ class SaturatingNorm(PowerNorm):
         (PowerNorm(-1), "passed"),
         (PowerNorm(1), "failed"),
         (PowerNorm(-2), "failed"),
+        (nn.Sequential(PowerNorm(-2), SaturatingNorm(0)), "failed"),
         (SaturatingNorm(0), "warned"),
         (PowerNorm(0), "warned"),
         (Saturated(1), "not applicable"),
@@ -107,4 +108,5 @@ class SaturatingNorm(PowerNorm):
 )
 def test_norm_removes_the_size_of_its_input(subjects, norm, status):
     result = subjects.ask(lambda: Gains(lambda norm: None, copy.deepcopy(norm)), "norm_scale")
-    assert (result.status, result.where) == (status, "norm" if status in ("failed", "warned") else "")
+    assert result.status == status
+    assert result.where.startswith("norm") == (status in ("failed", "warned"))

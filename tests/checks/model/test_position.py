@@ -592,3 +592,59 @@ class SinOnTheWrongSide(CountsPositions):
 
 def test_setting_claims_rotary_positions(subjects):
     assert subjects.ask(ModelSpec.of(SinOnTheWrongSide), "rotary_shift").status == "failed"
+
+
+class LayersWithoutPositions(Layered):
+    """A first group of rotary layers, and a larger one of layers without positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 32, 0.0, batch_first=True) for _ in range(3)
+        )
+
+    def run(self, input_ids, positions):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, positions)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.others:
+            x = layer(x, src_mask=mask)
+        return self.head(x)
+
+
+class AddedTables(nn.Module):
+    """Absolute positions: tables of cos and sin are added to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
+        angles = torch.arange(64)[:, None] * 1000.0 ** -(torch.arange(16) / 16)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, input_ids):
+        n = input_ids.shape[1]
+        x = self.embedding(input_ids) + torch.cat((self.cos[:n], self.sin[:n]), dim=-1)
+        mask = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "build, shift", [(LayersWithoutPositions, "passed"), (AddedTables, "not applicable")]
+)
+def test_positions_of_some_layers_or_of_the_inputs_are_no_mistake(subjects, build, shift):
+    assert subjects.ask(ModelSpec.of(build), "position_effect").status == "passed"
+    assert subjects.ask(ModelSpec.of(build), "rotary_shift").status == shift
+
+
+def test_name_of_a_setting_that_contains_rope_by_chance(subjects):
+    class Configured(PaddedSinusoids):
+        config = SimpleNamespace(property_dim=4, dropemb=0.1)
+
+    assert subjects.ask(spec_of(Configured), "rotary_shift").status == "not applicable"

@@ -228,9 +228,9 @@ LEAKS = {
 }
 
 
-class LeakUnderAutocast(LeakInBfloat16):
+class LeakUnderAutocast(subjects.TinyLM):
     def visible(self, T):
-        visible = subjects.TinyLM.visible(self, T)
+        visible = super().visible(T)
         return torch.ones_like(visible) if torch.is_autocast_enabled("cpu") else visible
 
 

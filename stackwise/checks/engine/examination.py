@@ -316,7 +316,7 @@ class Examination:
     def agrees(self, call: Call) -> bool:
         """Return True if a call gives the plain answers. False also if it raises an exception."""
         try:
-            with torch.no_grad(), self.subject.fixed_randomness():
+            with torch.no_grad(), self.subject.fixed_randomness(), self.precision():
                 output = execute(self.spec, self.model(), call)
         except Exception as error:  # any other exception means: the model does not take the call
             reraise_if_out_of_memory(error)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, refusals
+from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.random_state import seeded
@@ -126,11 +127,11 @@ def _is_drawn_for_positions(subject: Subject, module: _Draws) -> bool:
 def _random_modules(subject: Subject) -> list[_Draws]:
     """Return the modules without children, and not of torch, that are random in train mode only."""
     model = subject.model(train=True)
-    calls, more = (_recorded(subject, model, n_rows) for n_rows in (2, 3))
+    calls, more = (_leaf_calls(subject, model, n_rows) for n_rows in (2, 3))
     found = []
-    for name, (args, shape) in calls.items():
-        module = model.get_submodule(name)
-        sizes = zip(shape, more[name][1] if name in more else (), strict=False)
+    for name, call in calls.items():
+        module, args = call.module, call.args
+        sizes = zip(call.output.shape, more[name].output.shape if name in more else (), strict=False)
         rows = next((dim for dim, (one, other) in enumerate(sizes) if one != other), None)
 
         def draw(module: nn.Module = module, args: tuple[Any, ...] = args) -> Tensor:
@@ -151,34 +152,21 @@ def _random_modules(subject: Subject) -> list[_Draws]:
     return found
 
 
-def _recorded(
-    subject: Subject, model: nn.Module, n_rows: int
-) -> dict[str, tuple[tuple[Any, ...], torch.Size]]:
-    """Return the arguments of each module, and the shape of its output, in a call of `n_rows` rows."""
-    calls: dict[str, tuple[tuple[Any, ...], torch.Size]] = {}
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not kwargs and isinstance(output, Tensor) and output.is_floating_point():
-                calls.setdefault(name, (args, output.shape))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(record(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name and not any(True for _ in module.children()) and not _is_of_torch(module)
-    ]
+def _leaf_calls(subject: Subject, model: nn.Module, n_rows: int) -> dict[str, RecordedCall]:
+    """Return the first call of each module without children, in a call of the model with `n_rows` rows."""
+    inputs = subject.inputs(n_rows)
     try:
         with subject.fixed_randomness():
-            subject.spec.logits(model, subject.inputs(n_rows))
+            calls = recorded_calls(model, lambda: subject.spec.logits(model, inputs), _is_own_leaf)
     except REFUSALS:
         return {}
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
+    return {
+        call.name: call
+        for call in reversed(calls)
+        if not call.named and isinstance(call.output, Tensor) and call.output.is_floating_point()
+    }
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "torch"
+def _is_own_leaf(name: str, module: nn.Module) -> bool:
+    is_of_torch = type(module).__module__.partition(".")[0] == "torch"
+    return bool(name) and not is_of_torch and not any(True for _ in module.children())

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, dtype_of
+from stackwise.checks.probe.recorded_calls import recorded_calls
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -129,34 +128,26 @@ class _Norm:
 
 def _norms(subject: Subject) -> list[_Norm]:
     """Return the modules that a call passes vectors (., C) to, and that return the same shape."""
-    model, widths = subject.model(), dict[str, int]()
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            x = next((a for a in args if isinstance(a, Tensor)), None)
-            alike = isinstance(output, Tensor) and x is not None and x.shape == output.shape
-            if alike and x is not None and x.is_floating_point() and x.shape[-1] > 3:
-                widths[name] = x.shape[-1]
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(record(name))
-        for name, module in model.named_modules()
-        if (_is_named(module) or {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1}))
-        and not any(True for child in module.children() for _ in child.parameters())
-    ]
-    try:
-        subject.logits(model, subject.inputs(2))
-    finally:
-        for handle in handles:
-            handle.remove()
+    model = subject.model()
+    widths: dict[str, int] = {}
+    for call in recorded_calls(model, lambda: subject.logits(model, subject.inputs(2)), _may_be_norm):
+        x = next((each for each in call.args if isinstance(each, Tensor)), None)
+        is_same_shape = isinstance(call.output, Tensor) and x is not None and x.shape == call.output.shape
+        if is_same_shape and x is not None and x.is_floating_point() and x.shape[-1] > 3:
+            widths[call.name] = x.shape[-1]
     generator, found = torch.Generator().manual_seed(subject.seed), []
     for name, C in widths.items():
         half_NC = torch.randn(1, _N_VECTORS, C, generator=generator).to(subject.device, dtype_of(model))
         with suppress(*REFUSALS):
             found.append(_measured(name, model.get_submodule(name), torch.cat((half_NC, -half_NC), dim=1)))
     return found
+
+
+def _may_be_norm(_: str, module: nn.Module) -> bool:
+    """Return True for a module with the name of a norm, or whose parameters are vectors and scalars."""
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
+    return _is_named(module) or {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1})
 
 
 def _is_named(module: nn.Module) -> bool:

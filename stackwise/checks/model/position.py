@@ -6,7 +6,7 @@ Shapes: T positions, V outputs, N rows of a table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, coarsest_rounding, relative_difference
+from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -108,7 +109,7 @@ def position_effect(subject: Subject) -> CheckResult:
     """Do position_ids, tables of cos and sin, and rotary modules have an effect on the output?"""
     exam = Examination.of(subject)
     is_rotary = _claims_rotary(exam.base)
-    knows_order = _layers_know_order(exam) if _calls_rotary_module(exam) else None
+    knows_order = _layers_know_order(exam) if _calls(exam, _is_rotary) else None
     if knows_order is False:
         return subject.failed(
             0.0,
@@ -150,57 +151,33 @@ def _layers_know_order(exam: Examination) -> bool | None:
     """
     if not exam.is_repeatable or exam.lengths[-1] < 4:
         return None
-    model = exam.model()
-    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
-    calls = _calls(exam, model, names)
-    known = {layer: _layer_knows_order(exam, layer, args, named) for layer, args, named in calls}
+    calls = _calls(exam, lambda name, _: name.rpartition(".")[2].isdigit())
+    known = {call.name: _layer_knows_order(exam, call) for call in calls}
     if True in known.values():
         return True
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    of_layers = [known.get(model.get_submodule(name)) for name in outermost]
-    return None if None in of_layers or not of_layers else False
+    outermost = [name for name in known if not any(name.startswith(f"{other}.") for other in known)]
+    return False if outermost and all(known[name] is False for name in outermost) else None
 
 
-def _calls(
-    exam: Examination, model: nn.Module, names: Iterable[str]
-) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls of modules in a plain call of the model: the module and its arguments."""
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda *call: calls.append(call), with_kwargs=True
-        )
-        for name in names
-    ]
-    try:
-        _output(exam, model, exam.sequence(0, exam.lengths[-1]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _calls_rotary_module(exam: Examination) -> bool:
-    model = exam.model()
-    rotary = set(_rotary_modules(model))
-    return bool(_calls(exam, model, [name for name, each in model.named_modules() if each in rotary]))
+def _calls(exam: Examination, is_recorded: Callable[[str, nn.Module], bool]) -> list[RecordedCall]:
+    """Return the calls of some modules in a plain call of the model."""
+    model, sequence = exam.model(), exam.sequence(0, exam.lengths[-1])
+    return recorded_calls(model, lambda: _output(exam, model, sequence), is_recorded)
 
 
 @torch.no_grad()
-def _layer_knows_order(
-    exam: Examination, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool | None:
+def _layer_knows_order(exam: Examination, call: RecordedCall) -> bool | None:
     """Return True if an exchange of two of its vectors (1, T, C) changes the last output of a layer."""
     length = exam.lengths[-1]
-    inputs = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    inputs = (each for each in (*call.args, *call.named.values()) if isinstance(each, Tensor))
     x = next((each for each in inputs if each.shape[:2] == (1, length)), None)
     if x is None or x.ndim != 3 or not x.is_floating_point():
         return None
 
     def output(changed: Tensor) -> Tensor:
-        others = {name: changed if value is x else value for name, value in kwargs.items()}
+        others = {name: changed if value is x else value for name, value in call.named.items()}
         with exam.subject.fixed_randomness():
-            result = layer(*(changed if value is x else value for value in args), **others)
+            result = call.module(*(changed if value is x else value for value in call.args), **others)
         return next(each for each in tensors_in((result,)) if each.shape[:2] == (1, length))[0, -1:]
 
     order = torch.arange(length, device=x.device)
@@ -463,13 +440,14 @@ def _counted(
 
 
 def _rotary_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute angles: by a word of their name, and without modules in them."""
-    return [
-        module
-        for module in model.modules()
-        if re.search(r"[Rr]otary|RoPE|Rope(?![a-z])|(?<![A-Za-z])rope", type(module).__name__)
-        and not any(True for _ in module.children())
-    ]
+    """Return the modules that compute angles."""
+    return [module for name, module in model.named_modules() if _is_rotary(name, module)]
+
+
+def _is_rotary(_: str, module: nn.Module) -> bool:
+    """Return True for a word in the name of the class, and no modules in it."""
+    is_named = re.search(r"[Rr]otary|RoPE|Rope(?![a-z])|(?<![A-Za-z])rope", type(module).__name__)
+    return bool(is_named) and not any(True for _ in module.children())
 
 
 def _mixes_frequencies(model: nn.Module) -> bool:

@@ -93,11 +93,11 @@ class Argument:
             "mask": "= of ones",
             "bool mask": "= of ones",
             "padding": "= of zeros",
-            "lengths": "= the lengths of the rows",
+            "lengths": "=lengths of the rows",
             "step": f"={_STEP}",
             "time": f"={_TIME}",
-            "positions": "= 0, 1, 2, ...",
-            "context": f"= {_CONTEXT} fixed vectors of width {self.width}",
+            "positions": "=0, 1, 2, ...",
+            "context": f"={_CONTEXT} fixed vectors of width {self.width}",
         }
         return self.name + texts[self.kind]
 

@@ -241,7 +241,7 @@ def test_time_and_context_of_a_denoiser_are_given():
     extras = (Argument("timestep", "step"), Argument("encoder_hidden_states", "context", 12))
     assert spec.forward.function == CallForm(extras=extras)
     assert not spec.per_position
-    assert "timestep=3 and encoder_hidden_states= 7 fixed vectors of width 12" in spec.notes
+    assert "timestep=3 and encoder_hidden_states=7 fixed vectors of width 12" in spec.notes
     assert not [str(result) for result in check_model(spec) if not result.ok]
 
 

@@ -46,7 +46,7 @@ def encoder_padding(subject: Subject) -> CheckResult:
                 float(gap.max()),
                 exam.limit,
                 where=case,
-                meaning=f"The output changes if {case} is passed to the encoder, or with its states.",
+                meaning=f"The output changes if the encoder gets {case}.",
                 advice="Look for a mask that is not passed on to the encoder or to cross-attention, that is "
                 "replaced by the decoder's mask, or whose True and False are swapped.",
             )

@@ -1,4 +1,4 @@
-"""Dropout: random draws of train mode keep the mean of each output, and each row has draws of its own.
+"""Dropout: train mode keeps the mean of each output, and draws random numbers for each row.
 
 Shapes: N draws, B rows.
 """
@@ -69,7 +69,7 @@ def dropout_mean(subject: Subject) -> CheckResult:
         meaning=f"In train mode, the mean output of a module differs by {worst:.0%} from its output in eval "
         "mode.",
         correct_if="the module masks inputs on purpose, as an augmentation",
-        advice="Divide what is kept by 1 - p in train mode, and change nothing in eval mode.",
+        advice="In train mode, divide the kept values by 1 - p. In eval mode, change nothing.",
     )
 
 

@@ -445,7 +445,7 @@ def _rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_rotary(_: str, module: nn.Module) -> bool:
-    """Return True for a word in the name of the class, and no modules in it."""
+    """Return True if the class is named rotary and contains no other modules."""
     is_named = re.search(r"[Rr]otary|RoPE|Rope(?![a-z])|(?<![A-Za-z])rope", type(module).__name__)
     return bool(is_named) and not any(True for _ in module.children())
 

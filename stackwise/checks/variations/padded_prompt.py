@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Place, Question, Segment
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.question import Call, Place, Question
+from stackwise.checks.engine.variation import Variation
 from stackwise.checks.probe.call import has_fixed_state
+from stackwise.checks.variations.padding import add_padding
 
 
 class PaddedPrompt(Variation):
@@ -60,19 +60,9 @@ class PaddedPrompt(Variation):
         return None
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
-        """Add the padding to the prompt, after shortening the rows so that it fits."""
-        later = sum(each.length for each in question.rows[0] if each.kind == "later")
-        amount = min(value, exam.longest - exam.lengths[0] - later)
-        if amount < 1:
-            raise Refused("there is no room for padding")
-        room = exam.longest - amount - later
-        rows = [[replace(s, length=min(s.length, room)) for s in row] for row in question.rows]
-        widest = max(sum(s.length for s in row) for row in rows) + amount
-        question.rows = [[Segment("padding", widest - sum(s.length for s in row)), *row] for row in rows]
-        question.mask, question.gradients = True, False
-        most = max(row[0].length for row in question.rows)
-        parts = question.parts or (3, 1)
-        question.parts = (most + parts[0], *parts[1:], *parts[-1:])
+        """Divide the row into parts, if it is not divided yet, and add padding to the first part."""
+        question.parts, question.gradients = question.parts or (3, 1), False
+        add_padding(question, value, exam, is_left=True)  # `edit` moves it to the right
 
     def edit(self, call: Call, value: int, exam: Examination) -> None:
         """Move the padding of the prompt to its right side."""

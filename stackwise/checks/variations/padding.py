@@ -57,26 +57,42 @@ class Padding(Variation):
         return None
 
     def change(self, question: Question, value: dict[str, Any], exam: Examination) -> None:
-        """Add padding, after shortening the rows so that it fits."""
-        left = value["side"] == "left"
-        if question.parts and not left:
+        """Add padding."""
+        is_left = value["side"] == "left"
+        if question.parts and not is_left:
             raise Refused("padded_prompt tests padding on the right before further tokens")
-        later = sum(each.length for each in question.rows[0] if each.kind == "later")
-        amount = min(value["amount"], exam.longest - exam.lengths[0] - later)
-        if amount < 1:
-            raise Refused("there is no room for padding")
-        room = exam.longest - amount - later
-        rows = [
-            [s if s.kind == "later" else replace(s, length=min(s.length, room)) for s in row]
-            for row in question.rows
-        ]
-        widest = max(sum(s.length for s in row) for row in rows) + amount
-        question.rows = []
-        for row in rows:
-            padding = Segment("padding", widest - sum(s.length for s in row))
-            question.rows.append([padding, *row] if left else [*row, padding])
-        question.mask = True
-        if question.parts:
-            # A prompt contains all the padding, as in generation.
-            most = max(row[0].length for row in question.rows)
-            question.parts = (most + question.parts[0], *question.parts[1:], *question.parts[-1:])
+        add_padding(question, value["amount"], exam, is_left=is_left)
+
+
+def add_padding(question: Question, amount: int, exam: Examination, *, is_left: bool) -> None:
+    """Add padding to each row, after shortening the rows so that it fits.
+
+    A prompt contains all the padding, as in generation.
+
+    Args:
+        question: its rows, mask and parts are changed.
+        amount: padding of the longest row, in positions.
+        exam: the model.
+        is_left: add it before the row, otherwise after it.
+
+    Raises:
+        Refused: there is no room.
+    """
+    later = sum(each.length for each in question.rows[0] if each.kind == "later")
+    amount = min(amount, exam.longest - exam.lengths[0] - later)
+    if amount < 1:
+        raise Refused("there is no room for padding")
+    room = exam.longest - amount - later
+    rows = [
+        [s if s.kind == "later" else replace(s, length=min(s.length, room)) for s in row]
+        for row in question.rows
+    ]
+    widest = max(sum(s.length for s in row) for row in rows) + amount
+    question.rows = []
+    for row in rows:
+        padding = Segment("padding", widest - sum(s.length for s in row))
+        question.rows.append([padding, *row] if is_left else [*row, padding])
+    question.mask = True
+    if question.parts:
+        most = max(row[0].length for row in question.rows)
+        question.parts = (most + question.parts[0], *question.parts[1:], *question.parts[-1:])

@@ -10,6 +10,7 @@ import random
 import tempfile
 from typing import Any
 
+import torch
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
@@ -18,7 +19,11 @@ from stackwise.checks.probe.call import dtype_of
 
 
 class Copies(Variation):
-    """Ask a copy of the model. Value: "state_dict", "deepcopy", "pickle" or "save_pretrained"."""
+    """Ask a copy of the model. Value: "state_dict", "deepcopy", "pickle" or "save_pretrained".
+
+    "train mode", if eval() changes weights, such as by merging adapters: the state_dict of eval mode is loaded
+    into a model in train mode.
+    """
 
     name = "copies"
     question = "Does a copy of the model give the same output?"
@@ -33,15 +38,23 @@ class Copies(Variation):
         ways = ["state_dict", "deepcopy", "pickle"]
         if all(hasattr(exam.base, name) for name in ("save_pretrained", "from_pretrained")):
             ways.append("save_pretrained")
+        if exam.once("weights of eval mode", lambda: _changes_in_eval_mode(exam.model())):
+            ways.append("train mode")
         return rng.choice(ways)
 
     def text(self, value: str) -> str:
         """Return the variation in words."""
         if value == "state_dict":
             return "the state_dict of the model is loaded into a new model"
+        if value == "train mode":
+            return "the state_dict of eval mode is loaded into a new model in train mode, before eval()"
         if value == "save_pretrained":
             return "the model is saved by save_pretrained and loaded by from_pretrained"
         return f"the model is copied with {value}"
+
+    def correct_if(self, exam: Examination, value: str) -> str | None:
+        """Return a condition for a model that is only saved in train mode, as loralib demands."""
+        return "the state_dict is only saved in train mode" if value == "train mode" else None
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Copy the model."""
@@ -56,11 +69,16 @@ class Copies(Variation):
             return other
         if value == "save_pretrained":
             return _saved_and_loaded(model)
-        # Built with another seed, so that a weight that is not saved differs. A new model is in train mode
-        # when weights are loaded. Some models merge weights in eval(): those of the state_dict are merged.
-        other = exam.other_model().train()
+        # Built with another seed, so that a weight that is not saved differs.
+        other = exam.other_model().train(value == "train mode")
         other.load_state_dict(copy.deepcopy(model.state_dict()))
         return other.eval()
+
+
+def _changes_in_eval_mode(model: nn.Module) -> bool:
+    """Return True if train() and eval() change the state_dict."""
+    merged = copy.deepcopy(model.state_dict())
+    return any(not torch.equal(merged[name], value) for name, value in model.train().state_dict().items())
 
 
 def _saved_and_loaded(model: Any) -> nn.Module:

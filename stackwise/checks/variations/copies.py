@@ -21,8 +21,8 @@ from stackwise.checks.probe.call import dtype_of
 class Copies(Variation):
     """Ask a copy of the model. Value: "state_dict", "deepcopy", "pickle" or "save_pretrained".
 
-    "train mode", if eval() changes weights, such as by merging adapters: the state_dict of eval mode is loaded
-    into a model in train mode.
+    "train mode", if eval() changes weights, such as by merging adapters: the state_dict of eval mode is
+    loaded into a model in train mode.
     """
 
     name = "copies"

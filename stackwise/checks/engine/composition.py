@@ -90,7 +90,7 @@ class Plan:
         words = (seed, self.label, attempt)
         values = {name: variations[name].draw(exam, stream(name, *words)) for name in ordered}
         # The longer of two, because more can go wrong in a long sequence.
-        length = max(stream("length", number, *words).choice(exam.lengths) for number in range(2))
+        length = max(stream("length", number, *words).choice(exam.drawn_lengths) for number in range(2))
         gradients = bool(values) and stream("gradients", *words).random() < _WITH_GRADIENTS
         return Composition(values, length, gradients)
 

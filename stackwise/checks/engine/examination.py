@@ -64,6 +64,8 @@ NARROW_LIMIT = 1e-5
 NARROW_GRADIENT_LIMIT = 3e-3
 LONGEST = 24
 _LONGEST_WINDOW = 64
+# Number of lengths that are drawn, roughly.
+_DRAWN_LENGTHS = 8
 # Constants beyond this size are masks, not weights.
 _LARGE = 1e3
 HALF_PRECISION: tuple[Precision, ...] = (torch.bfloat16, torch.float16, "autocast")
@@ -200,10 +202,16 @@ class Examination:
 
     @cached_property
     def lengths(self) -> range:
-        """Return the lengths that can be drawn."""
+        """Return all lengths that a composition may have."""
         if self.shortest == self.subject.seq_len and not self._takes(2):
             return range(self.shortest, self.shortest + 1)
         return range(max(2, self.shortest), self.longest + 1)
+
+    @cached_property
+    def drawn_lengths(self) -> range:
+        """Return the lengths that are drawn: about eight, so that few sequences need a plain answer."""
+        step = len(self.lengths) // _DRAWN_LENGTHS
+        return self.lengths[:: -(step | 1)]  # an odd step gives even and odd lengths
 
     @cached_property
     def takes_all_lengths(self) -> bool:

@@ -12,10 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "Part", "Place", "Precision", "Question", "Segment", "Transform"]
+__all__ = ["REST", "Call", "Part", "Place", "Precision", "Question", "Segment", "Transform"]
 
 # Dtype of the weights and inputs. "own": that of the model itself. "autocast": the same, under autocast.
 Precision = torch.dtype | Literal["own", "autocast"]
+
+# Size of a part that contains all columns that are left.
+REST = 999
 
 # Returns the arguments of one call of the model, by name, with some of them changed. Takes the arguments and
 # the number of columns of this call.
@@ -97,6 +100,10 @@ class Question:
     def width(self) -> int:
         """Number of columns."""
         return max(sum(segment.length for segment in row) for row in self.rows)
+
+    def prompt_and_tokens(self, least: int) -> tuple[int, ...]:
+        """Return sizes of parts: a prompt of at least `least` tokens, then about six single tokens."""
+        return max(least, self.width - 6), 1
 
     def cut_to_shortest(self) -> None:
         """Shorten the last sequence of each row, so that all rows have the same width."""

@@ -30,7 +30,8 @@ class Batch(Variation):
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:
         """Draw one, two or six rows."""
         return [
-            rng.choice(exam.lengths) if rng.random() > _COPIES else 0 for _ in range(rng.choice((1, 2, 2, 6)))
+            rng.choice(exam.drawn_lengths) if rng.random() > _COPIES else 0
+            for _ in range(rng.choice((1, 2, 2, 6)))
         ]
 
     def simpler(self, value: list[int]) -> Iterator[list[int]]:

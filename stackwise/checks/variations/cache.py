@@ -6,10 +6,8 @@ import random
 from collections.abc import Iterator
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.question import REST, Question
 from stackwise.checks.engine.variation import Variation
-
-_WHOLE = 999
 
 
 class Cache(Variation):
@@ -34,26 +32,27 @@ class Cache(Variation):
         return "" if exam.spec.causal else "needs a causal model"
 
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:
-        """Draw a prompt, and one or two sizes of the parts that follow it."""
-        rest = [rng.choice((1, 2, 2, 3, 5, _WHOLE)) for _ in range(rng.choice((1, 2)))]
-        return [rng.choice((1, 2, 3, 4)), *rest]
+        """Draw a prompt, one or two sizes of the parts that follow it, and often one part for the rest."""
+        sizes = [rng.choice((1, 2, 2, 3, 5, REST)) for _ in range(rng.choice((1, 2)))]
+        end = [REST] if sizes[-1] < 3 and rng.random() < 0.5 else []
+        return [rng.choice((1, 2, 3, 4, 11)), *sizes, *end]
 
     def simpler(self, value: list[int]) -> Iterator[list[int]]:
         """Yield single tokens, a first part and the rest, then fewer sizes."""
         if value != [1]:
             yield [1]
-        for short in ([value[0], _WHOLE], [1, _WHOLE], value[:2], value[:1]):
+        for short in ([value[0], REST], [1, REST], value[:2], value[:1]):
             if len(short) < len(value) or (len(short) == len(value) and short[-1] > value[-1]):
                 yield short
 
     def text(self, value: list[int]) -> str:
         """Return the sizes."""
-        if value == [_WHOLE]:
+        if value == [REST]:
             return "the tokens come through an empty cache"
         if value == [1]:
             return "the tokens come through the cache one at a time"
-        sizes = ", ".join("the rest" if size == _WHOLE else str(size) for size in value)
-        return f"the tokens come through the cache in parts of {sizes}" + ", ..." * (value[-1] != _WHOLE)
+        sizes = ", ".join("the rest" if size == REST else str(size) for size in value)
+        return f"the tokens come through the cache in parts of {sizes}" + ", ..." * (value[-1] != REST)
 
     def change(self, question: Question, value: list[int], exam: Examination) -> None:
         """Divide the row. A cache may be detached, so there are no gradients."""

@@ -65,7 +65,7 @@ class CacheOperations(Variation):
 
     def change(self, question: Question, value: list[str], exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet. Add a row, so that rows can be reordered."""
-        question.parts = question.parts or (3, 1)
+        question.parts = question.parts or question.prompt_and_tokens(3)
         question.gradients = False
         question.operation = partial(_operated, names=value)
         question.turns_rows = "reorder_cache" in value

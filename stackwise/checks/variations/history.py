@@ -37,7 +37,7 @@ class History(Variation):
         if exam.spec.masked is not None and exam.spec.padding_sides:
             kinds.append("padded")
         count = rng.choice((1, 2))
-        return [[rng.choice(kinds), rng.choice(exam.lengths)] for _ in range(count)]
+        return [[rng.choice(kinds), rng.choice(exam.drawn_lengths)] for _ in range(count)]
 
     def simpler(self, value: list[list[Any]]) -> Iterator[list[list[Any]]]:
         """Yield each call alone, then a plain one."""

@@ -61,7 +61,7 @@ class PaddedPrompt(Variation):
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet, and add padding to the first part."""
-        question.parts, question.gradients = question.parts or (3, 1), False
+        question.parts, question.gradients = question.parts or question.prompt_and_tokens(3), False
         add_padding(question, value, exam, is_left=True)  # `edit` moves it to the right
 
     def edit(self, call: Call, value: int, exam: Examination) -> None:

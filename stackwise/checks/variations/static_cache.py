@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
+from stackwise.checks.engine.question import REST, Question
 from stackwise.checks.engine.variation import Variation
 
 
@@ -48,7 +48,7 @@ class StaticCache(Variation):
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
         """Pass the cache, and two parts if the row is not divided yet."""
-        question.parts = question.parts or (3, 999)
+        question.parts = question.parts or (3, REST)
         question.gradients = False
         question.first_cache = partial(_cache, question=question, room=value)
 

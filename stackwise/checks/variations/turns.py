@@ -40,5 +40,5 @@ class Turns(Switch):
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet."""
-        question.parts = question.parts or (2, 1)
+        question.parts = question.parts or question.prompt_and_tokens(2)
         question.gradients, question.in_turns = False, True

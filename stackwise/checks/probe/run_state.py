@@ -142,15 +142,16 @@ class Trace:
         return ""
 
 
-def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int) -> Trace:
-    """Run `n_steps` steps on the next batches, and return their record."""
+def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int, *, with_state: bool = True) -> Trace:
+    """Run `n_steps` steps on the next batches, and return their record, with or without the final state."""
     trace = Trace()
     for batch in islice(batches, n_steps):
         trace.batches.append(batch)
         loss = number_in(run.step(batch))
         trace.losses.append(math.nan if loss is None else loss)
         trace.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
-    trace.state = state_of(run)
+    if with_state:
+        trace.state = state_of(run)
     return trace
 
 

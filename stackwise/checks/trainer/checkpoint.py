@@ -365,6 +365,19 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     meaning=f"It is {found or 'none'}, and {step} is the newest.",
                     advice="Sort by the number of the step, not by text, in which '900' follows '1000'.",
                 )
+        used = Path(name) / "used"
+        used.mkdir()
+        for step in (600, 700):  # of an earlier run
+            run.checkpoint(used, step)
+        first = Path(subject.run().checkpoint(used, 100))  # type: ignore[attr-defined]
+        if not first.exists():
+            return subject.failed(
+                100.0,
+                100.0,
+                where="checkpoint 100, written last, in a folder with 600 and 700 of an earlier run",
+                meaning="In a folder that an earlier run has used, the new checkpoint was removed at once.",
+                advice="Never remove the checkpoint that was just written, or refuse a used folder.",
+            )
         kept = [step for step in paths if paths[step].exists()]
         # A copied folder has another time, and the same step.
         os.utime(paths[kept[0]], (2e9, 2e9))

@@ -17,6 +17,8 @@ _STEPS = 12
 _SMALL = {"batch_size": 1, "seq_len": 4}
 _ROUNDING = 1e-6
 _MICRO_BATCHES = 3
+# Largest change of the ratio of two learning rates, such as by a common minimum of a cosine.
+_SAME_RATIO = 0.05
 
 
 @trainer_check
@@ -162,6 +164,46 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             advice="Let a warm-up of N steps begin at 1/N.",
         )
     return subject.passed(value, _ROUNDING)
+
+
+@trainer_check
+def group_rates(subject: TrainerSubject) -> CheckResult:
+    """Do parameter groups with different learning rates keep the ratio of these rates?"""
+    run = subject.run()
+    planned = [float(group.get("initial_lr", group.get("lr", 0.0))) for group in run.optimizer.param_groups]
+    if len({rate for rate in planned if rate > 0}) < 2:
+        return subject.not_applicable("needs groups with different learning rates")
+    updates = [rates for rates in _rates(subject, _STEPS, lambda run, batch: run.step(batch)) if all(rates)]
+    chosen = [index for index, rate in enumerate(planned) if rate > 0]
+    if not updates or len(updates[0]) != len(planned):
+        return subject.not_applicable(f"needs an update in {_STEPS} steps with rates above 0")
+    # All rates are relative to those of the first chosen group.
+    wanted = {index: planned[index] / planned[chosen[0]] for index in chosen[1:]}
+    apart = {
+        (number, index): abs(rates[index] / rates[chosen[0]] / ratio - 1)
+        for number, rates in enumerate(updates)
+        for index, ratio in wanted.items()
+    }
+    (number, index), value = max(apart.items(), key=lambda item: item[1])
+    if value <= _SAME_RATIO:
+        return subject.passed(value, _SAME_RATIO)
+    rates = updates[number]
+    text = {
+        "where": f"update {number}: {', '.join(f'{rate:.3g}' for rate in rates)}",
+        "meaning": f"The groups were created with the rates {', '.join(f'{rate:.3g}' for rate in planned)}. "
+        f"The ratio of groups {chosen[0]} and {index} is not kept.",
+        "advice": "Multiply the rate of each group by the factor of the schedule, instead of one value for "
+        "all groups.",
+    }
+    # Groups that differ at the end only may have a common minimum.
+    is_collapsed = all(
+        abs(rates[i] / rates[chosen[0]] - 1) <= _ROUNDING and abs(ratio - 1) > _SAME_RATIO
+        for rates in updates[-_STEPS // 2 :]
+        for i, ratio in wanted.items()
+    )
+    if is_collapsed:
+        return subject.failed(value, _SAME_RATIO, **text)
+    return subject.warned(value, _SAME_RATIO, correct_if="each group has a schedule of its own", **text)
 
 
 @trainer_check(suite="full")

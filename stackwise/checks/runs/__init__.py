@@ -1,0 +1,1 @@
+"""Runs: a training run in equivalent ways, each compared with the straight run."""

@@ -1,0 +1,182 @@
+"""Replay: the update of each parameter, made again by a fresh optimizer that holds this parameter alone.
+
+A fresh optimizer of the same class gets the recorded gradients and options of one parameter, in float64. Its
+state belongs to this parameter only. So a state that parameters share by mistake, a counter that follows
+another parameter, and a part of a fused update that is left out show as another update.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.optimizer_state import optimizers_in
+
+__all__ = ["Recording", "Replayed", "recorded", "replayed"]
+
+# Options of a group that choose an implementation.
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# Roundings of a parameter in one update, in multiples of the eps of its dtype.
+_ROUNDINGS = 4.0
+
+
+@dataclass
+class _Change:
+    """Change of one parameter in one call of `optimizer.step`.
+
+    Attributes:
+        before, after: the parameter before and after the call.
+        gradient: gradient that the optimizer got. None: it had none.
+        options: options of the group of the parameter.
+    """
+
+    before: Tensor
+    gradient: Tensor | None
+    options: dict[str, Any]
+    after: Tensor | None = None
+
+
+@dataclass
+class Recording:
+    """Changes of the parameters of one optimizer.
+
+    Attributes:
+        fresh: copy of the optimizer before its first step, without parameters.
+        changes: changes of each parameter, by name.
+        closure: True if a step got a closure, so that gradients are computed inside.
+    """
+
+    fresh: torch.optim.Optimizer
+    changes: dict[str, list[_Change]] = field(default_factory=lambda: defaultdict(list))
+    closure: bool = False
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Largest difference between the updates of a parameter and those of the fresh optimizer.
+
+    Attributes:
+        name: name of the parameter.
+        gap: L2 norm of the difference over that of the update of the fresh optimizer.
+        update: number of the update, from 0.
+        was_active: True if the parameter had a gradient in each update before.
+        length: norm of the update over that of the update of the fresh optimizer.
+    """
+
+    name: str
+    gap: float
+    update: int
+    was_active: bool
+    length: float
+
+
+@contextmanager
+def recorded(run: TrainingRun) -> Iterator[list[Recording]]:
+    """Record the changes of each optimizer of a run that has not made a step."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    recordings: list[Recording] = []
+    with ExitStack() as stack:
+        for optimizer in optimizers_in(run.optimizer):
+            # A wrapper calls the step of the optimizer inside it.
+            is_wrapper = any(each is not optimizer for each in optimizers_in(optimizer))
+            if isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper:
+                recordings.append(Recording(_without_parameters(optimizer)))
+                stack.callback(_record(optimizer, recordings[-1], names))
+        yield recordings
+
+
+def replayed(recording: Recording) -> list[Replayed]:
+    """Return the largest difference of each parameter.
+
+    Raises:
+        Exception: the optimizer does not run with one parameter in float64.
+    """
+    return [_replayed(recording.fresh, name, changes) for name, changes in recording.changes.items()]
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    fresh = copy.copy(optimizer)
+    fresh.__dict__.pop("step", None)  # a scheduler replaces it by a function that counts
+    fresh.state, fresh.param_groups = defaultdict(dict), []
+    return fresh
+
+
+def _record(
+    optimizer: torch.optim.Optimizer, recording: Recording, names: dict[int, str]
+) -> Callable[[], None]:
+    """Start to record an optimizer, and return the function that ends it."""
+    depth, pending = 0, list[_Change]()
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        depth += 1  # the step of a subclass may call that of its parent
+        if depth > 1:
+            return
+        recording.closure |= any(callable(each) for each in (*args, *kwargs.values()))
+        scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        for group in optimizer.param_groups:
+            options = {name: copy.copy(value) for name, value in group.items() if name != "params"}
+            for p in group["params"]:
+                gradient = None if p.grad is None else p.grad.detach().clone()
+                if gradient is not None and scale is not None:
+                    gradient = gradient / scale
+                if is_skipped is not None and bool(is_skipped):
+                    gradient = None
+                change = _Change(p.detach().clone(), gradient, options)
+                pending.append(change)
+                recording.changes[names.get(id(p), "a parameter outside the model")].append(change)
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for change, p in zip(pending, parameters, strict=True):
+            change.after = p.detach().clone()
+        pending.clear()
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
+    alone = copy.copy(fresh)
+    alone.state = defaultdict(dict)
+    parameter = nn.Parameter(changes[0].before.double())
+    alone.param_groups = [{"params": [parameter]}]
+    worst = Replayed(name, 0.0, 0, True, 1.0)
+    was_active = True
+    for number, change in enumerate(changes):
+        assert change.after is not None
+        options = change.options | {each: False for each in _IMPLEMENTATIONS if each in change.options}
+        alone.param_groups[0] |= options
+        with torch.no_grad():
+            parameter.copy_(change.before)
+        parameter.grad = None if change.gradient is None else change.gradient.double()
+        type(alone).step(alone)
+        wanted = (parameter.detach() - change.before.double()).flatten()
+        found = (change.after.double() - change.before.double()).flatten()
+        rounding = _ROUNDINGS * torch.finfo(change.before.dtype).eps * float(change.before.double().norm())
+        apart = max(0.0, float((found - wanted).norm()) - rounding)
+        size = float(wanted.norm())
+        gap = apart / size if size > rounding else (math.inf if apart > rounding else 0.0)
+        if not gap <= worst.gap:
+            length = float(found.norm()) / size if size else math.inf
+            worst = Replayed(name, gap, number, was_active, length)
+        was_active = was_active and change.gradient is not None
+    return worst

@@ -1,0 +1,97 @@
+"""Replay: each update is the one that an optimizer makes which holds this parameter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.call import reason_of
+from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.runs.replay import Recording, recorded, replayed
+from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.system_errors import reraise_if_out_of_memory
+
+# Muon computes in bfloat16.
+_LIMIT = 0.05
+_STEPS = 9
+# Steps in which some parameters do not train.
+_FROZEN_STEPS = (2, 3, 6)
+
+
+@trainer_check
+def separate_updates(subject: TrainerSubject) -> CheckResult:
+    """Is the update of each parameter independent of the others, also if some are frozen for a while?"""
+    run = subject.run()
+    with subject.fixed_randomness(), recorded(run) as recordings:
+        for number in range(_STEPS):
+            try:
+                with _frozen(run) if number in _FROZEN_STEPS else _unchanged():
+                    run.step(subject.batch(number))
+            except Exception as error:
+                reraise_if_out_of_memory(error)
+                if number not in _FROZEN_STEPS:
+                    raise
+                return subject.not_applicable(f"needs a step with frozen parameters: {reason_of(error)}")
+    recordings = [each for each in recordings if each.changes]
+    if not recordings or any(each.closure for each in recordings):
+        return subject.not_applicable("needs torch optimizers that are stepped without a closure")
+    largest, count = 0.0, 0
+    for recording in recordings:
+        result = _compared(subject, recording)
+        if isinstance(result, CheckResult):
+            return result
+        largest, count = max(largest, result), count + len(recording.changes)
+    return subject.passed(largest, _LIMIT, meaning=f"{count} parameters.")
+
+
+def _compared(subject: TrainerSubject, recording: Recording) -> CheckResult | float:
+    """Return the largest difference, or the result that it means."""
+    kind = type(recording.fresh).__name__
+    try:
+        found = replayed(recording)
+    except Exception as error:  # any exception means: not alone, or not in float64
+        reraise_if_out_of_memory(error)
+        return subject.not_applicable(f"needs {kind} to run with one parameter: {reason_of(error)}")
+    wrong = [each for each in found if each.gap > _LIMIT]
+    if not wrong:
+        return max((each.gap for each in found), default=0.0)
+    worst = max(wrong, key=lambda each: each.gap)
+    text = {
+        "where": f"{listed([each.name for each in wrong])}, update {worst.update}",
+        "meaning": f"{len(wrong)} of {len(found)} parameters get another update than from a {kind} that "
+        f"holds this parameter alone. That of {worst.name} is {worst.length:.3g} times as long.",
+        "advice": "Keep a counter and moments for each parameter. A counter or a bias correction of another "
+        "parameter is wrong as soon as one of them had no gradient.",
+    }
+    is_torch = type(recording.fresh).__module__.startswith("torch.optim")
+    if not is_torch and len(wrong) == len(found) and all(each.update == 0 for each in wrong):
+        return subject.warned(
+            worst.gap, _LIMIT, correct_if=f"{kind} computes a common factor of all updates", **text
+        )
+    return subject.failed(worst.gap, _LIMIT, **text)
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _frozen(run: TrainingRun) -> Iterator[None]:
+    """Freeze the last parameter of each group, and then train it again."""
+    chosen: list[torch.Tensor] = []
+    for group in run.optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        chosen += trained[-1:] if len(trained) > 1 else []
+    for p in chosen:
+        p.requires_grad_(False)
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p in chosen:
+            p.requires_grad_(True)

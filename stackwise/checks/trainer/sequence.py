@@ -1,0 +1,57 @@
+"""Sequence: operations between the steps of a run do not change the steps."""
+
+from __future__ import annotations
+
+from stackwise.checks.check import trainer_check
+from stackwise.checks.result import CheckResult
+from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Sequences
+from stackwise.checks.trainer.checkpoint import resume, saving_disturbs_nothing
+from stackwise.checks.trainer.evaluation import evaluation_restores
+from stackwise.checks.trainer_subject import TrainerSubject
+
+_OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
+
+
+@trainer_check
+def interrupted_run(subject: TrainerSubject) -> CheckResult:
+    """Does a run that is saved and loaded at any step, or several times, end like the straight run?"""
+    if resume(subject).status == "failed":
+        return subject.not_applicable("needs a run that resumes: see resume")
+    return _compared(
+        subject,
+        INTERRUPTIONS,
+        "Save everything that later steps and evaluate() use: counters, averages of the weights and their "
+        "number of updates, and the position in the data, which is 0 again in the next epoch.",
+    )
+
+
+@trainer_check
+def undisturbed_run(subject: TrainerSubject) -> CheckResult:
+    """Does a run that is evaluated, saved or read between any steps end like the straight run?"""
+    for check in (evaluation_restores, saving_disturbs_nothing):
+        if check(subject).status == "failed":
+            return subject.not_applicable(f"needs a run without this failure: see {check.__name__}")
+    return _compared(
+        subject,
+        _OTHERS,
+        "Look for counters, modes, gradients and iterators that the operation shares with the training step.",
+    )
+
+
+def _compared(subject: TrainerSubject, operations: tuple[str, ...], advice: str) -> CheckResult:
+    sequences = Sequences(subject)
+    if set(operations).isdisjoint(sequences.possible):
+        needs = sorted({member for name in operations for member in OPERATIONS[name][0]})
+        return subject.not_applicable(f"needs one of the methods {', '.join(needs)}")
+    if not sequences.repeats:
+        return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
+    finding, count = sequences.find(operations)
+    if finding is None:
+        return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")
+    return subject.failed(
+        1.0,
+        0.0,
+        where=finding.difference,
+        meaning=f"A run does not end like the straight run if {finding.text}.",
+        advice=f"{advice} To repeat it: {finding.code}",
+    )

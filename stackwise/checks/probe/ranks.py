@@ -29,7 +29,7 @@ from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.probe.update import each_update, norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import with_one_optimizer
-from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 from stackwise.support.random_state import seeded
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
@@ -37,6 +37,8 @@ __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
 N_RANKS = 2
 N_STEPS = 2
 _SECONDS = 300.0
+# Labels of a row of the last rank, if the numbers of targets are unequal.
+_FEW_TARGETS = 3
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _SAME_SIZE = ("allreduce", "broadcast", "reduce")
 
@@ -84,26 +86,31 @@ class Ranks:
         return _disagreement(self.collectives)
 
 
-def run_ranks(subject: TrainerSubject) -> Ranks | str:
-    """Run two steps on two ranks, once for all checks. Return the reason if this is not possible."""
+def run_ranks(subject: TrainerSubject, *, unequal: bool = False) -> Ranks | str:
+    """Run two steps on two ranks, once for all checks. Return the reason if this is not possible.
+
+    Args:
+        subject: the training run.
+        unequal: the last rank has few targets, and the others have many.
+    """
     if subject.spec.distributed is None:
         return "needs TrainerSpec.distributed"
     recipe = Recipe.of(subject.spec, "distributed")
     if recipe is None:
         return "needs TrainerSpec.factory, or a function distributed that can be pickled"
     try:
-        _require_rows(whole_batch(subject, 0))
+        _require_rows(whole_batch(subject, 0, unequal))
     except ValueError as error:
         return str(error)
-    ranks = _run(subject, recipe)
+    ranks = _run(subject, recipe, unequal)
     if not ranks.known:
         return f"needs a run that a new process can set up; errors: {'; '.join(ranks.errors.values())}"
     return ranks
 
 
-@lru_cache(maxsize=1)
-def _run(subject: TrainerSubject, recipe: Recipe) -> Ranks:
-    batches = [whole_batch(subject, number) for number in range(N_STEPS)]
+@lru_cache(maxsize=2)
+def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool) -> Ranks:
+    batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
         arguments = [
@@ -153,10 +160,10 @@ def run_rank(
     return record
 
 
-def dense(subject: TrainerSubject) -> Record:
+def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
     """Run the same steps in one process, on the batches of all ranks."""
     run = subject.run()
-    batches = [whole_batch(subject, number) for number in range(N_STEPS)]
+    batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     norm = None
     with seeded(subject.seed):
         if callable(getattr(run, "loss", None)):
@@ -215,9 +222,21 @@ def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
     return None
 
 
-def whole_batch(subject: TrainerSubject, number: int) -> Any:
-    """Return batch `number` of all ranks together."""
-    return subject.batch(number, batch_size=N_RANKS * subject.spec.batch_size)
+def whole_batch(subject: TrainerSubject, number: int, unequal: bool = False) -> Any:
+    """Return batch `number` of all ranks together.
+
+    Raises:
+        ValueError: `unequal`, and a batch has no labels that can be ignored.
+    """
+    batch = subject.batch(number, batch_size=N_RANKS * subject.spec.batch_size)
+    if not unequal:
+        return batch
+    labels, ignored = labels_in(batch), subject.spec.ignored_label
+    if labels is None or ignored is None:
+        raise ValueError("needs batches with labels, and ignored_label")
+    labels = labels.clone()
+    labels[-subject.spec.batch_size :, _FEW_TARGETS:] = ignored
+    return with_labels(batch, labels)
 
 
 def _require_rows(batch: Any) -> None:

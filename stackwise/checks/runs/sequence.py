@@ -64,7 +64,7 @@ _SIMPLER = {"resume later": "resume", "rewind": "resume", "resume": "save"}
 _STEPS, _AFTER_EPOCH = 6, 4
 # Batches of an epoch above which a run does not reach the end of the epoch.
 _LONGEST_EPOCH = 24
-_RANDOM_SEQUENCES = 8
+_RANDOM_SEQUENCES = 6
 _SHRINKING = 40
 # Relative differences that other kernels cause, such as those for another layout in memory.
 _ROUNDING = 1e-5
@@ -227,8 +227,8 @@ class Sequences:
     def _planned(self, operations: list[str]) -> Iterator[Sequence]:
         """Yield each operation at several places, then random sequences of two or three operations."""
         n, length = self.n_steps, self.epoch_length
-        ends = [] if length is None else [length - 1, length, length + 1]
-        places = sorted({place for place in (1, 2, n // 2, *ends) if 0 < place < n})
+        ends = [] if length is None else [length - 1, length]
+        places = sorted({place for place in (1, n // 2, *ends) if 0 < place < n})
         for operation in operations:
             for place in places:
                 yield self._with({place: operation})

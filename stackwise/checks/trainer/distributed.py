@@ -92,20 +92,7 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
     if (reason := _not_comparable(subject, ranks, whole)) is not None:
         return subject.not_applicable(reason)
     limit = _limit(whole)
-    scale = norm(whole.gradients.values())
-    gaps, pairs = {}, []
-    for name, wanted in whole.gradients.items():
-        parts = [record.gradients.get(name) for record in ranks.records]
-        there = [part for part in parts if part is not None]
-        got = assembled(there, wanted.shape) if len(there) == len(parts) else None
-        if got is None:
-            gaps[name] = float("inf")
-            continue
-        # Each rank has a copy, and any of them may be wrong.
-        copies = [part for part in there if part.shape == wanted.shape] or [got]
-        apart = max(copies, key=lambda copy: norm([copy.double() - wanted.double()]))
-        gaps[name] = norm([apart.double() - wanted.double()]) / scale
-        pairs.append((apart.double(), wanted.double()))
+    gaps, pairs = _gaps(ranks, whole)
     worst = max(gaps, key=lambda name: gaps[name])
     if not gaps[worst] <= limit:
         ratio, aligned = _direction(pairs, complete=gaps[worst] < float("inf"))
@@ -123,6 +110,33 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             "data that is lost on the way.",
         )
     return subject.passed(gaps[worst], limit, where=worst)
+
+
+@trainer_check(suite="full")
+def unequal_targets(subject: TrainerSubject) -> CheckResult:
+    """Has each target the same weight, if one rank has many targets and the other one few?"""
+    if gradients_equal_dense(subject).status != "passed":
+        return subject.not_applicable("needs the gradient of one process: see gradients_equal_dense")
+    ranks = run_ranks(subject, unequal=True)
+    if isinstance(ranks, str):
+        return subject.not_applicable(ranks)
+    if len(ranks.records) != N_RANKS or any(not record.gradients for record in ranks.records):
+        return subject.not_applicable("needs ranks that finish a step with few targets on one rank")
+    whole = dense(subject, unequal=True)
+    gaps, _ = _gaps(ranks, whole)
+    worst = max(gaps, key=lambda name: gaps[name])
+    if gaps[worst] <= _limit(whole):
+        return subject.passed(gaps[worst], _limit(whole), where=worst)
+    return subject.warned(
+        gaps[worst],
+        _limit(whole),
+        where=worst,
+        meaning="If the ranks have different numbers of targets, the gradient is not that of the mean over "
+        "all targets: targets on a rank with few of them weigh more.",
+        correct_if="all ranks always have the same number of targets",
+        advice="Divide the sum of each rank by the number of targets of all ranks, times the number of ranks "
+        "if gradients are averaged.",
+    )
 
 
 @trainer_check(suite="full")
@@ -173,6 +187,31 @@ def buffers_agree(subject: TrainerSubject) -> CheckResult:
             advice="Broadcast the buffer, or reduce it over the ranks.",
         )
     return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers.")
+
+
+def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
+    """Compare the gradients of the ranks with those of one process.
+
+    Returns:
+        The difference of each parameter, relative to the norm of all gradients, and both gradients of each
+        parameter that all ranks have.
+    """
+    scale = norm(whole.gradients.values())
+    gaps: dict[str, float] = {}
+    pairs = []
+    for name, wanted in whole.gradients.items():
+        parts = [record.gradients.get(name) for record in ranks.records]
+        there = [part for part in parts if part is not None]
+        got = assembled(there, wanted.shape) if len(there) == len(parts) else None
+        if got is None:
+            gaps[name] = float("inf")
+            continue
+        # Each rank has a copy, and any of them may be wrong.
+        copies = [part for part in there if part.shape == wanted.shape] or [got]
+        apart = max(copies, key=lambda copy: norm([copy.double() - wanted.double()]))
+        gaps[name] = norm([apart.double() - wanted.double()]) / scale
+        pairs.append((apart.double(), wanted.double()))
+    return gaps, pairs
 
 
 def _finished(subject: TrainerSubject) -> Ranks | CheckResult:

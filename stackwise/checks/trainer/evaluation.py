@@ -148,7 +148,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable(_REASON)
     rows = _ragged_rows(subject)
     batches = [joined(rows[:2], 1), joined(rows[2:], 1)]
-    exact = _exact_loss(run, batches, subject.spec.ignored_label)
+    exact = exact_loss(run, batches, subject.spec.ignored_label)
     if exact is None:
         return subject.not_applicable(
             "needs batches with input_ids and labels, and a model that gives logits"
@@ -156,7 +156,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
     found, limit = evaluated(run, batches), _limit(run, batches)
     ignored = _NO_LABEL if subject.spec.ignored_label is None else subject.spec.ignored_label
     averages = subject.averages_batches(run, "evaluate")
-    means = [_exact_loss(run, [batch], ignored) or math.nan for batch in batches]
+    means = [exact_loss(run, [batch], ignored) or math.nan for batch in batches]
     counts = [int((batch["labels"][:, 1:] != ignored).sum()) for batch in batches]
     n_labels = [int((batch["labels"] != ignored).sum()) for batch in batches]
     sums = [mean * count for mean, count in zip(means, counts, strict=True)]
@@ -206,7 +206,7 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs perplexity(batches)")
     rows = _ragged_rows(subject)
     batches = [joined(rows[:2], 1), joined(rows[2:], 1)]
-    exact = _exact_loss(run, batches, subject.spec.ignored_label)
+    exact = exact_loss(run, batches, subject.spec.ignored_label)
     if exact is None and subject.has(run, "evaluate"):
         exact = evaluated(run, batches)
     if exact is None:
@@ -215,7 +215,7 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
         )
     found = float(run.perplexity(batches))  # type: ignore[attr-defined]
     wanted = math.exp(exact)
-    losses = [_exact_loss(run, [batch], subject.spec.ignored_label) for batch in batches]
+    losses = [exact_loss(run, [batch], subject.spec.ignored_label) for batch in batches]
     means = [each for each in losses if each is not None] or [exact]
     names = {
         "the mean of the perplexities of batches": sum(map(math.exp, means)) / len(means),
@@ -269,7 +269,7 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
 
 
 @torch.no_grad()
-def _exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
+def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
     """Return the mean loss over targets in float64, from the logits. None: the model returns none."""
     ignored = _NO_LABEL if ignored is None else ignored
     modes = _modes(run)

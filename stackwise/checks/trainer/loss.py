@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.batch import rows_of
+from stackwise.checks.probe.batch import named_tensors, rows_of
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.result import CheckResult
+from stackwise.checks.trainer.evaluation import exact_loss
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import labels_in, with_labels
 
 _ROWS = 4
+# Label for padding if no label is ignored. No token has it.
+_NO_LABEL = -100
 # Rounding of losses in float32, and of their mean in half precision.
 _EXACT, _NARROW = 1e-5, 1e-2
 
@@ -72,6 +76,54 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
         meaning=meaning,
         advice="Give cross_entropy the labels as they are, with their ignore_index (no clamp, no remainder), "
         "and divide a sum by the number of targets that are left.",
+    )
+
+
+@trainer_check
+def loss_divisor(subject: TrainerSubject) -> CheckResult:
+    """Is the loss of a batch the mean over its targets, and not over another number?"""
+    ratios, exact = [], 0.0
+    batches = [subject.batch(number) for number in range(2)]
+    for batch in batches:
+        run = subject.run()
+        with WithoutDropout():
+            exact = exact_loss(run, [batch], subject.spec.ignored_label) or 0.0
+        loss = _loss(subject, batch)
+        if not exact or not math.isfinite(exact) or loss is None:
+            return subject.not_applicable(
+                "needs batches with input_ids and labels, a model that gives logits, and a loss"
+            )
+        ratios.append(loss / exact)
+    limit = _limit(subject)
+    value = _apart(ratios[0], 1.0)
+    if value <= limit:
+        return subject.passed(value, limit)
+    if _apart(ratios[1], ratios[0]) > limit:
+        return subject.not_applicable("needs a loss that is a multiple of the mean over all targets")
+    labels = labels_in(batches[0])
+    assert labels is not None
+    ignored = subject.spec.ignored_label
+    n_targets = int(labels[:, 1:].ne(_NO_LABEL if ignored is None else ignored).sum())
+    numbers = {name: int(tensor) for name, tensor in named_tensors(batches[0]) if tensor.numel() == 1}
+    divisor = n_targets / ratios[0]
+    name = next((name for name, number in numbers.items() if abs(number - divisor) <= limit * divisor), "")
+    advice = "Divide a sum by the number of targets in the batches of this update: a norm for clipping and "
+    advice += "an epsilon depend on the size of the gradient."
+    if name:
+        return subject.failed(
+            value,
+            limit,
+            where=f"batch[{name!r}]",
+            meaning=f"The loss is divided by {numbers[name]}, and the batch has {n_targets} targets.",
+            advice=advice,
+        )
+    return subject.warned(
+        value,
+        limit,
+        where="the loss of a batch",
+        meaning=f"The loss is {ratios[0]:.6g} times the mean over the {n_targets} targets of the batch.",
+        correct_if="the factor is meant, and the learning rate and the limit of the norm are chosen for it",
+        advice=advice,
     )
 
 

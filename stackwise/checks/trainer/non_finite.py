@@ -17,6 +17,7 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.optimizer_state import optimizers_in
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
 # Steps before the one with the non-finite gradients. Some loops collect a history before they skip a step.
@@ -49,11 +50,8 @@ def skipped_step(subject: TrainerSubject) -> CheckResult:
         outcome = _outcome(subject, n_before)
         if outcome is None or not outcome.finite:
             continue
-        changed = [
-            name for name in different(outcome.before, outcome.after) if not _may_change(subject, name)
-        ]
-        if changed:
-            return _failed(subject, changed, n_before)
+        if changed := _changed(subject, outcome):
+            return _reported(subject, changed, n_before)
         return subject.passed(0.0, 0.0, meaning=f"{len(outcome.before)} entries are unchanged.")
     return subject.not_applicable(_UNPROTECTED)
 
@@ -78,7 +76,8 @@ def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
     return subject.passed(meaning="Later steps train.") if seen else subject.not_applicable(_UNPROTECTED)
 
 
-def _failed(subject: TrainerSubject, changed: list[str], n_before: int) -> CheckResult:
+def _reported(subject: TrainerSubject, changed: list[str], n_before: int) -> CheckResult:
+    """Return a failure, or a warning if only the schedule advances, with each implementation."""
     weights = [name for name in changed if name.startswith("model.")]
     moments = [name for name in changed if name.startswith("optimizer.") and ".group " not in name]
     schedule = [name for name in changed if name not in weights and name not in moments]
@@ -98,7 +97,14 @@ def _failed(subject: TrainerSubject, changed: list[str], n_before: int) -> Check
         else "Step the scheduler only if the optimizer made an update. With a GradScaler, compare its scale "
         "before and after update(): a fused optimizer is called also if it skips the update."
     )
-    return subject.failed(
+    correct_if = None
+    if not (weights or moments):
+        # If the schedule stays with an optimizer that is not fused, it is meant to.
+        other = _outcome(subject, n_before, unfused=True)
+        is_meant = other is not None and not _changed(subject, other)
+        correct_if = None if is_meant else "the schedule counts steps on purpose, and not updates"
+    return subject.failed_unless(
+        correct_if,
         float(len(changed)),
         0.0,
         where=f"step {n_before}: {listed(weights or moments or schedule)}",
@@ -107,23 +113,26 @@ def _failed(subject: TrainerSubject, changed: list[str], n_before: int) -> Check
     )
 
 
-def _may_change(subject: TrainerSubject, name: str) -> bool:
-    """Return True for state that a step without an update may change."""
-    is_rate = name.startswith("optimizer.group") and name.endswith(".lr")
-    # A rate that follows the number of the step advances without a scheduler.
-    follows_step = is_rate and not subject.has(subject.run(), "scheduler")
-    is_buffer = name.startswith("model.") and name.removeprefix("model.") in _buffers(subject)
-    return name.startswith(("scaler.", "position()")) or follows_step or is_buffer
+def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
+    """Return the names of changed state that a step without an update may not change."""
+    run = subject.run()
+    # A forward pass may update buffers, and a rate that follows the number of the step needs no scheduler.
+    buffers = {f"model.{name}" for name, _ in run.model.named_buffers()}
+    has_scheduler = subject.has(run, "scheduler")
+    return [
+        name
+        for name in different(outcome.before, outcome.after)
+        if name not in buffers
+        and not name.startswith(("scaler.", "position()"))
+        and (has_scheduler or not (name.startswith("optimizer.group") and name.endswith(".lr")))
+    ]
 
 
-def _buffers(subject: TrainerSubject) -> set[str]:
-    """Return the names of buffers, which a forward pass may update."""
-    return {name for name, _ in subject.run().model.named_buffers()}
-
-
-def _outcome(subject: TrainerSubject, n_before: int) -> _Outcome | None:
+def _outcome(subject: TrainerSubject, n_before: int, *, unfused: bool = False) -> _Outcome | None:
     """Run some steps, one with NaN as gradients, and some more. None: a step raises, or a guard responds."""
     run = subject.run()
+    if unfused:
+        _unfuse(run)
     try:
         with subject.fixed_randomness():
             for number in range(n_before):
@@ -168,6 +177,14 @@ def _broken_gradients(run: TrainingRun) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _unfuse(run: TrainingRun) -> None:
+    """Let each optimizer use an implementation that a GradScaler does not call if it skips an update."""
+    for optimizer in optimizers_in(run.optimizer):
+        optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        for group in optimizer.param_groups:
+            group |= {name: False for name in ("fused",) if group.get(name)}
 
 
 def _alarms(run: Any) -> list[Any]:

@@ -87,7 +87,8 @@ def members_of(given: Any) -> list[torch.optim.Optimizer]:
     members: list[torch.optim.Optimizer] = []
     inner: set[int] = set()
     for each in reversed(optimizers_in(given)):
-        if id(each) not in inner and hasattr(each, "register_step_pre_hook"):
+        # A wrapper of accelerate has the method of its class, but no hooks.
+        if id(each) not in inner and hasattr(each, "_optimizer_step_pre_hooks"):
             members.append(each)
             inner |= set(map(id, optimizers_in(each)))
     return members

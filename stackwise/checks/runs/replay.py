@@ -1,6 +1,6 @@
 """Replay: the update of each parameter, made again by a fresh optimizer that holds this parameter alone.
 
-A fresh optimizer of the same class gets the recorded gradients and options of one parameter, in float64. Its
+A fresh optimizer of the same class gets the recorded gradients and options of one parameter. Its
 state belongs to this parameter only. So a state that parameters share by mistake, a counter that follows
 another parameter, and a part of a fused update that is left out show as another update.
 """
@@ -52,12 +52,10 @@ class Recording:
     Attributes:
         fresh: copy of the optimizer before its first step, without parameters.
         changes: changes of each parameter, by name.
-        closure: True if a step got a closure, so that gradients are computed inside.
     """
 
     fresh: torch.optim.Optimizer
     changes: dict[str, list[_Change]] = field(default_factory=lambda: defaultdict(list))
-    closure: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def replayed(recording: Recording) -> list[Replayed]:
     """Return the largest difference of each parameter.
 
     Raises:
-        Exception: the optimizer does not run with one parameter in float64.
+        Exception: the optimizer does not run with one parameter.
     """
     return [_replayed(recording.fresh, name, changes) for name, changes in recording.changes.items()]
 
@@ -114,14 +112,14 @@ def _record(
     optimizer: torch.optim.Optimizer, recording: Recording, names: dict[int, str]
 ) -> Callable[[], None]:
     """Start to record an optimizer, and return the function that ends it."""
-    depth, pending = 0, list[_Change]()
+    depth, pending, has_closure = 0, list[_Change](), False
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal depth
+        nonlocal depth, has_closure
         depth += 1  # the step of a subclass may call that of its parent
         if depth > 1:
             return
-        recording.closure |= any(callable(each) for each in (*args, *kwargs.values()))
+        has_closure = any(callable(each) for each in (*args, *kwargs.values()))
         scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:
             options = {name: copy.copy(value) for name, value in group.items() if name != "params"}
@@ -143,6 +141,8 @@ def _record(
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for change, p in zip(pending, parameters, strict=True):
             change.after = p.detach().clone()
+            if has_closure and p.grad is not None:  # the closure has computed the gradients
+                change.gradient = p.grad.detach().clone()
         pending.clear()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -157,7 +157,7 @@ def _record(
 def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
     alone = copy.copy(fresh)
     alone.state = defaultdict(dict)
-    parameter = nn.Parameter(changes[0].before.double())
+    parameter = nn.Parameter(changes[0].before.clone())
     alone.param_groups = [{"params": [parameter]}]
     worst = Replayed(name, 0.0, 0, True, 1.0)
     was_active = True
@@ -167,9 +167,9 @@ def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -
         alone.param_groups[0] |= options
         with torch.no_grad():
             parameter.copy_(change.before)
-        parameter.grad = None if change.gradient is None else change.gradient.double()
+        parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
         type(alone).step(alone)
-        wanted = (parameter.detach() - change.before.double()).flatten()
+        wanted = (parameter.detach().double() - change.before.double()).flatten()
         found = (change.after.double() - change.before.double()).flatten()
         rounding = _ROUNDINGS * torch.finfo(change.before.dtype).eps * float(change.before.double().norm())
         apart = max(0.0, float((found - wanted).norm()) - rounding)

@@ -68,6 +68,8 @@ _RANDOM_SEQUENCES = 6
 _SHRINKING = 40
 # Relative differences that other kernels cause, such as those for another layout in memory.
 _ROUNDING = 1e-5
+# Allowed differences, in multiples of those that a change of the weights by rounding causes.
+_ROUNDINGS = 100.0
 
 Sequence = tuple[str, ...]
 
@@ -114,13 +116,20 @@ class _Record:
     averages: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float | None = None
 
-    def differs(self, other: _Record) -> str:
-        """Return the first difference in words, or ""."""
+    def differs(self, other: _Record, rounded: _Record | None = None) -> str:
+        """Return the first difference in words, or "".
+
+        Args:
+            other: another record.
+            rounded: record of a run whose weights differ by rounding. Differences of the size that this
+                causes do not count.
+        """
         ours, theirs = self.trace, other.trace
+        near = self if rounded is None else rounded
         for step, (batch, another) in enumerate(zip(ours.batches, theirs.batches, strict=False)):
             if not _same(batch, another):
                 return f"step {step} reads another batch"
-            if not _same(ours.losses[step], theirs.losses[step]):
+            if not _same(ours.losses[step], theirs.losses[step], near.trace.losses[step]):
                 return (
                     f"the loss of step {step} is {theirs.losses[step]:.6g} instead of {ours.losses[step]:.6g}"
                 )
@@ -129,11 +138,11 @@ class _Record:
                 return f"the learning rates after step {step} are {got} instead of {wanted}"
         if len(ours.batches) != len(theirs.batches):
             return f"{len(theirs.batches)} steps instead of {len(ours.batches)}: there is no further batch"
-        if names := _different(ours.state, theirs.state):
+        if names := _different(ours.state, theirs.state, near.trace.state):
             return f"{listed(names, 1)} after the last step"
-        if names := _different(self.averages, other.averages):
+        if names := _different(self.averages, other.averages, near.averages):
             return f"the average {listed(names, 1)} after the last step"
-        if not _same(self.evaluation, other.evaluation):
+        if not _same(self.evaluation, other.evaluation, near.evaluation):
             return f"evaluate(batches) gives {other.evaluation} instead of {self.evaluation}"
         return ""
 
@@ -173,7 +182,9 @@ class Sequences:
 
     def __init__(self, subject: TrainerSubject) -> None:
         self.subject = subject
+        # Records by number of steps.
         self._straight: dict[int, _Record] = {}
+        self._rounded: dict[int, _Record] = {}
 
     @cached_property
     def possible(self) -> list[str]:
@@ -222,7 +233,14 @@ class Sequences:
         Raises:
             Exception: an operation raises.
         """
-        return self._of_steps(sequence.count(STEP)).differs(self._executed(sequence))
+        n = sequence.count(STEP)
+        straight, record = self._of_steps(n), self._executed(sequence)
+        found = straight.differs(record)
+        if not found:
+            return ""
+        if n not in self._rounded:
+            self._rounded[n] = self._executed((STEP,) * n, rounded=True)
+        return straight.differs(record, self._rounded[n])
 
     def _planned(self, operations: list[str]) -> Iterator[Sequence]:
         """Yield each operation at several places, then random sequences of two or three operations."""
@@ -271,10 +289,12 @@ class Sequences:
             self._straight[n] = self._executed((STEP,) * n)
         return self._straight[n]
 
-    def _executed(self, sequence: Sequence) -> _Record:
-        """Execute a sequence on a new run."""
+    def _executed(self, sequence: Sequence, *, rounded: bool = False) -> _Record:
+        """Execute a sequence on a new run, with weights that differ by rounding if `rounded`."""
         subject = self.subject
         run: Any = subject.run()
+        if rounded:
+            _change_by_rounding(run)
         trace = Trace()
         with subject.fixed_randomness():
             batches = self._batches(run, 0)
@@ -322,7 +342,7 @@ class Sequences:
             if operation != "resume":
                 drive(run, batches, 2, with_state=False)
             if operation != "rewind":
-                run = subject.spec.create(subject.device, subject.seed + 1)
+                run = subject.run()  # the data of a run may depend on its seed
             with seeded(subject.seed + 1, subject.device):
                 run.load(Path(folder))
             set_random_states(states)
@@ -350,22 +370,40 @@ def _simpler(sequence: Sequence) -> Iterator[Sequence]:
         yield sequence[1:]
 
 
-def _different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**wanted, **got} if not _same(wanted.get(name), got.get(name))]
+@torch.no_grad()
+def _change_by_rounding(run: TrainingRun) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for p in run.model.parameters():
+        if p.is_floating_point():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+            p.mul_(1 + torch.finfo(p.dtype).eps * noise)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Return True if values are equal up to rounding. NaN is equal to NaN."""
+def _different(wanted: Mapping[str, Any], got: Mapping[str, Any], near: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**wanted, **got} if not _same(wanted.get(name), got.get(name), near.get(name))]
+
+
+def _same(a: Any, b: Any, near: Any = None) -> bool:
+    """Return True if values are equal up to rounding. NaN is equal to NaN.
+
+    Args:
+        a: a value.
+        b: another value.
+        near: value of a run whose weights differ by rounding.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         b = b.to(a.device)
         if not a.is_floating_point() or torch.equal(a, b):
             return bool(torch.equal(a, b))
-        size = float(a.nan_to_num().abs().max()) if a.numel() else 0.0
-        return torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * size, equal_nan=True)
+        allowed = _ROUNDING * _largest(a)
+        if isinstance(near, Tensor) and near.shape == a.shape:
+            allowed += _ROUNDINGS * _largest(near.to(a) - a)
+        return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)
     if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=_ROUNDING) or (math.isnan(a) and math.isnan(b))
+        allowed = _ROUNDING * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
+        return abs(a - b) <= allowed or (math.isnan(a) and math.isnan(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -373,3 +411,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
     return bool(a == b)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num().abs().max()) if x.numel() else 0.0

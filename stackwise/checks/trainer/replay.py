@@ -15,7 +15,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-# Muon computes in bfloat16.
+# Implementations for one parameter and for many round differently.
 _LIMIT = 0.05
 _STEPS = 9
 # Steps in which some parameters do not train.
@@ -37,8 +37,8 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
                     raise
                 return subject.not_applicable(f"needs a step with frozen parameters: {reason_of(error)}")
     recordings = [each for each in recordings if each.changes]
-    if not recordings or any(each.closure for each in recordings):
-        return subject.not_applicable("needs torch optimizers that are stepped without a closure")
+    if not recordings:
+        return subject.not_applicable("needs a torch optimizer that is stepped")
     largest, count = 0.0, 0
     for recording in recordings:
         result = _compared(subject, recording)
@@ -53,7 +53,7 @@ def _compared(subject: TrainerSubject, recording: Recording) -> CheckResult | fl
     kind = type(recording.fresh).__name__
     try:
         found = replayed(recording)
-    except Exception as error:  # any exception means: not alone, or not in float64
+    except Exception as error:  # any exception means: not alone
         reraise_if_out_of_memory(error)
         return subject.not_applicable(f"needs {kind} to run with one parameter: {reason_of(error)}")
     wrong = [each for each in found if each.gap > _LIMIT]

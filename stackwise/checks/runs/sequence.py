@@ -242,6 +242,13 @@ class Sequences:
             self._rounded[n] = self._executed((STEP,) * n, rounded=True)
         return straight.differs(record, self._rounded[n])
 
+    def is_rounding(self, wanted: Trace, got: Trace, n_before: int) -> bool:
+        """Return True if two traces of the steps after the first `n_before` differ by rounding."""
+        n = len(wanted.losses)
+        rounded = self._executed((STEP,) * (n_before + n), rounded=True).trace
+        near = Trace(rounded.losses[-n:], rounded.rates[-n:], rounded.batches[-n:], rounded.state)
+        return not _Record(wanted).differs(_Record(got), _Record(near))
+
     def _planned(self, operations: list[str]) -> Iterator[Sequence]:
         """Yield each operation at several places, then random sequences of two or three operations."""
         n, length = self.n_steps, self.epoch_length

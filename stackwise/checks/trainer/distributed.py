@@ -115,6 +115,9 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def unequal_targets(subject: TrainerSubject) -> CheckResult:
     """Has each target the same weight, if one rank has many targets and the other one few?"""
+    equal = _finished(subject)
+    if isinstance(equal, CheckResult):
+        return equal
     if gradients_equal_dense(subject).status != "passed":
         return subject.not_applicable("needs the gradient of one process: see gradients_equal_dense")
     ranks = run_ranks(subject, unequal=True)

@@ -24,7 +24,8 @@ class Keeping(Loop):
         path.mkdir()
         self.save(path)
         for old in self.kept(folder)[: -self.keep_last]:
-            shutil.rmtree(old)
+            if old != path:  # an earlier run may have written higher numbers
+                shutil.rmtree(old)
         return path
 
     def kept(self, folder):

@@ -38,6 +38,8 @@ _PLACE = (
 _LONGEST_EPOCH = 8  # batches; with shorter data, the run is saved in the second epoch
 _N_STEPS = 3
 _STEP_NUMBERS = (80, 90, 100, 900, 1000)
+# Checkpoints of an earlier run, more than a run usually keeps.
+_EARLIER_NUMBERS = tuple(range(600, 1300, 100))
 _MOST_FILES = 8
 
 
@@ -370,14 +372,14 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                 )
         used = Path(name) / "used"
         used.mkdir()
-        for step in (600, 700):  # of an earlier run
+        for step in _EARLIER_NUMBERS:
             run.checkpoint(used, step)
         first = Path(subject.run().checkpoint(used, 100))  # type: ignore[attr-defined]
         if not first.exists():
             return subject.failed(
                 100.0,
                 100.0,
-                where="checkpoint 100, written last, in a folder with 600 and 700 of an earlier run",
+                where="checkpoint 100, written last, after those of an earlier run",
                 meaning="In a folder that an earlier run has used, the new checkpoint was removed at once.",
                 advice="Never remove the checkpoint that was just written, or refuse a used folder.",
             )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.subject import Subject
+from stackwise.checks.trainer_subject import TrainerSubject
 
 __all__ = ["Comparison", "compared", "direction_of", "trainable_parameters"]
 
@@ -61,9 +62,9 @@ class Comparison:
         return self.limit <= _VAGUE
 
 
-def trainable_parameters(subject: Subject, model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(subject: Subject | TrainerSubject, model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, without those that are declared unused."""
-    unused = subject.spec.unused or "\0"
+    unused = getattr(subject.spec, "unused", None) or "\0"
     return {
         name: p
         for name, p in model.named_parameters()
@@ -71,20 +72,20 @@ def trainable_parameters(subject: Subject, model: nn.Module) -> dict[str, nn.Par
     }
 
 
-def direction_of(subject: Subject, p: Tensor) -> Tensor:
+def direction_of(subject: Subject | TrainerSubject, p: Tensor) -> Tensor:
     """Return random numbers as large as the parameter."""
     generator = torch.Generator().manual_seed(subject.seed + p.numel())
     size = p.detach().double().square().mean().sqrt().item() or 0.02
     return (size * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
 
 
-def compared(subject: Subject, model: nn.Module, function: _Function) -> Comparison:
+def compared(subject: Subject | TrainerSubject, model: nn.Module, function: _Function) -> Comparison:
     """Compare the gradient of a function of a float64 model with finite differences.
 
     Random choices in `function` are the same at each call, and buffers are restored after it.
 
     Args:
-        subject: the model.
+        subject: the model, or the training run that contains it.
         model: a new model of it, with trainable parameters.
         function: model -> tensor of any shape.
 
@@ -127,7 +128,7 @@ class _Probe:
         has_gradient: the result depends on a parameter.
     """
 
-    def __init__(self, subject: Subject, model: nn.Module, function: _Function) -> None:
+    def __init__(self, subject: Subject | TrainerSubject, model: nn.Module, function: _Function) -> None:
         self._subject, self._model, self._function = subject, model, function
         self.parameters = trainable_parameters(subject, model)
         self._directions = _directions(subject, model, self.parameters)
@@ -192,7 +193,7 @@ class _Probe:
 
 
 def _directions(
-    subject: Subject, model: nn.Module, parameters: Mapping[str, nn.Parameter]
+    subject: Subject | TrainerSubject, model: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
     """Return a direction for each parameter, 0 for the row of a padding token, which gets no gradient."""
     directions = {name: direction_of(subject, p) for name, p in parameters.items()}

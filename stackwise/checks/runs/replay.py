@@ -21,10 +21,14 @@ from torch import Tensor, nn
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
 
-__all__ = ["Recording", "Replayed", "recorded", "replayed"]
+__all__ = ["Recording", "Replayed", "options_without_effect", "recorded", "replayed"]
 
 # Options of a group that choose an implementation.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# Options that change every update of a parameter with gradients, if they are above 0.
+_OPTIONS = ("momentum", "betas", "beta", "beta1", "beta2", "weight_decay")
+# Updates after which an option must have an effect.
+_LEAST_CHANGES = 3
 # Roundings of a parameter in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
 
@@ -101,6 +105,56 @@ def replayed(recording: Recording) -> list[Replayed]:
     return [_replayed(recording.fresh, name, changes) for name, changes in recording.changes.items()]
 
 
+def options_without_effect(recording: Recording) -> list[str]:
+    """Return options of momentum and weight decay that change no update of a weight with gradients.
+
+    Raises:
+        Exception: the optimizer does not run with one parameter in float64.
+    """
+
+    def is_moved(change: _Change) -> bool:
+        return change.gradient is not None and bool(change.gradient.any()) and bool(change.before.any())
+
+    changes = next((each for each in recording.changes.values() if all(map(is_moved, each))), [])
+    if len(changes) < _LEAST_CHANGES:
+        return []
+    wanted = _positions(recording.fresh, changes, {})
+    ignored = []
+    for name in _OPTIONS:
+        value = changes[0].options.get(name)
+        other: Any = None
+        if isinstance(value, float) and value > 0:
+            other = value / 2
+        elif isinstance(value, tuple | list) and all(isinstance(each, float) and each > 0 for each in value):
+            other = type(value)(each / 2 for each in value)
+        if other is not None and torch.equal(_positions(recording.fresh, changes, {name: other}), wanted):
+            ignored.append(name)
+    return ignored
+
+
+def _positions(fresh: torch.optim.Optimizer, changes: list[_Change], options: dict[str, Any]) -> Tensor:
+    """Return a parameter after the recorded gradients, with some other options."""
+    # In float64, a small weight decay is more than rounding.
+    alone, parameter = _alone(fresh, changes[0].before.double())
+    for change in changes:
+        alone.param_groups[0] |= _options_of(change) | options
+        parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
+        type(alone).step(alone)
+    return parameter.detach()
+
+
+def _alone(fresh: torch.optim.Optimizer, start: Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    alone = copy.copy(fresh)
+    alone.state = defaultdict(dict)
+    parameter = nn.Parameter(start.clone())
+    alone.param_groups = [{"params": [parameter]}]
+    return alone, parameter
+
+
+def _options_of(change: _Change) -> dict[str, Any]:
+    return change.options | {each: False for each in _IMPLEMENTATIONS if each in change.options}
+
+
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     fresh = copy.copy(optimizer)
     fresh.__dict__.pop("step", None)  # a scheduler replaces it by a function that counts
@@ -155,16 +209,12 @@ def _record(
 
 
 def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
-    alone = copy.copy(fresh)
-    alone.state = defaultdict(dict)
-    parameter = nn.Parameter(changes[0].before.clone())
-    alone.param_groups = [{"params": [parameter]}]
+    alone, parameter = _alone(fresh, changes[0].before)
     worst = Replayed(name, 0.0, 0, True, 1.0)
     was_active = True
     for number, change in enumerate(changes):
         assert change.after is not None
-        options = change.options | {each: False for each in _IMPLEMENTATIONS if each in change.options}
-        alone.param_groups[0] |= options
+        alone.param_groups[0] |= _options_of(change)
         with torch.no_grad():
             parameter.copy_(change.before)
         parameter.grad = None if change.gradient is None else change.gradient.to(parameter)

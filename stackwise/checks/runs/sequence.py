@@ -252,7 +252,7 @@ class Sequences:
     def _planned(self, operations: list[str]) -> Iterator[Sequence]:
         """Yield each operation at several places, then random sequences of two or three operations."""
         n, length = self.n_steps, self.epoch_length
-        ends = [] if length is None else [length - 1, length]
+        ends = [] if length is None else [length - 1, length, length + 2]
         places = sorted({place for place in (1, n // 2, *ends) if 0 < place < n})
         for operation in operations:
             for place in places:

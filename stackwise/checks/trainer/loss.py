@@ -9,12 +9,15 @@ import torch
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import named_tensors, rows_of
+from stackwise.checks.probe.call import reason_of
+from stackwise.checks.probe.derivative import compared
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.run_state import number_in
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer.evaluation import exact_loss
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import labels_in, with_labels
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 _ROWS = 4
 # Label for padding if no label is ignored. No token has it.
@@ -76,6 +79,33 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
         meaning=meaning,
         advice="Give cross_entropy the labels as they are, with their ignore_index (no clamp, no remainder), "
         "and divide a sum by the number of targets that are left.",
+    )
+
+
+@trainer_check
+def loss_derivative(subject: TrainerSubject) -> CheckResult:
+    """Is the gradient of loss(batch) its derivative, in train mode with dropout?"""
+    run: Any = subject.run()
+    if not subject.has(run, "loss"):
+        return subject.not_applicable("needs loss(batch)")
+    try:
+        model = run.model.double().train()
+        found = compared(subject, model, lambda _: run.loss(subject.batch()))
+    except Exception as error:  # any exception means: not in float64
+        reraise_if_out_of_memory(error)
+        return subject.not_applicable(f"needs a loss in float64: {reason_of(error)}")
+    if not found.has_gradient or not found.is_smooth or found.uses_steps or found.truncates:
+        return subject.not_applicable("needs a loss with a gradient, and without step functions")
+    if found.value <= found.limit:
+        return subject.passed(found.value, found.limit)
+    name, slope, measured = found.wrong[0] if found.wrong else ("all parameters together", math.nan, math.nan)
+    return subject.failed(
+        found.value,
+        found.limit,
+        where=f"{name}: gradient {slope:.3g}, finite differences {measured:.3g}",
+        meaning="The gradient of the loss along a random direction is not its derivative.",
+        advice="Look for recomputation that draws other dropout masks (preserve_rng_state), detach() and "
+        "no_grad() around a part of the loss, and custom backward functions.",
     )
 
 

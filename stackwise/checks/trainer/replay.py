@@ -10,7 +10,7 @@ import torch
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.call import reason_of
 from stackwise.checks.result import CheckResult, listed
-from stackwise.checks.runs.replay import Recording, recorded, replayed
+from stackwise.checks.runs.replay import Recording, options_without_effect, recorded, replayed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.system_errors import reraise_if_out_of_memory
@@ -46,6 +46,31 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
             return result
         largest, count = max(largest, result), count + len(recording.changes)
     return subject.passed(largest, _LIMIT, meaning=f"{count} parameters.")
+
+
+@trainer_check
+def option_effects(subject: TrainerSubject) -> CheckResult:
+    """Do momentum and weight decay of the optimizer have an effect?"""
+    run = subject.run()
+    with subject.fixed_randomness(), recorded(run) as recordings:
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    for recording in recordings:
+        kind = type(recording.fresh).__name__
+        try:
+            ignored = options_without_effect(recording)
+        except Exception as error:  # any exception means: not alone
+            reraise_if_out_of_memory(error)
+            return subject.not_applicable(f"needs {kind} to run with one parameter: {reason_of(error)}")
+        if ignored:
+            return subject.failed(
+                0.0,
+                where=f"{kind}: {', '.join(ignored)}",
+                meaning=f"The updates of {kind} are the same with half of its {ignored[0]}.",
+                advice="Look for a state that each step creates or clears again, and for an option that the "
+                "update does not read.",
+            )
+    return subject.passed() if recordings else subject.not_applicable("needs a torch optimizer")
 
 
 def _compared(subject: TrainerSubject, recording: Recording) -> CheckResult | float:

@@ -1,4 +1,4 @@
-"""Bugs that show in a sequence of operations, in one parameter beside others, or after a step without update."""
+"""Bugs in sequences of operations, in one parameter beside others, and after a step without an update."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ class Averaged(Loop):
 class Skipping(Averaged):
     """A step with a gradient that is not finite changes nothing; neither does one of an unusual loss."""
 
-    init_scale = None
-
     def __init__(self):
         super().__init__()
         self.losses = []
@@ -65,7 +63,8 @@ class Skipping(Averaged):
 
     def accumulate(self, batches):
         self.train_mode()
-        loss = torch.stack([self.loss(batch) for batch in batches]).mean()
+        total = sum(self.targets(batch) for batch in batches)
+        loss = sum(self.loss(batch) * self.weight(batch, batches, total) for batch in batches)
         loss.backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         finite = all(bool(g.isfinite().all()) for g in gradients)
@@ -162,7 +161,7 @@ def counted(build=Counted):
     return replace(loop_spec_of(build), make_batch=make_batch)
 
 
-def resumed_evaluation(spec: TrainerSpec) -> float:
+def resumed(spec: TrainerSpec) -> float:
     """Of a run that was saved and loaded after two steps, and made two more."""
     run = spec.create()
     torch.manual_seed(0)
@@ -177,7 +176,7 @@ def resumed_evaluation(spec: TrainerSpec) -> float:
     return other.evaluate([spec.batch(seed=9)])
 
 
-def rows_after_resume(spec: TrainerSpec) -> list:
+def later_rows(spec: TrainerSpec) -> list:
     """First ids of the batches of the epoch that follows a resume."""
     run = spec.create()
     for batch in list(run.epoch(0))[:2]:
@@ -208,7 +207,7 @@ def after_nan(spec: TrainerSpec) -> list:
     return seen
 
 
-def weights_with_pauses(spec: TrainerSpec) -> list:
+def paused(spec: TrainerSpec) -> list:
     """Weights after five steps, in two of which the last layer is frozen."""
     run = spec.create()
     torch.manual_seed(0)
@@ -229,12 +228,10 @@ def all_rates(spec: TrainerSpec) -> list:
 
 def first_loss(spec: TrainerSpec) -> float:
     torch.manual_seed(0)
-    return float(spec.create().loss(spec.batch()))
+    return spec.create().loss(spec.batch()).item()
 
 
-@mutant(
-    "sequence", twin=averaged, family="sequence", source="lightly-train#892", observable=resumed_evaluation
-)
+@mutant("sequence", twin=averaged, family="sequence", source="lightly-train#892", observable=resumed)
 def warm_up_of_the_average_restarts():
     """The number of averaged updates is not saved: after a resume, the average follows the weights again."""
 
@@ -246,7 +243,7 @@ def warm_up_of_the_average_restarts():
     return loop_spec_of(Mutant)
 
 
-@mutant("sequence", twin=averaged, family="sequence", source="classic", observable=resumed_evaluation)
+@mutant("sequence", twin=averaged, family="sequence", source="classic", observable=resumed)
 def average_starts_from_the_loaded_weights():
     """The average is not saved, and starts again from the weights of the checkpoint."""
 
@@ -258,9 +255,7 @@ def average_starts_from_the_loaded_weights():
     return loop_spec_of(Mutant)
 
 
-@mutant(
-    "sequence", twin=averaged, family="sequence", source="open-instruct#681", observable=rows_after_resume
-)
+@mutant("sequence", twin=averaged, family="sequence", source="open-instruct#681", observable=later_rows)
 def used_batches_are_skipped_in_every_epoch():
     """After a resume within an epoch, later epochs begin at the same place."""
 
@@ -279,9 +274,7 @@ def used_batches_are_skipped_in_every_epoch():
     return loop_spec_of(Mutant)
 
 
-@mutant(
-    "replay", twin=own_optimizer, family="replay", source="DeepSpeed#8471", observable=weights_with_pauses
-)
+@mutant("replay", twin=own_optimizer, family="replay", source="DeepSpeed#8471", observable=paused)
 def counter_of_the_last_parameter():
     """The bias correction of all parameters uses the counter of the last one in the group."""
 
@@ -296,7 +289,7 @@ def counter_of_the_last_parameter():
     return loop_spec_of(Mutant, decayed=None)
 
 
-@mutant("replay", twin=own_optimizer, family="replay", source="classic", observable=weights_with_pauses)
+@mutant("replay", twin=own_optimizer, family="replay", source="classic", observable=paused)
 def counter_of_all_parameters_together():
     """One counter is advanced by each parameter, so that moments are never corrected."""
 
@@ -317,7 +310,8 @@ def gradients_that_are_not_finite_become_zero():
     class Mutant(Skipping):
         def accumulate(self, batches):
             self.train_mode()
-            loss = torch.stack([self.loss(batch) for batch in batches]).mean()
+            total = sum(self.targets(batch) for batch in batches)
+            loss = sum(self.loss(batch) * self.weight(batch, batches, total) for batch in batches)
             loss.backward()
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -372,16 +366,15 @@ def schedule_follows_the_call_of_a_fused_optimizer():
     """A scaler calls a fused optimizer also if it skips the update, and the schedule advances."""
 
     class Mutant(Fused):
-        def create_optimizer(self):
-            optimizer = super().create_optimizer()
-            step = optimizer.step
+        def create_scaler(self):
+            step = self.optimizer.step
 
             def noted(*args, **kwargs):
                 self.called = True
                 return step(*args, **kwargs)
 
-            optimizer.step = noted
-            return optimizer
+            self.optimizer.step = noted
+            return super().create_scaler()
 
         def was_updated(self, before):
             return self.called

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,13 +31,15 @@ from stackwise.checks.probe.update import each_update, norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import with_one_optimizer
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
-from stackwise.support.random_state import seeded
+from stackwise.support.random_state import keep_random_states, seeded
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
 
 N_RANKS = 2
 N_STEPS = 2
 _SECONDS = 300.0
+# Batches of an epoch that are read to compare the data of the ranks.
+_LONGEST_EPOCH = 200
 # Labels of a row of the last rank, if the numbers of targets are unequal.
 _FEW_TARGETS = 3
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -55,6 +58,8 @@ class Record:
         gradients: gradients at the optimizer in the first step.
         norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
         losses: results of the steps. NaN for a step without a result.
+        evaluation: `evaluate` of the first batch before all steps. None: the run has no such method.
+        rows: the tokens of each row of the first epoch, in order. None: no `epoch`, or a long one.
     """
 
     initial: Tensors = field(default_factory=dict)
@@ -63,6 +68,8 @@ class Record:
     gradients: Tensors = field(default_factory=dict)
     norm: float | None = None
     losses: list[float] = field(default_factory=list)
+    evaluation: float | None = None
+    rows: list[tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,11 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
 def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> Record:
     """Run steps without dropout, which differs between ranks, and record them."""
     record = Record(initial=_parameters(run.model))
+    with keep_random_states():
+        if callable(getattr(run, "evaluate", None)):
+            record.evaluation = float(run.evaluate(batches[:1]))
+        if callable(getattr(run, "epoch", None)):
+            record.rows = _rows_of_epoch(run)
 
     def keep(_: Any) -> None:
         if not record.gradients:
@@ -209,6 +221,14 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> R
     record.final = _parameters(run.model)
     record.buffers = {_plain(name): buffer.detach().clone() for name, buffer in run.model.named_buffers()}
     return record
+
+
+def _rows_of_epoch(run: Any) -> list[tuple[Any, ...]] | None:
+    batches = list(islice(run.epoch(0), _LONGEST_EPOCH + 1))
+    if len(batches) > _LONGEST_EPOCH:
+        return None
+    firsts = [next(tensors_in(batch), None) for batch in batches]
+    return [tuple(row.flatten().tolist()) for first in firsts if first is not None for row in first]
 
 
 def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:

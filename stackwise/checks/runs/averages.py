@@ -36,7 +36,7 @@ def averages_of(run: TrainingRun) -> dict[str, Tensor]:
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            tensors = value.state_dict()
+            tensors = value.state_dict() | _plain_tensors(value)
             if _covers(tensors.values(), shapes) and not any(t.data_ptr() in own for t in tensors.values()):
                 found.update({f"{path}.{name}": t.detach().clone() for name, t in tensors.items()})
         elif isinstance(value, Mapping | list | tuple):
@@ -53,6 +53,16 @@ def averages_of(run: TrainingRun) -> dict[str, Tensor]:
 
     collect(run.run if isinstance(run, JoinedRun) else run, "", 0)
     return found
+
+
+def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return tensors that are neither parameters nor buffers, by path."""
+    return {
+        f"{name}.{key}".removeprefix("."): value
+        for name, each in module.named_modules()
+        for key, value in vars(each).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _is_skipped(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -167,6 +169,57 @@ def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
         f"{whole.norm:.4g}.",
         advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
         "parameter, and take the norm after the reduction.",
+    )
+
+
+@trainer_check(suite="full")
+def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
+    """Is the evaluation loss of all ranks that of one process on their joint batches?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    found = {record.evaluation for record in ranks.records}
+    whole = dense(subject)
+    if None in found or whole.evaluation is None:
+        return subject.not_applicable("needs evaluate(batches)")
+    if (reason := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(reason)
+    if len(found) > 1:
+        return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
+    [loss] = found
+    assert loss is not None
+    return subject.at_most(
+        abs(loss / whole.evaluation - 1) if whole.evaluation else abs(loss),
+        _limit(whole),
+        where="the result of evaluate(batches)",
+        meaning=f"It is {loss:.6g} on two ranks, and {whole.evaluation:.6g} in one process.",
+        advice="Sum the losses and the numbers of targets of all ranks, and divide once. A factor for the "
+        "average of gradients does not belong here.",
+    )
+
+
+@trainer_check(suite="full")
+def ranks_share_data(subject: TrainerSubject) -> CheckResult:
+    """Does each example of an epoch belong to one rank?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    rows = [record.rows for record in ranks.records]
+    whole = dense(subject).rows
+    if not whole or any(not each for each in rows) or rows[0] == rows[1]:
+        return subject.not_applicable("needs an epoch of at most 200 batches that the ranks divide")
+    read = Counter(row for each in rows for row in each or ())
+    if len(set(whole)) < len(whole) or not set(read) <= set(whole):
+        return subject.not_applicable("needs the same examples in one process as on the ranks, each once")
+    # A sampler repeats or drops examples so that all ranks have the same number of batches.
+    allowed = float(N_RANKS * subject.spec.batch_size)
+    twice, left_out = sum(read.values()) - len(read), len(whole) - len(read)
+    return subject.at_most(
+        float(max(twice, left_out)),
+        allowed,
+        where="epoch(0)",
+        meaning=f"Of {len(whole)} examples, {twice} are read twice and {left_out} by no rank.",
+        advice="Use the same seed of the order on all ranks: each rank takes its part of one permutation.",
     )
 
 

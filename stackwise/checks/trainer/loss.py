@@ -24,6 +24,8 @@ _ROWS = 4
 _NO_LABEL = -100
 # Rounding of losses in float32, and of their mean in half precision.
 _EXACT, _NARROW = 1e-5, 1e-2
+# Of two losses, one of which may be computed under autocast.
+_SAME_RATIO = 5e-3
 
 
 @trainer_check
@@ -124,7 +126,7 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
                 "needs batches with input_ids and labels, a model that gives logits, and a loss"
             )
         ratios.append(loss / exact)
-    limit = _limit(subject)
+    limit = max(_limit(subject), _SAME_RATIO)
     value = _apart(ratios[0], 1.0)
     if value <= limit:
         return subject.passed(value, limit)

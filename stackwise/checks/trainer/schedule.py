@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ _STEPS = 12
 _SMALL = {"batch_size": 1, "seq_len": 4}
 _ROUNDING = 1e-6
 _MICRO_BATCHES = 3
+# Updates of a full training that are counted.
+_MOST_UPDATES = 300
 # Largest change of the ratio of two learning rates, such as by a common minimum of a cosine.
 _SAME_RATIO = 0.05
 
@@ -227,6 +231,53 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
             "change how many batches make one.",
         )
     return subject.passed(made, total)
+
+
+@trainer_check(suite="full")
+def equal_windows(subject: TrainerSubject) -> CheckResult:
+    """Does no update of a full training contain more micro-batches than the usual number?"""
+    run = subject.run()
+    trained = next((p for p in run.model.parameters() if p.requires_grad), None)
+    if not subject.has(run, "fit") or trained is None:
+        return subject.not_applicable("needs a run with fit()")
+    counts = [0]
+
+    def count(_: Any) -> None:
+        counts[-1] += 1
+
+    def end(_: Any) -> None:
+        counts.append(0)
+        if len(counts) > _MOST_UPDATES:
+            raise _EnoughError
+
+    handle = trained.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    try:
+        with (
+            subject.fixed_randomness(),
+            each_update(run.optimizer, lambda _: None, end),
+            suppress(_EnoughError),
+        ):
+            run.fit()  # type: ignore[attr-defined]
+    finally:
+        handle.remove()
+    made = [each for each in counts[:-1] if each]
+    if not made:
+        return subject.not_applicable("needs updates with a gradient of the first parameter")
+    usual = Counter(made).most_common(1)[0][0]
+    if usual not in made[made.index(max(made)) :]:
+        return subject.passed(meaning="The number of micro-batches grows during the training.")
+    return subject.at_most(
+        float(max(made)),
+        float(usual),
+        where=f"update {made.index(max(made))}",
+        meaning=f"It contains the gradients of {max(made)} micro-batches; most updates contain {usual}.",
+        advice="Make an update from the last window of an epoch, or clear its gradients: the first update "
+        "of the next epoch must not contain them.",
+    )
+
+
+class _EnoughError(Exception):
+    """Ends a training after enough updates."""
 
 
 def _counts_of(run: TrainingRun) -> tuple[int, int] | None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+import torch
+
 from stackwise.checks.check import trainer_check
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.runs.averages import averages_of
 from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Sequences
 from stackwise.checks.trainer.checkpoint import checkpoint_round_trip, resume, saving_disturbs_nothing
 from stackwise.checks.trainer.evaluation import evaluation_restores
 from stackwise.checks.trainer_subject import TrainerSubject
 
+_STEPS = 4
 _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
 
 
@@ -35,6 +39,34 @@ def undisturbed_run(subject: TrainerSubject) -> CheckResult:
         _OTHERS,
         (evaluation_restores, saving_disturbs_nothing),
         "Look for counters, modes, gradients and iterators that the operation shares with the training step.",
+    )
+
+
+@trainer_check
+def average_follows(subject: TrainerSubject) -> CheckResult:
+    """Does an average of the weights, or a target network, change in training?"""
+    run = subject.run()
+    before = averages_of(run)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    with subject.fixed_randomness():
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    after = averages_of(run)
+    if not after:
+        return subject.not_applicable("needs an average of the weights in an attribute of the run")
+    if all(torch.equal(p, old) for p, old in zip(run.model.parameters(), weights, strict=True)):
+        return subject.not_applicable(f"needs a weight that {_STEPS} steps change")
+    still = sorted(
+        name for name, value in after.items() if name in before and torch.equal(value, before[name])
+    )
+    if len(still) < len(after):
+        return subject.passed(meaning=f"{len(after)} tensors.")
+    return subject.warned(
+        0.0,
+        where=listed(still),
+        meaning=f"A copy of the weights did not change in {_STEPS} steps, in which the weights did.",
+        correct_if="it is a reference model, or it is updated less often",
+        advice="Look for a decay of 1, and for a copy without parameters that the update could change.",
     )
 
 

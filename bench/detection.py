@@ -219,7 +219,7 @@ def main() -> int:
     if "third_party" in parts:
         third_parties(claim, arguments.jobs)
     if "reports" in parts:
-        measure_reports(claim, arguments.jobs, functools.partial(answers, suite="fast"))
+        measure_reports(claim, arguments.jobs, answers)
     if "cost" in parts:
         cost(claim)
     if "mutations" in parts:

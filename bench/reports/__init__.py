@@ -1,14 +1,16 @@
-"""Reports: public bug reports, each rebuilt as a small model with and without the bug.
+"""Reports: public bug reports, each rebuilt as a small model or training loop with and without the bug.
 
 The reports were collected after the checks were frozen, by authors who did not know the checks. The mistake
-is in the code of a model or its loss and raises no exception. The first report of each class of mistake was
-taken. The 30 reports of the first sample were asked at c1b02b3. The 20 of the second sample have no class of
-the first one, and were asked at 81577e3. `first_result.json` and `second_result.json` are the results of the
-frozen checks. Do not overwrite them.
+is in the code of a model, its loss or its training loop, and raises no exception. The first report of each
+class of mistake was taken. The 30 reports of the first sample were asked at c1b02b3. The 20 of the second
+sample have no class of the first one, and were asked at 81577e3. `first_result.json` and `second_result.json`
+are the results of the frozen checks. Do not overwrite them. The 20 reports of training loops were asked at 8eb0f3f, in the full
+suite, because the fast suite starts no processes; their first result is `loops_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
-written after the freeze.
+written after the freeze. A module in `loops/` has `prove()` instead of `observe(model)`, and its declared
+forms, which return a TrainerSpec, were written before the first run.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from typing import Any
 
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
+from stackwise.subject.spec import ModelSpec
+from stackwise.subject.trainer_spec import TrainerSpec
 
 __all__ = ["SAMPLES", "first_results", "found", "measure_reports", "modules", "report_bars"]
 
@@ -31,15 +35,19 @@ FOLDER = Path(__file__).parent
 SAMPLES = {
     "fresh reports": FOLDER / "first_result.json",
     "fresh reports of other classes": FOLDER / "second_result.json",
+    "fresh reports of training loops": FOLDER / "loops_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return the module of each report, by name."""
-    names = sorted(path.stem for path in (FOLDER / "cases").glob("*.py"))
-    return {name: importlib.import_module(f"bench.reports.cases.{name}") for name in names}
+    """Return the module of each report, by name, those of models first."""
+    return {
+        path.stem: importlib.import_module(f"bench.reports.{folder}.{path.stem}")
+        for folder in ("cases", "loops")
+        for path in sorted((FOLDER / folder).glob("*.py"))
+    }
 
 
 def first_results() -> dict[str, Any]:
@@ -50,14 +58,14 @@ def first_results() -> dict[str, Any]:
     return results
 
 
-def measure_reports(
-    claim: Claim, jobs: int, answers: Callable[[Callable[[], Any]], Iterator[dict[str, Any]]]
-) -> None:
-    """Run `answers`, the fast suite, on each form of each report."""
+def measure_reports(claim: Claim, jobs: int, answers: Callable[..., Iterator[dict[str, Any]]]) -> None:
+    """Run `answers` on each form of each report: the fast suite of a model, the full suite of a loop."""
     figures = claim.figures.setdefault("reports", {})
     chosen = list(modules().items())[: 2 if claim.quick else None]
     asked = {
-        f"{name}:{form}": functools.partial(answers, functools.partial(_made, name, form))
+        f"{name}:{form}": functools.partial(
+            answers, functools.partial(_made, module, form), suite="full" if _is_loop(module) else "fast"
+        )
         for name, module in chosen
         for form in _FORMS
         if hasattr(module, form)
@@ -73,9 +81,15 @@ def measure_reports(
         print(f"report {name}: {figures[name]}", flush=True)
 
 
-def _made(name: str, form: str) -> Any:
-    make = getattr(importlib.import_module(f"bench.reports.cases.{name}"), form)
-    return make() if form.endswith("declared") else make
+def _is_loop(module: ModuleType) -> bool:
+    return hasattr(module, "prove")
+
+
+def _made(module: ModuleType, form: str) -> Any:
+    make = getattr(module, form)
+    # A training loop is set up again by each check; its specs are made as they are.
+    made = make() if form.endswith("declared") or _is_loop(module) else make
+    return made if isinstance(made, ModelSpec | TrainerSpec) or not _is_loop(module) else TrainerSpec.of(make)
 
 
 def found(figures: Mapping[str, Any], status: str, name: str) -> bool:

@@ -5,6 +5,7 @@ from stackwise.checks.engine.exploration import compare
 from stackwise.checks.model.parity import Divergence, first_divergence
 from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.run import check_model, check_trainer
+from stackwise.checks.runs.sequence import compare_runs
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_model",
     "check_trainer",
     "compare",
+    "compare_runs",
     "first_divergence",
     "known_checks",
     "refuse_unknown",

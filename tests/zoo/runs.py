@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stackwise.subject.trainer_spec import TrainerSpec
+from tests.zoo.checkpoint import Keeping, keeping
+from tests.zoo.distributed import Alone, Replicas
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop_spec_of
+from tests.zoo.loop import Loop, loop, loop_spec_of
 from tests.zoo.mutant import mutant
+from tests.zoo.optimizer import update_gradients
 
 
 class Averaged(Loop):
@@ -366,15 +373,10 @@ def schedule_follows_the_call_of_a_fused_optimizer():
     """A scaler calls a fused optimizer also if it skips the update, and the schedule advances."""
 
     class Mutant(Fused):
-        def create_scaler(self):
-            step = self.optimizer.step
-
-            def noted(*args, **kwargs):
-                self.called = True
-                return step(*args, **kwargs)
-
-            self.optimizer.step = noted
-            return super().create_scaler()
+        def create_optimizer(self):
+            optimizer = super().create_optimizer()
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "called", True))
+            return optimizer
 
         def was_updated(self, before):
             return self.called
@@ -404,3 +406,271 @@ def divided_by_the_targets_of_two_updates():
             return batch["targets_of_two_updates"]
 
     return counted(Mutant)
+
+
+class OwnMomentum(torch.optim.Optimizer):
+    """SGD with momentum."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "weight_decay": 0.0})
+
+    def buffer(self, p):
+        state = self.state[p]
+        return state.setdefault("momentum", torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.buffer(p).mul_(group["momentum"]).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"])
+
+
+class OwnSGD(Own):
+    """With an SGD of its own."""
+
+    kind = OwnMomentum
+
+
+def own_momentum():
+    return loop_spec_of(OwnSGD, decayed=None)
+
+
+@mutant("replay", twin=own_momentum, family="replay", source="pytorch_optimizer#516", observable=paused)
+def momentum_is_cleared_in_each_step():
+    """Each step sets the momentum to zero before it uses it: the optimizer is plain SGD."""
+
+    class Cleared(OwnMomentum):
+        def buffer(self, p):
+            return super().buffer(p).zero_()
+
+    class Mutant(OwnSGD):
+        kind = Cleared
+
+    return loop_spec_of(Mutant, decayed=None)
+
+
+class RecomputedGPT(GPT):
+    """The activations of each MLP are computed again in the backward pass."""
+
+    same_masks = True
+
+    def mlp(self, layer, x):
+        if not torch.is_grad_enabled():
+            return self.dropped_mlp(layer, x)
+        return checkpoint(self.dropped_mlp, layer, x, use_reentrant=False, preserve_rng_state=self.same_masks)
+
+    def dropped_mlp(self, layer, x):
+        return self.drop(super().mlp(layer, x))
+
+
+class Recomputing(Loop):
+    """With recomputation."""
+
+    def create_model(self):
+        return RecomputedGPT()
+
+
+def recomputing():
+    return loop_spec_of(Recomputing)
+
+
+@mutant(
+    "loss-derivative", twin=recomputing, family="loss", source="OLMo-core#828", observable=update_gradients
+)
+def recomputation_draws_other_dropout_masks():
+    """The backward pass computes activations with other dropout masks than the forward pass."""
+
+    class OtherMasks(RecomputedGPT):
+        same_masks = False
+
+    class Mutant(Recomputing):
+        def create_model(self):
+            return OtherMasks()
+
+    return loop_spec_of(Mutant)
+
+
+class Windows(Loop):
+    """Updates of two micro-batches. The last window of an epoch has one."""
+
+    n_rows, n_epochs, window = 20, 3, 2
+
+    def fit(self):
+        self.train_mode()
+        for number in range(self.n_epochs):
+            batches = list(self.epoch(number))
+            for index, batch in enumerate(batches):
+                (self.loss(batch) / self.window).backward()
+                if (index + 1) % self.window == 0 or self.is_flushed(index, batches):
+                    self.update()
+
+    def is_flushed(self, index, batches):
+        return index + 1 == len(batches)
+
+
+def windows():
+    return loop_spec_of(Windows, total_steps=None)
+
+
+def window_sizes(spec: TrainerSpec) -> list:
+    """Number of micro-batches of each update of a training."""
+    run, sizes = spec.create(), [0]
+    run.model.norm.weight.register_hook(lambda g: sizes.append(sizes.pop() + 1))
+    run.optimizer.register_step_post_hook(lambda *_: sizes.append(0))
+    torch.manual_seed(0)
+    run.fit()
+    return sizes
+
+
+@mutant("windows", twin=windows, family="schedule", source="torchtune#2745", observable=window_sizes)
+def window_crosses_the_end_of_an_epoch():
+    """The gradients of the incomplete window of an epoch stay, and the next window adds to them."""
+
+    class Mutant(Windows):
+        def is_flushed(self, index, batches):
+            return False
+
+    return loop_spec_of(Mutant, total_steps=None)
+
+
+def first_of_a_new_run(spec: TrainerSpec) -> bool:
+    """True if a checkpoint with a low number stays in a folder with high numbers."""
+    run = spec.create()
+    with TemporaryDirectory() as folder:
+        for step in range(500, 1000, 100):
+            run.checkpoint(Path(folder), step)
+        return spec.create().checkpoint(Path(folder), 100).exists()
+
+
+@mutant("82", twin=keeping, family="checkpoint", source="cosmos-rl#232", observable=first_of_a_new_run)
+def folder_of_an_earlier_run_removes_the_new_checkpoint():
+    """Only the highest numbers are kept, so the first checkpoint of a new run is removed at once."""
+
+    class Mutant(Keeping):
+        def checkpoint(self, folder, step):
+            path = folder / f"step-{step}"
+            path.mkdir()
+            self.save(path)
+            for old in self.kept(folder)[: -self.keep_last]:
+                shutil.rmtree(old)
+            return path
+
+    return loop_spec_of(Mutant)
+
+
+def second_epoch(spec: TrainerSpec) -> list:
+    """Ids of the batches that follow a resume in the second epoch."""
+    run = spec.create()
+    for batch in list(run.epoch(0)):
+        run.step(batch)
+    with TemporaryDirectory() as folder:
+        run.save(folder)
+        other = spec.create()
+        other.load(folder)
+    epoch, start = other.position()
+    return [batch["input_ids"] for batch in list(other.epoch(epoch))[start:]]
+
+
+@mutant("86", twin=loop, family="checkpoint", source="ms-swift#10050", observable=second_epoch)
+def resumed_epoch_has_the_order_of_the_first():
+    """A resume in the second epoch reads its rest in the order of the first epoch."""
+
+    class Mutant(Loop):
+        resumed = None
+
+        def restore(self, state):
+            super().restore(state)
+            self.resumed = self.epoch_number
+
+        def order(self, number):
+            return super().order(0 if number == self.resumed else number)
+
+    return loop_spec_of(Mutant)
+
+
+class Divided(Replicas):
+    """Each rank reads its part of an epoch and evaluates its part of a batch. Sums are over all ranks."""
+
+    n_rows = 96
+
+    def order(self, number):
+        return super().order(self.seed_of(number))[self.ranks.rank :: 2]
+
+    def seed_of(self, number):
+        return number
+
+    @torch.no_grad()
+    def evaluate(self, batches):
+        total = torch.zeros(2)
+        for batch in batches:
+            n = self.targets(batch)
+            total += torch.tensor([self.loss(batch).item() * n, float(n)])
+        self.all_reduce(total)
+        return (total[0] / total[1]).item() * self.factor_of_the_loss
+
+    factor_of_the_loss = 1
+
+
+class Undivided(Alone):
+    """The same in one process."""
+
+    n_rows = Divided.n_rows
+
+
+def divided(build=Divided):
+    return replace(loop_spec_of(Undivided), name=build.__name__, distributed=build)
+
+
+class EqualRanks:
+    """Stands for one of two ranks with equal data, without processes."""
+
+    drawing = nullcontext
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def all_reduce(self, x):
+        x.mul_(2)
+
+    def broadcast(self, x):
+        pass
+
+
+def rows_of_ranks(spec: TrainerSpec) -> list:
+    """Ids of the rows of an epoch, for both ranks."""
+    runs = [spec.distributed(EqualRanks(rank)) for rank in (0, 1)]
+    return [sorted(row.tolist() for batch in run.epoch(0) for row in batch["input_ids"]) for run in runs]
+
+
+def loss_of_ranks(spec: TrainerSpec) -> float:
+    torch.manual_seed(0)
+    return spec.distributed(EqualRanks(0)).evaluate([spec.batch()])
+
+
+class _SeedOfTheRank(Divided):
+    def seed_of(self, number):
+        return number + 10 * self.ranks.rank
+
+
+@mutant("dist-data", twin=divided, family="distributed", source="LongLive#71", observable=rows_of_ranks)
+def ranks_divide_different_orders():
+    """Each rank draws its own order and takes its part of it: examples are read twice, others never."""
+    return divided(_SeedOfTheRank)
+
+
+class _TimesTheRanks(Divided):
+    factor_of_the_loss = 2
+
+
+@mutant(
+    "dist-evaluation",
+    twin=divided,
+    family="distributed",
+    source="transformers#35078",
+    observable=loss_of_ranks,
+)
+def evaluation_is_multiplied_by_the_ranks():
+    """The factor for averaged gradients is applied to the evaluation loss too."""
+    return divided(_TimesTheRanks)

@@ -94,12 +94,21 @@ def padding_of_rows(model: nn.Module, inputs: Tensor, form: CallForm) -> dict[st
     return found
 
 
+def _embedding_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights (V, C) of embeddings of torch and of other classes, such as a quantised one."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        is_named = "embedding" in type(module).__name__.lower()
+        if (is_named or isinstance(module, nn.Embedding)) and isinstance(weight, Tensor) and weight.ndim == 2:
+            yield weight
+
+
 def padding_id(model: nn.Module) -> int | None:
     """Return the pad id of the configuration or the model; None if there is none, or no embedding has it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     named = [getattr(each, "pad_token_id", None) for each in (config, text, model)]
-    rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    rows = max(map(len, _embedding_weights(model)), default=0)
     return next((each for each in named if isinstance(each, int) and 0 <= each < rows), None)
 
 

@@ -77,8 +77,8 @@ class RotaryModule(GPT):
 
 
 def rotary_module() -> ModelSpec:
-    # It reads the positions of the first row only: rows that differ are no business of its.
-    return spec_of(RotaryModule, packed=None, padding_sides=("right",))
+    # It reads the positions of the first row only, which padding of a prompt would change.
+    return spec_of(RotaryModule, packed=None, decode=None, padding_sides=("right",))
 
 
 @mutant(

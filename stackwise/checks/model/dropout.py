@@ -139,8 +139,11 @@ def _random_modules(subject: Subject) -> list[_Draws]:
             return output
 
         buffers = [buffer.clone() for buffer in module.buffers()]
-        with seeded(subject.seed, subject.device):
-            first, *others = (draw() for _ in range(_N_CALLS))
+        try:
+            with seeded(subject.seed, subject.device):
+                first, *others = (draw() for _ in range(_N_CALLS))
+        except refusals():
+            continue  # such as a recurrent layer that keeps the state of other rows
         if not all(map(torch.equal, buffers, module.buffers())):
             continue  # a state, such as a running mean
         module.eval()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from stackwise.checks.engine.variation import Suite
+from stackwise.checks.probe.run_state import WrongPositionError
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -86,7 +87,10 @@ class Check:
             subject = Subject(spec, torch.device(device), seed)
         start = time.perf_counter()
         with threads_for(spec.n_parameters):
-            result = self.function(subject)
+            try:
+                result = self.function(subject)
+            except WrongPositionError as error:
+                result = subject.not_applicable(f"needs a correct position(), see position_in_epoch: {error}")
         seconds = time.perf_counter() - start if result.seconds is None else result.seconds
         return replace(result, check=self.name, seconds=round(seconds, 3))
 

@@ -19,6 +19,7 @@ from stackwise.support.random_state import keep_random_states
 
 __all__ = [
     "Trace",
+    "WrongPositionError",
     "different",
     "drive",
     "next_batches",
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 State = dict[str, Any]
+
+
+class WrongPositionError(ValueError):
+    """The position of a run names a batch that its epoch does not have."""
 
 
 def state_of(run: TrainingRun) -> State:
@@ -97,7 +102,7 @@ def _own_batches(run: Any) -> Iterator[Any]:
             batches = iter(run.epoch(place[0]))
             batch = next(islice(batches, place[1], None), None)
         if batch is None:
-            raise ValueError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
+            raise WrongPositionError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
         while batch is not None:
             yield batch
             with keep_random_states():

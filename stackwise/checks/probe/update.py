@@ -29,12 +29,14 @@ class Update:
         before: parameter name -> value before the call.
         after: parameter name -> value after the call.
         learning_rates: learning rate of each group.
+        frozen: names of the parameters that took no gradient in this call.
     """
 
     gradients: dict[str, Tensor]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     learning_rates: list[float]
+    frozen: frozenset[str] = frozenset()
 
     def moved(self, name: str) -> Tensor:
         """Return the change of each element of a parameter, in float64."""
@@ -93,7 +95,8 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
         gradients, values, rates = pending.pop()
         if by_closure:  # a closure computed them; the earlier gradients belong to the step before
             gradients, by_closure = _gradients(optimizer, parameters), False
-        seen.updates.append(Update(gradients, values, _values(parameters), rates))
+        frozen = frozenset(name for name, p in parameters.items() if not p.requires_grad)
+        seen.updates.append(Update(gradients, values, _values(parameters), rates, frozen))
 
     with ExitStack() as stack:
         for p in parameters.values():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import named_tensors, tensors_in
-from stackwise.checks.probe.run_state import drive, next_batches
+from stackwise.checks.probe.run_state import WrongPositionError, drive, next_batches
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -237,6 +237,30 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
         "used; an "
         "order drawn from the global generator needs its state of the epoch's start.",
     )
+
+
+@trainer_check
+def position_in_epoch(subject: TrainerSubject) -> CheckResult:
+    """Does position() name a batch that the epoch has, at the start and after some steps?"""
+    run: Any = subject.run()
+    if not subject.has(run, "epoch", "position"):
+        return subject.not_applicable("needs epoch(number) and position()")
+    try:
+        with subject.fixed_randomness():
+            own = next_batches(run)
+            if own is None:
+                return subject.not_applicable("needs a position() of two integers: epoch, next batch in it")
+            drive(run, own, _N_BATCHES)
+            later = next_batches(run)
+            assert later is not None
+            next(later)
+    except WrongPositionError as error:
+        return subject.failed(
+            meaning=f"The position in the data is wrong: {error}.",
+            where="position()",
+            advice="Return the epoch, and the number of batches of this epoch that were used.",
+        )
+    return subject.passed(meaning=f"At {tuple(run.position())} after {_N_BATCHES} batches.")
 
 
 @trainer_check

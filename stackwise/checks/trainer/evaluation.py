@@ -27,6 +27,8 @@ _SAME = 1e-6
 _OTHER_STEP = 1e-3
 # Label for padding if no label is ignored. No token has it.
 _NO_LABEL = -100
+_UNEQUAL = "1 and 3 rows to a batch"
+_SAME_SIZE = "all batches have the same number of rows, such as batches that are drawn at random"
 _REASON = "needs evaluate(batches)"
 _AVERAGES = "all batches have the same number of targets: this trainer averages the losses of batches"
 
@@ -117,7 +119,7 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
     for name, batches in (
         ("one row to a batch", rows),
         ("one row to a batch, in reverse order", rows[::-1]),
-        ("1 and 3 rows to a batch", [rows[0], joined(rows[1:], 1)]),
+        (_UNEQUAL, [rows[0], joined(rows[1:], 1)]),
     ):
         other = evaluated(run, batches)
         apart = _apart(other, whole)
@@ -137,7 +139,10 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
         advice="Sum the losses of all targets and divide once by their number. A mean over batches gives "
         "more weight to the targets of short batches." + declare * (not averages),
     )
-    return _warned(subject, result, _AVERAGES) if averages else result
+    if averages:
+        return _warned(subject, result, _AVERAGES)
+    has_ignored = subject.spec.ignored_label is not None
+    return result if has_ignored or where != _UNEQUAL else _warned(subject, result, _SAME_SIZE)
 
 
 @trainer_check

@@ -38,12 +38,10 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     optimized = {
         name
         for update in seen.updates
-        for name in now
+        for name in update.frozen
         if not torch.equal(update.before[name], update.after[name])
     }
-    moved = sorted(
-        name for name in changed if name in frozen or (not now[name].requires_grad and name in optimized)
-    )
+    moved = sorted(name for name in changed if name in frozen | optimized)
     if moved:
         return subject.failed(
             len(moved),
@@ -76,7 +74,9 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             "replaced, for a learning rate of 0 in their group, and for updates that round to 0 in half "
             "precision.",
         )
-    left_out = sorted(name for name, p in now.items() if not p.requires_grad and name not in frozen)
+    left_out = sorted(
+        name for name, p in now.items() if not p.requires_grad and name not in frozen and name not in changed
+    )
     if left_out and subject.spec.frozen is not None:
         return subject.failed(
             len(left_out),
@@ -243,7 +243,9 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
             advice="Call scaler.step(optimizer) instead of optimizer.step(): it skips updates with "
             "overflowed gradients, which a loss scale causes regularly.",
         )
-    return subject.passed(share, meaning=meaning)
+    return subject.not_applicable(
+        f"needs a scaler, or a step that skips the update: {meaning[0].lower()}{meaning[1:]}"
+    )
 
 
 def _raised_by_the_hook(subject: TrainerSubject) -> str | None:

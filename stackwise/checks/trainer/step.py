@@ -244,7 +244,8 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
             "overflowed gradients, which a loss scale causes regularly.",
         )
     return subject.not_applicable(
-        f"needs a scaler, or a step that skips the update: {meaning[0].lower()}{meaning[1:]}"
+        f"needs a scaler, or a step that skips the update: {100 * share:.3g} % of the weights are not finite "
+        "afterwards"
     )
 
 

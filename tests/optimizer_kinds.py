@@ -115,3 +115,22 @@ class SlowWeights:
 
     def zero_grad(self):
         self.inner.zero_grad()
+
+
+class CountsTheLast(torch.optim.Optimizer):
+    """Mean of the gradients that is corrected by the number of updates of the last parameter of the group."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            for p in trained:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 1 - group["momentum"])
+            for p in trained:
+                count = self.state[group["params"][-1]]["count"]
+                p.sub_(self.state[p]["m"] / (1 - group["momentum"] ** count), alpha=group["lr"])

@@ -4,8 +4,9 @@ The reports were collected after the checks were frozen, by authors who did not 
 is in the code of a model, its loss or its training loop, and raises no exception. The first report of each
 class of mistake was taken. The 30 reports of the first sample were asked at c1b02b3. The 20 of the second
 sample have no class of the first one, and were asked at 81577e3. `first_result.json` and `second_result.json`
-are the results of the frozen checks. Do not overwrite them. The 20 reports of training loops were asked at 8eb0f3f, in the full
-suite, because the fast suite starts no processes; their first result is `loops_result.json`.
+are the results of the frozen checks. Do not overwrite them. The 20 reports of training loops were asked at
+8eb0f3f, in the full suite, because the fast suite starts no processes. Their first result is
+`loops_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were

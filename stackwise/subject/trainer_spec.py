@@ -268,6 +268,7 @@ class TrainerSpec:
         check_flags(optional=True, never_waits=self.never_waits)
         if self.frozen is not None:
             check_texts(frozen=self.frozen)
+            object.__setattr__(self, "frozen", tuple(self.frozen))  # a spec is hashable
         label = self.ignored_label
         require(label is None or type(label) is int, "ignored_label", label, "an integer or None")
         check_sizes(vocab_size=self.vocab_size, batch_size=self.batch_size, seq_len=self.seq_len)

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from stackwise.subject.trainer_adapter import JoinedOptimizers, members_of, with_one_optimizer
+from stackwise.checks import check_trainer
+from stackwise.subject.trainer_adapter import JoinedOptimizers, JoinedRun, members_of, with_one_optimizer
+from stackwise.subject.trainer_spec import TrainerSpec
+from tests.zoo.loop import Loop, loop_spec_of
 
 
 class Holder:
@@ -82,3 +86,40 @@ def test_view_of_several_optimizers_follows_the_run():
 def test_run_without_an_optimizer_is_refused():
     with pytest.raises(TypeError, match="trainer: mine: optimizer: got NoneType; allowed: "):
         with_one_optimizer(Holder(optimizer=None), "mine")
+
+
+def test_optimizer_of_accelerate_is_found_without_its_wrapper():
+    accelerator = Accelerator(cpu=True)
+    wrapped = accelerator.prepare_optimizer(torch.optim.SGD(parameters(1), lr=1.0))
+
+    assert isinstance(wrapped, torch.optim.Optimizer) and wrapped is not wrapped.optimizer
+    assert members_of(wrapped) == [wrapped.optimizer]
+    assert set(members_of([wrapped, ADAM])) == {wrapped.optimizer, ADAM}
+    assert members_of({"inner": wrapped.optimizer, "outer": wrapped}) == [wrapped.optimizer]
+
+
+class Accelerated(Loop):
+    """Loop whose optimizer and scheduler are prepared by accelerate."""
+
+    def create_optimizer(self):
+        self.accelerator = Accelerator(cpu=True)
+        return self.accelerator.prepare_optimizer(super().create_optimizer())
+
+    def create_scheduler(self):
+        inner = torch.optim.lr_scheduler.LambdaLR(self.optimizer.optimizer, self.factor)
+        return self.accelerator.prepare_scheduler(inner)
+
+
+def test_run_with_an_optimizer_of_accelerate_is_checked():
+    spec = loop_spec_of(Accelerated)
+    names = [
+        "single_update",
+        "parameters_change",
+        "learning_rate",
+        "separate_updates",
+        "checkpoint_round_trip",
+    ]
+
+    assert isinstance(spec.create(), JoinedRun)
+    results = check_trainer(TrainerSpec.of(spec), checks=names)
+    assert {result.check: result.status for result in results} == dict.fromkeys(names, "passed")

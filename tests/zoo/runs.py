@@ -88,7 +88,7 @@ class Skipping(Averaged):
 
 
 class OwnAdam(torch.optim.Optimizer):
-    """Adam with a counter for each parameter."""
+    """AdamW with a counter for each parameter."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
@@ -107,6 +107,7 @@ class OwnAdam(torch.optim.Optimizer):
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
                 counter = self.counter(p, group)
                 counter["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
                 state["m"].lerp_(p.grad, 0.1)
                 state["v"].lerp_(p.grad**2, 0.05)
                 m = state["m"] / (1 - 0.9 ** counter["step"])
@@ -409,7 +410,7 @@ def divided_by_the_targets_of_two_updates():
 
 
 class OwnMomentum(torch.optim.Optimizer):
-    """SGD with momentum."""
+    """SGD with momentum and decoupled weight decay."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr, "momentum": 0.9, "weight_decay": 0.0})
@@ -423,6 +424,7 @@ class OwnMomentum(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
                     momentum = self.buffer(p).mul_(group["momentum"]).add_(p.grad)
                     p.sub_(momentum, alpha=group["lr"])
 
@@ -544,7 +546,7 @@ def first_of_a_new_run(spec: TrainerSpec) -> bool:
         return spec.create().checkpoint(Path(folder), 100).exists()
 
 
-@mutant("82", twin=keeping, family="checkpoint", source="cosmos-rl#232", observable=first_of_a_new_run)
+@mutant("80", twin=keeping, family="checkpoint", source="cosmos-rl#232", observable=first_of_a_new_run)
 def folder_of_an_earlier_run_removes_the_new_checkpoint():
     """Only the highest numbers are kept, so the first checkpoint of a new run is removed at once."""
 
@@ -573,7 +575,7 @@ def second_epoch(spec: TrainerSpec) -> list:
     return [batch["input_ids"] for batch in list(other.epoch(epoch))[start:]]
 
 
-@mutant("86", twin=loop, family="checkpoint", source="ms-swift#10050", observable=second_epoch)
+@mutant("ckpt-epoch", twin=loop, family="checkpoint", source="ms-swift#10050", observable=second_epoch)
 def resumed_epoch_has_the_order_of_the_first():
     """A resume in the second epoch reads its rest in the order of the first epoch."""
 

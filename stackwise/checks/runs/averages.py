@@ -23,8 +23,8 @@ _SHARE = 0.5
 def averages_of(run: TrainingRun) -> dict[str, Tensor]:
     """Return copies of the tensors of all averages, by path.
 
-    An average is another module with the class or some parameters of the model, or a list or dict of tensors
-    with the shapes of at least half of its parameters.
+    An average is another module, or a list or dict of tensors, with the shapes of at least half of the
+    parameters of the model, that shares no memory with them.
     """
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}

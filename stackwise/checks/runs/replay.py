@@ -12,10 +12,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.subject.trainer_spec import TrainingRun
@@ -29,6 +30,8 @@ _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 _OPTIONS = ("momentum", "betas", "beta", "beta1", "beta2", "weight_decay")
 # Updates after which an option must have an effect.
 _LEAST_CHANGES = 3
+# Cosine above which two updates differ by a factor only.
+_PARALLEL = 0.999
 # Roundings of a parameter in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
 
@@ -70,15 +73,15 @@ class Replayed:
         name: name of the parameter.
         gap: L2 norm of the difference over that of the update of the fresh optimizer.
         update: number of the update, from 0.
-        was_active: True if the parameter had a gradient in each update before.
         length: norm of the update over that of the update of the fresh optimizer.
+        is_scaled_from_start: True if the first update already differs, by a factor only.
     """
 
     name: str
     gap: float
     update: int
-    was_active: bool
     length: float
+    is_scaled_from_start: bool
 
 
 @contextmanager
@@ -210,8 +213,8 @@ def _record(
 
 def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
     alone, parameter = _alone(fresh, changes[0].before)
-    worst = Replayed(name, 0.0, 0, True, 1.0)
-    was_active = True
+    worst = Replayed(name, 0.0, 0, 1.0, False)
+    is_scaled = False
     for number, change in enumerate(changes):
         assert change.after is not None
         alone.param_groups[0] |= _options_of(change)
@@ -227,6 +230,7 @@ def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -
         gap = apart / size if size > rounding else (math.inf if apart > rounding else 0.0)
         if not gap <= worst.gap:
             length = float(found.norm()) / size if size else math.inf
-            worst = Replayed(name, gap, number, was_active, length)
-        was_active = was_active and change.gradient is not None
-    return worst
+            worst = Replayed(name, gap, number, length, False)
+        if number == 0 and gap:
+            is_scaled = float(F.cosine_similarity(found, wanted, dim=0)) > _PARALLEL
+    return replace(worst, is_scaled_from_start=is_scaled)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.probe.run_state import Trace, drive, next_batches, state_of
+from stackwise.checks.probe.run_state import Trace, drive, next_batches, number_in, state_of
 from stackwise.checks.result import listed
 from stackwise.checks.runs.averages import averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -320,7 +320,7 @@ class Sequences:
             trace.state = state_of(run)
             record = _Record(trace, averages_of(run))
             if subject.has(run, "evaluate"):
-                record.evaluation = float(run.evaluate([subject.batch(101), subject.batch(102)]))
+                record.evaluation = number_in(run.evaluate([subject.batch(101), subject.batch(102)]))
         return record
 
     def _batches(self, run: TrainingRun, n_steps: int) -> Iterator[Any]:

@@ -374,7 +374,12 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
         used.mkdir()
         for step in _EARLIER_NUMBERS:
             run.checkpoint(used, step)
-        first = Path(subject.run().checkpoint(used, 100))  # type: ignore[attr-defined]
+        try:
+            first = Path(subject.run().checkpoint(used, 100))  # type: ignore[attr-defined]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            first = used  # it refuses the folder
         if not first.exists():
             return subject.failed(
                 100.0,

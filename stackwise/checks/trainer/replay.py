@@ -93,7 +93,7 @@ def _compared(subject: TrainerSubject, recording: Recording) -> CheckResult | fl
         "parameter is wrong as soon as one of them had no gradient.",
     }
     is_torch = type(recording.fresh).__module__.startswith("torch.optim")
-    if not is_torch and len(wrong) == len(found) and all(each.update == 0 for each in wrong):
+    if not is_torch and all(each.is_scaled_from_start for each in wrong):
         return subject.warned(
             worst.gap, _LIMIT, correct_if=f"{kind} computes a common factor of all updates", **text
         )

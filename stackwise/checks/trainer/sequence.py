@@ -51,7 +51,7 @@ def average_follows(subject: TrainerSubject) -> CheckResult:
     with subject.fixed_randomness():
         for number in range(_STEPS):
             run.step(subject.batch(number))
-    after = averages_of(run)
+    after = {name: value for name, value in averages_of(run).items() if value.numel() > 1}
     if not after:
         return subject.not_applicable("needs an average of the weights in an attribute of the run")
     if all(torch.equal(p, old) for p, old in zip(run.model.parameters(), weights, strict=True)):

@@ -1,6 +1,7 @@
 """Checkpoints: what is lost, disturbed or wrongly chosen is named, and sound loops are left alone."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from stackwise.subject.trainer_spec import TrainerSpec
 from tests.optimizer_kinds import Contained
 from tests.zoo.checkpoint import Frozen, Keeping, Remembering, Scaled
 from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.runs import (
+    folder_of_an_earlier_run_removes_the_new_checkpoint,
+    resumed_epoch_has_the_order_of_the_first,
+)
 
 IN_PROCESS = [
     "checkpoint_round_trip",
@@ -336,3 +341,79 @@ def test_moments_within_a_container_that_are_lost_are_named():
     result = ask(loop_spec_of(Lossy), "checkpoint_round_trip")
     assert result.status == "failed"
     assert result.where.startswith("optimizer.layers.0.q.weight.")
+
+
+def test_first_checkpoint_in_a_used_folder_that_is_removed_fails():
+    result = ask(folder_of_an_earlier_run_removes_the_new_checkpoint(), "newest_checkpoint")
+
+    assert (result.status, result.where) == (
+        "failed",
+        "checkpoint 100, written last, after those of an earlier run",
+    )
+    assert ask(loop_spec_of(Keeping), "newest_checkpoint").status == "passed"
+
+
+def test_checkpoints_of_an_earlier_run_may_be_removed():
+    class Clearing(Keeping):
+        """A new run removes the checkpoints of others."""
+
+        def __init__(self):
+            super().__init__()
+            self.written = []
+
+        def checkpoint(self, folder, step):
+            for path in self.kept(folder):
+                if path not in self.written:
+                    shutil.rmtree(path)
+            self.written.append(super().checkpoint(folder, step))
+            return self.written[-1]
+
+    assert ask(loop_spec_of(Clearing), "newest_checkpoint").status == "passed"
+
+
+def test_folder_of_an_earlier_run_that_is_refused():
+    class Refusing(Keeping):
+        """A new run writes into no used folder."""
+
+        folder = None
+
+        def checkpoint(self, folder, step):
+            if folder != self.folder and any(folder.glob("step-*")):
+                raise FileExistsError(f"{folder} contains checkpoints of another run")
+            self.folder = folder
+            return super().checkpoint(folder, step)
+
+    assert ask(loop_spec_of(Refusing), "newest_checkpoint").status == "passed"
+
+
+def test_order_of_the_first_epoch_after_a_resume_in_the_second_fails():
+    spec = resumed_epoch_has_the_order_of_the_first()
+
+    result = ask(spec, "resume")
+
+    assert result.status == "failed" and result.where.startswith("batch 0")
+    assert "set_epoch" in result.advice
+    assert ask(spec, "checkpoint_round_trip").status == "passed"
+
+
+def _rounding(scale):
+    class Rounding(Loop):
+        """A load multiplies the weights by a number near 1."""
+
+        def create_model(self):
+            return _without_dropout(super().create_model())
+
+        def restore(self, state):
+            super().restore(state)
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.mul_(1 + scale * torch.finfo(p.dtype).eps)
+
+    return loop_spec_of(Rounding)
+
+
+def test_resume_that_rounds_passes():
+    result = ask(_rounding(1), "resume")
+
+    assert (result.status, result.meaning) == ("passed", "Equal up to rounding.")
+    assert ask(_rounding(10000), "resume").status == "failed"

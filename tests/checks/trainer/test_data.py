@@ -175,3 +175,16 @@ def test_rows_of_parts():
     assert answers[images].status == answers[positions].status == "warned"
     assert answers[images].where == "input_ids: 6, pixels: 18"
     assert (answers[collapsed].status, answers[collapsed].where) == ("failed", "batch (1, 16)")
+
+
+def test_position_beyond_the_epoch():
+    class Beyond(Loop):
+        def position(self):
+            return self.epoch_number, self.batch_number + 20
+
+    results = {r.check: r for r in check_trainer(loop_spec_of(Beyond), checks=["data", "resume"])}
+    assert results["position_in_epoch"].status == "failed"
+    assert "epoch(0) has no batch 20" in results["position_in_epoch"].meaning
+    assert results["resume"].status == "not applicable"
+    [sound] = check_trainer(loop(), checks=["position_in_epoch"])
+    assert sound.status == "passed"

@@ -9,11 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.checks import check_trainer
 from stackwise.checks.check import select_checks
+from stackwise.checks.probe import ranks as probe
 from stackwise.checks.probe.another_process import Recipe
-from stackwise.checks.probe.ranks import _part, _plain, assembled
+from stackwise.checks.probe.ranks import Ranks, _part, _plain, assembled, dense, whole_batch
+from stackwise.checks.trainer import distributed as checks
+from stackwise.checks.trainer_subject import TrainerSubject
 from tests.zoo.distributed import ranked
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.runs import Divided, Undivided, divided, ranks_divide_different_orders
 
 FAMILY = [c.name for c in select_checks(suite="full", asks="trainer") if c.family == "distributed"]
 
@@ -63,7 +67,13 @@ def wrapped(build):
 @pytest.mark.slow
 def test_wrapper_of_torch():
     results = answers(wrapped(Wrapped))
-    assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed")
+    # Each rank divides by its own number of targets, evaluates its own batches, and reads the whole epoch.
+    others = {
+        "unequal_targets": "warned",
+        "evaluation_equals_dense": "not applicable",
+        "ranks_share_data": "not applicable",
+    }
+    assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed") | others
     assert results["gradients_equal_dense"].value < 1e-5
     assert results["norm_equals_dense"].value < 1e-5
 
@@ -110,3 +120,143 @@ def test_assembled():
 
 def test_names_without_wrappers():
     assert _plain("module._orig_mod.layers.0.weight") == "layers.0.weight"
+
+
+class SharedTargets(Divided):
+    """Each rank divides the sum of its losses by the mean number of targets of the ranks."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        if not self.model.training:
+            return loss
+        total = torch.tensor(float(self.targets(batch)))
+        self.all_reduce(total)
+        return loss * (self.targets(batch) / (total / 2))
+
+
+@pytest.mark.slow
+def test_targets_of_all_ranks_have_the_same_weight():
+    results = answers(divided(SharedTargets))
+
+    assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed") | {
+        "buffers_agree": "not applicable"
+    }
+
+
+@pytest.mark.slow
+def test_mean_of_each_rank_is_a_warning():
+    results = answers(divided())
+
+    assert results["unequal_targets"].status == "warned", results
+    assert "all ranks always have the same number of targets" in str(results["unequal_targets"])
+    for name in ("evaluation_equals_dense", "ranks_share_data", "gradients_equal_dense"):
+        assert results[name].status == "passed", results
+
+
+@pytest.mark.slow
+def test_data_of_ranks_that_overlap_fail():
+    result = answers(ranks_divide_different_orders())["ranks_share_data"]
+
+    assert result.status == "failed" and result.limit == 8
+    assert f"{result.value:.0f} are read twice and {result.value:.0f} by no rank" in result.meaning
+
+
+# The checks on ranks that are given, without processes
+
+
+def given(monkeypatch, **changes):
+    """Let both ranks have the record of one process, with some changes for each rank."""
+    subject = TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)
+
+    def run_ranks(_, *, unequal=False):
+        record = dense(subject, unequal=unequal)
+        records = [
+            replace(record, **{name: values[rank] for name, values in changes.items()}) for rank in (0, 1)
+        ]
+        return Ranks(records, {}, [["end"], ["end"]], True)
+
+    monkeypatch.setattr(checks, "run_ranks", run_ranks)
+    return subject
+
+
+ROWS = [(number,) for number in range(96)]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "status"),
+    [("same", "passed"), ("twice", "failed"), ("different", "not applicable"), ("none", "not applicable")],
+)
+def test_evaluation_of_ranks(monkeypatch, evaluations, status):
+    loss = dense(TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)).evaluation
+    values = {"same": [loss] * 2, "twice": [2 * loss] * 2, "different": [loss, 2 * loss], "none": [None] * 2}
+    subject = given(monkeypatch, evaluation=values[evaluations])
+
+    result = checks.evaluation_equals_dense(subject)
+
+    assert result.status == status
+    if status == "failed":
+        assert result.value == pytest.approx(1.0)
+        assert result.meaning == f"It is {2 * loss:.6g} on two ranks, and {loss:.6g} in one process."
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (ROWS[::2], ROWS[1::2], "passed"),
+        (ROWS[::2], ROWS[1::2] + ROWS[:8], "passed"),
+        (ROWS[:44], ROWS[44:88], "passed"),
+        (ROWS[:48], ROWS[39:87], "failed"),
+        (ROWS[:40], ROWS[40:80], "failed"),
+        (ROWS, ROWS, "not applicable"),
+        (ROWS[:48], [(-1,)] * 48, "not applicable"),
+        (ROWS[:48], None, "not applicable"),
+    ],
+    ids=["parts", "repeated", "dropped", "overlap", "left-out", "all", "other-examples", "no-epoch"],
+)
+def test_data_of_ranks(monkeypatch, first, second, status):
+    subject = given(monkeypatch, rows=[first, second])
+    whole = replace(dense(subject), rows=ROWS)
+    monkeypatch.setattr(checks, "dense", lambda _: whole)
+
+    assert checks.ranks_share_data(subject).status == status
+
+
+def test_few_targets_of_one_rank():
+    subject = TrainerSubject(loop(), torch.device("cpu"), 0)
+
+    equal, unequal = (whole_batch(subject, 0, each)["labels"] for each in (False, True))
+
+    assert len(equal) == len(unequal) == 8
+    assert torch.equal(equal[:4], unequal[:4])
+    assert (unequal[4:] != -100).sum(dim=1).tolist() == [3, 3, 3, 3]
+
+
+def test_unequal_targets_need_labels():
+    spec = replace(ranked(Undivided), ignored_label=None)
+
+    reason = probe.run_ranks(TrainerSubject(spec, torch.device("cpu"), 0), unequal=True)
+
+    assert reason == "needs batches with labels, and ignored_label"
+
+
+def test_unequal_targets_of_equal_gradients(monkeypatch):
+    subject = given(monkeypatch)
+    assert checks.unequal_targets(subject).status == "passed"
+
+    def halved(_, *, unequal=False):
+        record = dense(subject, unequal=unequal)
+        gradients = {name: g / (1 + unequal) for name, g in record.gradients.items()}
+        return Ranks([replace(record, gradients=gradients)] * 2, {}, [["end"]] * 2, True)
+
+    monkeypatch.setattr(checks, "run_ranks", halved)
+    result = checks.unequal_targets(subject)
+    assert result.status == "warned" and result.value > 0.1
+
+
+def test_unequal_targets_of_other_gradients_are_not_compared(monkeypatch):
+    zeros = {name: torch.zeros_like(p) for name, p in loop().create().model.named_parameters()}
+    subject = given(monkeypatch, gradients=[zeros, zeros])
+
+    result = checks.unequal_targets(subject)
+
+    assert result.meaning == "needs the gradient of one process: see gradients_equal_dense"

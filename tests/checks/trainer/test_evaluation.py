@@ -227,3 +227,20 @@ def test_an_auxiliary_loss_is_told_and_no_fault():
             return super().evaluate(batches) / 2
 
     assert ask(loop_spec_of(Half), "evaluation_exact").status == "failed"
+
+
+class MeanOfMeans(Loop):
+    """Gives each batch the same weight."""
+
+    @torch.no_grad()
+    def evaluate(self, batches):
+        self.model.eval()
+        losses = [self.loss(batch).item() for batch in batches]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("ignored", "status"), [(-100, "failed"), (None, "warned")])
+def test_batches_of_unequal_size_with_and_without_ignored_labels(ignored, status):
+    result = ask(loop_spec_of(MeanOfMeans, ignored_label=ignored), "evaluation_batches")
+    assert result.status == status

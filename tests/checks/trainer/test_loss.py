@@ -7,12 +7,19 @@ import torch.nn.functional as F
 from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop
+from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.runs import (
+    RecomputedGPT,
+    counted,
+    divided_by_the_targets_of_two_updates,
+    recomputation_draws_other_dropout_masks,
+    recomputing,
+)
 from tests.zoo.target import OwnLoss, ignored_targets_are_counted, ignored_targets_are_token_0, own_loss
 
 
-def ask(subject, **declared):
-    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=["ignored_targets"])
+def ask(subject, check="ignored_targets", **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
     return result
 
 
@@ -139,3 +146,121 @@ def test_targets_of_pairs_are_labels(loop, declared, status):
     [result] = check_trainer(spec, checks=["ignored_targets"])
 
     assert result.status == status, result
+
+
+def scaled_by(factor):
+    """A loop whose loss is the mean over all targets times a factor."""
+
+    class Scaled(Loop):
+        def loss(self, batch):
+            return super().loss(batch) * (factor(batch) if callable(factor) else factor)
+
+    return loop_spec_of(Scaled)
+
+
+@pytest.mark.parametrize(
+    "subject", [loop, own_loss, counted, recomputing, lambda: stepping(of_labels), lambda: scaled_by(1.004)]
+)
+def test_mean_over_the_targets_passes(subject):
+    result = ask(subject(), "loss_divisor")
+
+    assert result.status == "passed", result
+
+
+def test_number_in_the_batch_that_is_no_count_of_its_targets_fails():
+    result = ask(divided_by_the_targets_of_two_updates(), "loss_divisor")
+
+    assert (result.status, result.where) == ("failed", "batch['targets_of_two_updates']")
+    assert result.meaning == "The loss is divided by 120, and the batch has 60 targets."
+    assert result.value == pytest.approx(0.5)
+
+
+def test_other_multiple_of_the_mean_is_a_warning():
+    result = ask(scaled_by(0.25), "loss_divisor")
+
+    assert result.status == "warned"
+    assert "0.25 times the mean over the 60 targets" in result.meaning
+    assert "the factor is meant" in str(result)
+
+
+def test_loss_with_another_part_is_not_compared():
+    result = ask(scaled_by(lambda batch: 1 + batch["input_ids"].float().mean()), "loss_divisor")
+
+    assert result.status == "not applicable" and "a multiple of the mean" in result.meaning
+
+
+def test_divisor_needs_logits_and_labels():
+    def make_pairs(batch_size, seq_len, generator):
+        return torch.randn(batch_size, 3, generator=generator), torch.ones(batch_size, 1)
+
+    def step(model, optimizer, batch):
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    spec = TrainerSpec.from_function(step, lambda: torch.nn.Linear(3, 1), make_batch=make_pairs)
+
+    result = ask(spec, "loss_divisor")
+
+    assert result.status == "not applicable" and "model that gives logits" in result.meaning
+
+
+@pytest.mark.parametrize("subject", [loop, own_loss, counted, recomputing])
+def test_gradient_is_the_derivative(subject):
+    result = ask(subject(), "loss_derivative")
+
+    assert result.status == "passed" and result.value <= result.limit, result
+
+
+def test_other_dropout_masks_in_the_backward_pass_fail():
+    result = ask(recomputation_draws_other_dropout_masks(), "loss_derivative")
+
+    assert result.status == "failed" and "finite differences" in result.where
+    assert "preserve_rng_state" in result.advice
+
+
+def test_recomputation_without_dropout_needs_no_masks():
+    class NoDropout(RecomputedGPT):
+        same_masks, dropout = False, 0.0
+
+    class Quiet(Loop):
+        def create_model(self):
+            return NoDropout()
+
+    assert ask(loop_spec_of(Quiet), "loss_derivative").status == "passed"
+
+
+def test_detached_part_of_the_loss_fails():
+    class Detached(Loop):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            return loss * loss.detach()
+
+    assert ask(loop_spec_of(Detached), "loss_derivative").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [
+        (lambda loss: loss.detach(), "without step functions"),
+        (lambda loss: loss + (loss.round() - loss).detach(), "without step functions"),
+        (lambda loss: loss.float(), "passed"),
+        (lambda loss: 1 / 0, "needs a loss in float64: ZeroDivisionError"),
+    ],
+    ids=["no-gradient", "straight-through", "float32", "raises"],
+)
+def test_losses_without_a_derivative(factor, reason):
+    class Changed(Loop):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            return factor(loss) if loss.dtype == torch.float64 else loss
+
+    result = ask(loop_spec_of(Changed), "loss_derivative")
+
+    assert reason in f"{result.status}: {result.meaning}"
+
+
+def test_derivative_needs_a_loss():
+    assert ask(stepping(of_labels), "loss_derivative").meaning == "needs loss(batch)"

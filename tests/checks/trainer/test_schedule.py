@@ -9,6 +9,7 @@ from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.runs import TwoRates, Windows, one_rate_for_all_groups, two_rates, windows
 
 
 def ask(subject, check, **declared):
@@ -216,3 +217,135 @@ def test_what_counts_steps():
             return type("Own", (), {"step": lambda self: None})()
 
     assert "counts its steps" in ask(loop_spec_of(Own, learning_rate=None), "scheduler_count").meaning
+
+
+def test_groups_keep_the_ratio_of_their_rates():
+    result = ask(two_rates(), "group_rates")
+
+    assert result.status == "passed" and result.value < 1e-6
+    reason = "needs groups with different learning rates"
+    assert ask(loop(), "group_rates").meaning == reason
+
+
+def test_one_rate_for_groups_with_different_rates_fails():
+    result = ask(one_rate_for_all_groups(), "group_rates")
+
+    assert (result.status, result.value) == ("failed", pytest.approx(19))  # the ratio is 1, and was 1 / 20
+    assert result.meaning.startswith("The groups were created with the rates 0.01, 0.0005.")
+
+
+@pytest.mark.parametrize(
+    ("minimum", "status"), [(0.0, "passed"), (1e-6, "passed"), (2e-3, "warned")], ids=["0", "small", "large"]
+)
+def test_common_minimum_of_the_rates(minimum, status):
+    class Floored(TwoRates):
+        """Each rate decays to the same minimum."""
+
+        warmup_steps = 1
+
+        def update(self):
+            super().update()
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.factor(min(self.number + 1, 8)) + minimum
+
+    assert ask(loop_spec_of(Floored, learning_rate=None), "group_rates").status == status
+
+
+def test_groups_with_schedules_of_their_own_are_a_warning():
+    class Own(TwoRates):
+        def create_scheduler(self):
+            factors = [self.factor, lambda step: 1.0]
+            return torch.optim.lr_scheduler.LambdaLR(self.optimizer, factors)
+
+    result = ask(loop_spec_of(Own, learning_rate=None), "group_rates")
+
+    assert result.status == "warned"
+    assert "each group has a schedule of its own" in str(result)
+
+
+def test_group_with_rate_0_has_no_ratio():
+    class Still(Loop):
+        def create_optimizer(self):
+            one, other = self.groups()
+            return torch.optim.AdamW([one, other | {"lr": 0.0}], lr=self.base_lr)
+
+    result = ask(loop_spec_of(Still, learning_rate=None), "group_rates")
+
+    assert (result.status, result.meaning) == ("not applicable", "needs groups with different learning rates")
+
+
+def test_rates_of_a_run_without_updates_are_not_compared():
+    class Never(TwoRates):
+        def update(self):
+            self.zero_grad()
+
+    result = ask(loop_spec_of(Never, learning_rate=None), "group_rates")
+
+    assert result.status == "not applicable" and result.meaning.startswith("needs an update in 12 steps")
+
+
+@pytest.mark.parametrize("subject", [loop, windows])
+def test_windows_are_equal(subject):
+    result = ask(subject(), "equal_windows")
+
+    assert (result.status, result.value) == ("passed", result.limit)
+
+
+def test_window_that_crosses_epochs_fails():
+    class Crossing(Windows):
+        def is_flushed(self, index, batches):
+            return False
+
+    result = ask(loop_spec_of(Crossing, total_steps=None), "equal_windows")
+
+    assert (result.status, result.value, result.limit) == ("failed", 3, 2)
+    assert result.where == "update 2"  # the first one of the second epoch
+
+
+def test_windows_that_grow_are_no_failure():
+    class Growing(Loop):
+        def fit(self):
+            batches = list(self.epoch(0))
+            for size in (1, 1, 1, 2, 3):
+                self.accumulate(batches[:size])
+
+    result = ask(loop_spec_of(Growing), "equal_windows")
+
+    assert result.status == "passed" and "grows during the training" in result.meaning
+
+
+def test_long_training_is_ended():
+    made = []
+
+    class Long(Loop):
+        total_steps = 10**6
+
+        def fit(self):
+            for number in range(self.total_steps):
+                made.append(number)
+                self.optimizer.zero_grad()
+                self.model.norm.weight.sum().backward()
+                self.optimizer.step()
+
+        def create_model(self):
+            model = super().create_model()
+            return model.requires_grad_(False).norm.requires_grad_(True) and model
+
+    result = ask(loop_spec_of(Long), "equal_windows")
+
+    assert result.status == "passed" and len(made) == 300
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"fit": None}, "needs a run with fit()"),
+        ({"fit": lambda self: None}, "needs updates with a gradient of the first parameter"),
+    ],
+)
+def test_windows_of_a_run_without_a_training_are_not_compared(attributes, reason):
+    spec = loop_spec_of(type("Without", (Loop,), attributes))
+
+    result = ask(spec, "equal_windows")
+
+    assert (result.status, result.meaning) == ("not applicable", reason)

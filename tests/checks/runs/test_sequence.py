@@ -1,0 +1,383 @@
+"""Sequences: runs with operations between their steps, compared with runs that only make the steps."""
+
+import copy
+
+import pytest
+import torch
+
+from stackwise.checks import TrainerSubject, compare_runs
+from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, STEP, Finding, Sequences
+from stackwise.subject.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.runs import Averaged, averaged, warm_up_of_the_average_restarts
+
+
+def sequences_of(subject):
+    return Sequences(TrainerSubject(TrainerSpec.of(subject), torch.device("cpu"), 0))
+
+
+def bare_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that trains between the base sequence z and its average x. eval() shows x, and train() goes back.
+
+    Both interpolate in place, so going there and back rounds.
+    """
+
+    beta = 0.9
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr, "count": 0, "training": True})
+
+    def change_mode(self, training, weight):
+        for group in self.param_groups:
+            if group["training"] != training:
+                group["training"] = training
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.data.lerp_(self.state[p]["z"], weight)
+
+    def eval(self):
+        self.change_mode(False, 1 - 1 / self.beta)
+
+    def train(self):
+        self.change_mode(True, 1 - self.beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            share = 1 / group["count"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (self.beta * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class EvaluatesTheAverage(Loop):
+    """A schedule-free run: evaluation and checkpoints contain the average."""
+
+    def create_optimizer(self):
+        return ScheduleFree(self.model.parameters())
+
+    def create_scheduler(self):
+        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+
+    def accumulate(self, batches):
+        self.optimizer.train()
+        return super().accumulate(batches)
+
+    def evaluate(self, batches):
+        self.optimizer.eval()
+        result = super().evaluate(batches)
+        self.optimizer.train()
+        return result
+
+    def state(self):
+        self.optimizer.eval()
+        state = copy.deepcopy(super().state())
+        self.optimizer.train()
+        return state
+
+    def restore(self, state):
+        super().restore(state)
+        self.optimizer.train()
+
+
+def schedule_free():
+    return loop_spec_of(EvaluatesTheAverage, learning_rate=None, decayed=None)
+
+
+class EvaluatesInEvalMode(Loop):
+    """Remains in eval mode after the first evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_evaluated = False
+
+    def train_mode(self):
+        self.model.train(not self.is_evaluated)
+
+    def evaluate(self, batches):
+        self.is_evaluated = True
+        return super().evaluate(batches)
+
+
+class SharesTheIterator(Loop):
+    """Counts each epoch that is read as a new one."""
+
+    n_read = 0
+
+    def order(self, number):
+        self.n_read += 1
+        return super().order(self.n_read)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_correct_run_does_not_differ(operation):
+    assert compare_runs(averaged(), [STEP, STEP, operation, STEP, STEP]) == ""
+
+
+def test_steps_alone_do_not_differ():
+    assert compare_runs(loop(), [STEP, STEP]) == ""
+    assert compare_runs(loop(), []) == ""
+
+
+def test_difference_of_the_loss_is_reported():
+    difference = compare_runs(loop_spec_of(EvaluatesInEvalMode), [STEP, "evaluate", STEP])
+
+    assert difference.startswith("the loss of step 1 is ")
+
+
+def test_difference_of_the_next_epoch_is_reported():
+    spec = loop_spec_of(SharesTheIterator)
+
+    assert compare_runs(spec, [STEP, "read", *[STEP] * 5]) == ""
+    assert compare_runs(spec, [STEP, "read", *[STEP] * 6]) == "step 6 reads another batch"
+
+
+def test_difference_of_the_average_is_reported():
+    difference = compare_runs(warm_up_of_the_average_restarts(), [STEP, "resume", STEP])
+
+    assert difference.startswith("the average average.")
+
+
+def test_difference_of_the_learning_rate_is_reported():
+    class Restarting(Loop):
+        def restore(self, state):
+            super().restore(state | {"scheduler": self.scheduler.state_dict()})
+
+    difference = compare_runs(loop_spec_of(Restarting), [STEP, STEP, "resume", STEP])
+
+    assert difference.startswith("the learning rates after step 2 are [")
+
+
+def test_difference_of_the_data_is_reported():
+    class FromTheStart(Loop):
+        def restore(self, state):
+            super().restore(state)
+            self.batch_number = 0
+
+    assert compare_runs(loop_spec_of(FromTheStart), [STEP, "resume", STEP]) == "step 1 reads another batch"
+
+
+def test_difference_of_the_number_of_steps_is_reported():
+    class OneEpoch(Loop):
+        """Reads no further epoch after a resume."""
+
+        ended = False
+
+        def restore(self, state):
+            super().restore(state)
+            self.ended = True
+
+        def epoch(self, number):
+            batches = list(super().epoch(number))
+            yield from batches[:3] if self.ended else batches
+
+    with pytest.raises(ValueError, match="has no batch 3"):
+        compare_runs(loop_spec_of(OneEpoch), [STEP, "resume", STEP, STEP, STEP])
+
+
+def test_difference_of_the_evaluation_is_reported():
+    class Biased(Loop):
+        bias = 0.0
+
+        def evaluate(self, batches):
+            return super().evaluate(batches) + self.bias
+
+        def restore(self, state):
+            super().restore(state)
+            self.bias = 1.0
+
+    difference = compare_runs(loop_spec_of(Biased), [STEP, "resume", STEP])
+
+    assert difference.startswith("evaluate(batches) gives ")
+
+
+def test_unknown_operation_is_refused():
+    with pytest.raises(ValueError, match="sequence") as error:
+        compare_runs(loop(), [STEP, "pause", STEP])
+
+    assert "'pause'" in str(error.value)
+    assert all(repr(each) in str(error.value) for each in (STEP, *OPERATIONS))
+
+
+def test_operation_that_the_run_lacks_is_refused():
+    spec = TrainerSpec.from_function(bare_step, GPT)
+    silent = loop_spec_of(type("Silent", (Loop,), {"load": None}))
+
+    with pytest.raises(ValueError, match="'evaluate'"):
+        compare_runs(spec, [STEP, "evaluate"])
+    with pytest.raises(ValueError, match="'rewind'") as error:
+        compare_runs(silent, [STEP, "rewind"])
+
+    assert "evaluate, loss, read, save" in str(error.value)
+
+
+def test_run_that_raises_is_not_compared_by_find():
+    class Full(Loop):
+        epoch = None
+
+        def save(self, folder):
+            raise OSError("no space")
+
+    assert sequences_of(loop_spec_of(Full)).find(INTERRUPTIONS)[0] is None
+    with pytest.raises(OSError, match="no space"):
+        compare_runs(loop_spec_of(Full), [STEP, "save", STEP])
+
+
+def test_possible_operations():
+    assert sequences_of(loop()).possible == list(OPERATIONS)
+    assert sequences_of(TrainerSpec.from_function(bare_step, GPT)).possible == []
+    silent = type("Silent", (Loop,), {"position": None, "load": None})
+    assert sequences_of(loop_spec_of(silent)).possible == ["evaluate", "loss", "save"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "epoch_length", "n_steps"),
+    [({}, 6, 10), ({"n_rows": 4 * 24}, 24, 28), ({"n_rows": 4 * 25}, None, 6), ({"epoch": None}, None, 6)],
+    ids=["short", "longest", "too-long", "no-data"],
+)
+def test_steps_go_beyond_the_end_of_a_short_epoch(attributes, epoch_length, n_steps):
+    sequences = sequences_of(loop_spec_of(type("Variant", (Loop,), attributes)))
+
+    assert (sequences.epoch_length, sequences.n_steps) == (epoch_length, n_steps)
+
+
+def test_finding_in_words_and_code():
+    finding = Finding((STEP, "evaluate", STEP, "resume", STEP), "a difference")
+
+    assert finding.text == (
+        "after 1 step it is evaluated and "
+        "after 2 steps it is saved, and a new run loads the checkpoint and continues"
+    )
+    assert finding.code == "compare_runs(trainer, ['step', 'evaluate', 'step', 'resume', 'step'])"
+
+
+class SavingDisturbs(Loop):
+    """Saving changes a weight first."""
+
+    epoch = None
+
+    def save(self, folder):
+        with torch.no_grad():
+            self.model.norm.weight.mul_(1.1)
+        super().save(folder)
+
+
+class RewindsTooFar(Loop):
+    """A run that has made more steps than the checkpoint contains keeps its moments."""
+
+    epoch = None
+
+    def restore(self, state):
+        moments = self.optimizer.state_dict()
+        is_later = self.number > state["position"][0]
+        super().restore(state | ({"optimizer": moments} if is_later else {}))
+
+
+@pytest.mark.parametrize(
+    ("subject", "shortest"),
+    [
+        (warm_up_of_the_average_restarts, (STEP, "resume", STEP)),
+        (lambda: loop_spec_of(SavingDisturbs), (STEP, "save", STEP)),
+        (lambda: loop_spec_of(RewindsTooFar), (STEP, "rewind", STEP)),
+    ],
+    ids=["resume", "save", "rewind"],
+)
+def test_shortest_sequence_is_found(subject, shortest):
+    finding, _ = sequences_of(subject()).find(INTERRUPTIONS)
+
+    assert finding.sequence == shortest
+    assert finding.difference == compare_runs(subject(), list(shortest)) != ""
+
+
+def test_single_operation_is_found_for_a_bug_of_the_second_epoch():
+    class Restarts(Averaged):
+        """Continues at the same place in each later epoch after a resume."""
+
+        n_rows, skipped = 12, 0
+
+        def restore(self, state):
+            super().restore(state)
+            self.skipped = self.batch_number
+
+        def advance(self):
+            super().advance()
+            self.batch_number = self.batch_number or self.skipped
+
+    spec = loop_spec_of(Restarts)
+    finding, _ = sequences_of(spec).find(INTERRUPTIONS)
+
+    assert finding.sequence.count("resume") == 1
+    assert set(finding.sequence) == {STEP, "resume"}
+    assert finding.sequence.count(STEP) == 3  # the first epoch
+    assert finding.difference == "position().1 after the last step"
+    assert finding.difference == compare_runs(spec, list(finding.sequence))
+
+
+def test_same_sequences_are_drawn_again():
+    one, other = (sequences_of(loop()) for _ in range(2))
+
+    assert list(one._planned(["save", "evaluate"])) == list(other._planned(["save", "evaluate"]))
+
+
+def test_run_that_does_not_repeat_itself_is_recognised():
+    generator = torch.Generator()
+    generator.seed()
+
+    class Noisy(Loop):
+        def loss(self, batch):
+            return super().loss(batch) * (1 + torch.rand((), generator=generator))
+
+    assert sequences_of(loop()).repeats
+    assert not sequences_of(loop_spec_of(Noisy)).repeats
+
+
+@pytest.mark.parametrize("operation", ["evaluate", "save", "resume", "rewind"])
+def test_interpolation_that_rounds_is_no_difference(operation):
+    assert compare_runs(schedule_free(), [STEP, STEP, operation, STEP, STEP]) == ""
+
+
+def test_interpolation_rounds():
+    spec = schedule_free()
+    run = spec.create()
+    for number in range(3):
+        run.step(spec.batch(seed=number))
+    before = [p.detach().clone() for p in run.model.parameters()]
+
+    run.evaluate([spec.batch()])
+
+    assert not all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
+
+
+def test_interpolation_that_is_not_undone_is_a_difference():
+    class StaysInEvalMode(EvaluatesTheAverage):
+        def evaluate(self, batches):
+            self.optimizer.eval()
+            return Loop.evaluate(self, batches)
+
+        def accumulate(self, batches):
+            return Loop.accumulate(self, batches)
+
+    spec = loop_spec_of(StaysInEvalMode, learning_rate=None, decayed=None)
+
+    assert compare_runs(spec, [STEP, STEP, "evaluate", STEP]) != ""
+
+
+def test_random_state_outside_is_unchanged():
+    state = torch.get_rng_state()
+
+    compare_runs(loop(), [STEP, "resume", STEP, "evaluate", STEP])
+
+    assert torch.equal(state, torch.get_rng_state())

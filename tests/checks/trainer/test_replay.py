@@ -1,0 +1,291 @@
+"""Replay: updates of one parameter that depend on another, and options that an optimizer ignores."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_trainer
+from stackwise.subject.trainer_spec import TrainerSpec
+from tests.optimizer_kinds import Contained, CountsTheLast, Lookahead, SlowWeights
+from tests.zoo.loop import loop
+from tests.zoo.runs import counter_of_the_last_parameter, momentum_is_cleared_in_each_step, own_momentum
+
+# LBFGS has one state for all parameters, and SparseAdam needs sparse gradients.
+KINDS = [
+    each
+    for name, each in sorted(vars(torch.optim).items())
+    if isinstance(each, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
+]
+CHECKS = ["separate_updates", "option_effects"]
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
+    return result
+
+
+class Tiny(nn.Module):
+    """Embedding and two linear layers, with biases if `bias`."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden, self.head = nn.Linear(8, 8, bias=bias), nn.Linear(8, 11, bias=bias)
+
+    def forward(self, ids):
+        return self.head(self.hidden(self.embedding(ids)).tanh())
+
+
+def loss_of(model, batch):
+    logits = model(batch["input_ids"][:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def training_of(create_optimizer, model=Tiny, step=step):
+    return TrainerSpec.from_function(step, model, lambda m: create_optimizer(m.parameters()))
+
+
+def without_bias():
+    return Tiny(bias=False)
+
+
+def clipped_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.item()
+
+
+def closure_step(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_pass(kind, check):
+    model = without_bias if kind.__name__ == "Muon" else Tiny
+
+    assert ask(training_of(kind, model), check).status == "passed"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda params: torch.optim.AdamW(params, foreach=True),
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.AdamW(params, amsgrad=True, maximize=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+        lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+        lambda params: torch.optim.AdamW([{"params": [p], "lr": 1e-3} for p in params]),
+        lambda params: Lookahead(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        lambda params: SlowWeights(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        lambda params: Contained(*(torch.optim.AdamW([p]) for p in params)),
+        lambda params: [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in params],
+    ],
+    ids=[
+        "adamw-foreach",
+        "adamw-fused",
+        "adamw-amsgrad",
+        "sgd-nesterov",
+        "sgd-foreach",
+        "rmsprop-centered",
+        "group-for-each",
+        "lookahead",
+        "slow-weights",
+        "contained",
+        "list",
+    ],
+)
+def test_other_forms_pass(create, check):
+    def step_all(model, optimizer, batch):
+        loss = loss_of(model, batch)
+        loss.backward()
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+            each.zero_grad()
+        return loss.item()
+
+    assert ask(training_of(create, step=step_all), check).status == "passed"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("step", [clipped_step, closure_step])
+def test_other_steps_pass(step, check):
+    spec = training_of(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), step=step)
+
+    assert ask(spec, check).status == "passed"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_loop_with_groups_and_schedule_passes(check):
+    assert ask(loop(), check).status == "passed"
+
+
+def test_bfloat16_passes():
+    spec = training_of(torch.optim.AdamW, lambda: Tiny().bfloat16())
+
+    assert ask(spec, "separate_updates").status == "passed"
+
+
+def test_counter_of_another_parameter_fails():
+    result = ask(counter_of_the_last_parameter(), "separate_updates")
+
+    assert result.status == "failed"
+    assert "than from a SharedCounter that holds this parameter alone" in result.meaning
+
+
+def test_counter_that_is_wrong_after_frozen_steps_fails():
+    result = ask(training_of(CountsTheLast), "separate_updates")
+
+    assert result.status == "failed"
+    # The last parameter of the group has its own counter. It is frozen in steps 2 and 3.
+    assert result.meaning.startswith("4 of 5 parameters") and "update 3" in result.where
+
+
+class CommonFactor(torch.optim.Optimizer):
+    """Updates are divided by the norm of all gradients together, the first one only if `only_first`."""
+
+    only_first = False
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in trained])
+        factor = 1.0 if self.only_first and self.param_groups[0]["count"] else 1 / norm
+        self.param_groups[0]["count"] += 1
+        for p in trained:
+            p.sub_(p.grad * factor, alpha=self.param_groups[0]["lr"])
+
+
+class FirstFactor(CommonFactor):
+    only_first = True
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FirstFactor,
+        CommonFactor,
+    ],
+)
+def test_common_factor_of_all_updates_is_a_warning(kind):
+    result = ask(training_of(kind), "separate_updates")
+
+    assert result.status == "warned"
+    assert f"{kind.__name__} computes a common factor of all updates" in str(result)
+
+
+def test_option_that_is_ignored_fails():
+    result = ask(momentum_is_cleared_in_each_step(), "option_effects")
+
+    assert (result.status, result.where) == ("failed", "Cleared: momentum")
+    assert ask(own_momentum(), "option_effects").status == "passed"
+
+
+def test_weight_decay_that_is_ignored_fails():
+    class NoDecay(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            decays = [group["weight_decay"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["weight_decay"] = 0.0
+            super().step(closure)
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+    result = ask(training_of(NoDecay), "option_effects")
+
+    assert (result.status, result.where) == ("failed", "NoDecay: weight_decay")
+
+
+class NeedsBoth(torch.optim.Optimizer):
+    """Refuses to step one parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if len(trained) < 2:
+            raise RuntimeError("needs two parameters")
+        for p in trained:
+            p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_optimizer_that_needs_several_parameters_is_not_replayed(check):
+    result = ask(training_of(NeedsBoth), check)
+
+    assert result.status == "not applicable"
+    assert result.meaning == "needs NeedsBoth to run with one parameter: RuntimeError: needs two parameters"
+
+
+def test_step_that_refuses_frozen_parameters_is_not_replayed():
+    def strict(model, optimizer, batch):
+        if not all(p.requires_grad for p in model.parameters()):
+            raise ValueError("all must train")
+        return step(model, optimizer, batch)
+
+    result = ask(training_of(torch.optim.AdamW, step=strict), "separate_updates")
+
+    assert result.status == "not applicable"
+    assert result.meaning == "needs a step with frozen parameters: ValueError: all must train"
+
+
+def test_step_that_raises_otherwise_is_an_error():
+    class Failing(nn.Module):
+        n_steps = 0
+
+        def __init__(self):
+            super().__init__()
+            self.inner = Tiny()
+
+        def forward(self, ids):
+            self.n_steps += 1
+            if self.n_steps == 5:
+                raise ValueError("no more batches")
+            return self.inner(ids)
+
+    result = ask(training_of(torch.optim.AdamW, Failing), "separate_updates")
+
+    assert (result.status, result.meaning) == ("error", "ValueError: no more batches")
+
+
+def test_run_without_an_update_is_not_replayed():
+    spec = training_of(torch.optim.AdamW, step=lambda model, optimizer, batch: 0.0)
+
+    assert ask(spec, "separate_updates").meaning == "needs a torch optimizer that is stepped"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_frozen_parameters_train_again_afterwards(check):
+    spec = training_of(torch.optim.AdamW)
+    runs = []
+    build = spec.build
+    object.__setattr__(spec, "build", lambda: runs.append(build()) or runs[-1])
+
+    ask(spec, check)
+
+    assert all(p.requires_grad for run in runs for p in run.model.parameters())

@@ -12,11 +12,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.subject.trainer_spec import TrainingRun
@@ -30,8 +29,8 @@ _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 _OPTIONS = ("momentum", "betas", "beta", "beta1", "beta2", "weight_decay")
 # Updates after which an option must have an effect.
 _LEAST_CHANGES = 3
-# Cosine above which two updates differ by a factor only.
-_PARALLEL = 0.999
+# Parameters whose options are compared.
+_MOST_COMPARED = 6
 # Roundings of a parameter in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
 
@@ -64,6 +63,11 @@ class Recording:
     fresh: torch.optim.Optimizer
     changes: dict[str, list[_Change]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def has_pauses(self) -> bool:
+        """Return True if a parameter had a gradient in some updates and none in others."""
+        return any(len({each.gradient is None for each in changes}) > 1 for changes in self.changes.values())
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -74,14 +78,12 @@ class Replayed:
         gap: L2 norm of the difference over that of the update of the fresh optimizer.
         update: number of the update, from 0.
         length: norm of the update over that of the update of the fresh optimizer.
-        is_scaled_from_start: True if the first update already differs, by a factor only.
     """
 
     name: str
     gap: float
     update: int
     length: float
-    is_scaled_from_start: bool
 
 
 @contextmanager
@@ -118,21 +120,33 @@ def options_without_effect(recording: Recording) -> list[str]:
     def is_moved(change: _Change) -> bool:
         return change.gradient is not None and bool(change.gradient.any()) and bool(change.before.any())
 
-    changes = next((each for each in recording.changes.values() if all(map(is_moved, each))), [])
-    if len(changes) < _LEAST_CHANGES:
-        return []
-    wanted = _positions(recording.fresh, changes, {})
+    moved = [
+        each
+        for each in recording.changes.values()
+        if len(each) >= _LEAST_CHANGES and all(map(is_moved, each))
+    ]
+    # A weight decay may leave out norms and biases.
+    chosen = sorted(moved, key=lambda changes: -changes[0].before.ndim)[:_MOST_COMPARED]
     ignored = []
     for name in _OPTIONS:
-        value = changes[0].options.get(name)
-        other: Any = None
-        if isinstance(value, float) and value > 0:
-            other = value / 2
-        elif isinstance(value, tuple | list) and all(isinstance(each, float) and each > 0 for each in value):
-            other = type(value)(each / 2 for each in value)
-        if other is not None and torch.equal(_positions(recording.fresh, changes, {name: other}), wanted):
+        effects = [_has_effect(recording.fresh, changes, name) for changes in chosen]
+        if False in effects and True not in effects:
             ignored.append(name)
     return ignored
+
+
+def _has_effect(fresh: torch.optim.Optimizer, changes: list[_Change], name: str) -> bool | None:
+    """Return True if half of an option gives other updates. None: the option is 0, or there is no update."""
+    value = changes[0].options.get(name)
+    other: Any = None
+    if isinstance(value, float) and value > 0:
+        other = value / 2
+    elif isinstance(value, tuple | list) and all(isinstance(each, float) and each > 0 for each in value):
+        other = type(value)(each / 2 for each in value)
+    wanted = _positions(fresh, changes, {})
+    if other is None or torch.equal(wanted, changes[0].before.double()):
+        return None
+    return not torch.equal(_positions(fresh, changes, {name: other}), wanted)
 
 
 def _positions(fresh: torch.optim.Optimizer, changes: list[_Change], options: dict[str, Any]) -> Tensor:
@@ -179,7 +193,8 @@ def _record(
         has_closure = any(callable(each) for each in (*args, *kwargs.values()))
         scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:
-            options = {name: copy.copy(value) for name, value in group.items() if name != "params"}
+            # A learning rate may be a tensor that the schedule changes in place.
+            options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for p in group["params"]:
                 gradient = None if p.grad is None else p.grad.detach().clone()
                 if gradient is not None and scale is not None:
@@ -188,7 +203,9 @@ def _record(
                     gradient = None
                 change = _Change(p.detach().clone(), gradient, options)
                 pending.append(change)
-                recording.changes[names.get(id(p), "a parameter outside the model")].append(change)
+                recording.changes[names.get(id(p), f"parameter {len(pending)} outside the model")].append(
+                    change
+                )
 
     def after(*_: Any) -> None:
         nonlocal depth
@@ -213,8 +230,7 @@ def _record(
 
 def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
     alone, parameter = _alone(fresh, changes[0].before)
-    worst = Replayed(name, 0.0, 0, 1.0, False)
-    is_scaled = False
+    worst = Replayed(name, 0.0, 0, 1.0)
     for number, change in enumerate(changes):
         assert change.after is not None
         alone.param_groups[0] |= _options_of(change)
@@ -230,7 +246,5 @@ def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -
         gap = apart / size if size > rounding else (math.inf if apart > rounding else 0.0)
         if not gap <= worst.gap:
             length = float(found.norm()) / size if size else math.inf
-            worst = Replayed(name, gap, number, length, False)
-        if number == 0 and gap:
-            is_scaled = float(F.cosine_similarity(found, wanted, dim=0)) > _PARALLEL
-    return replace(worst, is_scaled_from_start=is_scaled)
+            worst = Replayed(name, gap, number, length)
+    return worst

@@ -41,14 +41,13 @@ __all__ = [
     "Sequence",
     "Sequences",
     "compare_runs",
+    "is_close",
 ]
 
 STEP = "step"
 # Operation -> (members of the run that it needs, text).
 OPERATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "evaluate": (("evaluate",), "it is evaluated"),
-    "loss": (("loss",), "the loss of another batch is computed"),
-    "read": (("epoch", "position"), "the beginning of an epoch is read"),
     "save": (("save",), "it is saved"),
     "resume": (("save", "load"), "it is saved, and a new run loads the checkpoint and continues"),
     "resume later": (
@@ -127,13 +126,13 @@ class _Record:
         ours, theirs = self.trace, other.trace
         near = self if rounded is None else rounded
         for step, (batch, another) in enumerate(zip(ours.batches, theirs.batches, strict=False)):
-            if not _same(batch, another):
+            if not is_close(batch, another):
                 return f"step {step} reads another batch"
-            if not _same(ours.losses[step], theirs.losses[step], near.trace.losses[step]):
+            if not is_close(ours.losses[step], theirs.losses[step], near.trace.losses[step]):
                 return (
                     f"the loss of step {step} is {theirs.losses[step]:.6g} instead of {ours.losses[step]:.6g}"
                 )
-            if ours.rates[step] != theirs.rates[step]:
+            if not is_close(ours.rates[step], theirs.rates[step]):
                 wanted, got = ours.rates[step], theirs.rates[step]
                 return f"the learning rates after step {step} are {got} instead of {wanted}"
         if len(ours.batches) != len(theirs.batches):
@@ -142,7 +141,7 @@ class _Record:
             return f"{listed(names, 1)} after the last step"
         if names := _different(self.averages, other.averages, near.averages):
             return f"the average {listed(names, 1)} after the last step"
-        if not _same(self.evaluation, other.evaluation, near.evaluation):
+        if not is_close(self.evaluation, other.evaluation, near.evaluation):
             return f"evaluate(batches) gives {other.evaluation} instead of {self.evaluation}"
         return ""
 
@@ -152,8 +151,8 @@ def compare_runs(trainer: Any, sequence: list[str], *, device: str = "cpu", seed
 
     Args:
         trainer: anything that `TrainerSpec.of` understands.
-        sequence: "step" and the operations between the steps: "evaluate", "loss", "read", "save", "resume",
-            "resume later" and "rewind".
+        sequence: "step" and the operations between the steps: "evaluate", "save", "resume", "resume later"
+            and "rewind".
         device: device of the model.
         seed: seed of weights and batches.
 
@@ -190,12 +189,7 @@ class Sequences:
     def possible(self) -> list[str]:
         """Return the operations for which the run has the methods."""
         run = self.subject.run()
-        reads = next_batches(run) is not None
-        return [
-            name
-            for name, (needs, _) in OPERATIONS.items()
-            if self.subject.has(run, *needs) and (name != "read" or reads)
-        ]
+        return [name for name, (needs, _) in OPERATIONS.items() if self.subject.has(run, *needs)]
 
     @cached_property
     def n_steps(self) -> int:
@@ -331,11 +325,6 @@ class Sequences:
     def _apply(self, run: Any, operation: str) -> None:
         if operation == "evaluate":
             run.evaluate([self.subject.batch(101), self.subject.batch(102)])
-        elif operation == "loss":
-            run.loss(self.subject.batch(103))
-        elif operation == "read":
-            epoch, _ = run.position()
-            list(islice(run.epoch(epoch), 2))
         elif operation == "save":
             with TemporaryDirectory() as folder:
                 run.save(Path(folder))
@@ -387,10 +376,12 @@ def _change_by_rounding(run: TrainingRun) -> None:
 
 
 def _different(wanted: Mapping[str, Any], got: Mapping[str, Any], near: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**wanted, **got} if not _same(wanted.get(name), got.get(name), near.get(name))]
+    return [
+        name for name in {**wanted, **got} if not is_close(wanted.get(name), got.get(name), near.get(name))
+    ]
 
 
-def _same(a: Any, b: Any, near: Any = None) -> bool:
+def is_close(a: Any, b: Any, near: Any = None) -> bool:
     """Return True if values are equal up to rounding. NaN is equal to NaN.
 
     Args:
@@ -412,9 +403,9 @@ def _same(a: Any, b: Any, near: Any = None) -> bool:
         allowed = _ROUNDING * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
         return abs(a - b) <= allowed or (math.isnan(a) and math.isnan(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_close(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(is_close(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
     return bool(a == b)

@@ -188,8 +188,13 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
     [loss] = found
     assert loss is not None
-    return subject.at_most(
-        abs(loss / whole.evaluation - 1) if whole.evaluation else abs(loss),
+    ratio = loss / whole.evaluation if whole.evaluation else 1.0
+    if abs(ratio - 1) <= _limit(whole):
+        return subject.passed(abs(ratio - 1), _limit(whole))
+    is_scaled = min(abs(ratio - N_RANKS), abs(ratio - 1 / N_RANKS)) < 1e-3
+    return subject.failed_unless(
+        None if is_scaled else "it is an average over ranks with different numbers of targets",
+        abs(ratio - 1),
         _limit(whole),
         where="the result of evaluate(batches)",
         meaning=f"It is {loss:.6g} on two ranks, and {whole.evaluation:.6g} in one process.",

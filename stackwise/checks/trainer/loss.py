@@ -100,14 +100,18 @@ def loss_derivative(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs a loss with a gradient, and without step functions")
     if found.value <= found.limit:
         return subject.passed(found.value, found.limit)
+    with WithoutDropout():
+        plain = compared(subject, model, lambda _: run.loss(subject.batch()))
+    if plain.value > plain.limit:
+        return subject.not_applicable("needs a loss without parts that are detached, as targets often are")
     name, slope, measured = found.wrong[0] if found.wrong else ("all parameters together", math.nan, math.nan)
     return subject.failed(
         found.value,
         found.limit,
         where=f"{name}: gradient {slope:.3g}, finite differences {measured:.3g}",
-        meaning="The gradient of the loss along a random direction is not its derivative.",
-        advice="Look for recomputation that draws other dropout masks (preserve_rng_state), detach() and "
-        "no_grad() around a part of the loss, and custom backward functions.",
+        meaning="With dropout, the gradient of the loss along a random direction is not its derivative.",
+        advice="Look for recomputation that draws other dropout masks (preserve_rng_state), and for a "
+        "backward function that does not use the mask of the forward pass.",
     )
 
 

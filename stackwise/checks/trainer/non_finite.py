@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.run_state import State, different, state_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of
+from stackwise.checks.runs.sequence import is_close
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
@@ -23,7 +24,7 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 # Steps before the one with the non-finite gradients. Some loops collect a history before they skip a step.
 _STEPS_BEFORE = (2, 13)
 # Steps after it, one of which must make an update.
-_STEPS_AFTER = 3
+_STEPS_AFTER = 10
 _UNPROTECTED = "needs a run that makes no update with non-finite gradients: see non_finite_gradient"
 
 
@@ -35,12 +36,16 @@ class _Outcome:
         before, after: state before and after this step.
         finite: True if weights, optimizer state and averages are finite after it.
         trains: True if a step after it changes a weight.
+        broken: names of the parameters whose gradient was NaN.
+        is_earlier: True if its weights are those of an earlier step, which it restored.
     """
 
     before: State
     after: State
     finite: bool
     trains: bool
+    broken: set[str]
+    is_earlier: bool
 
 
 @trainer_check
@@ -114,18 +119,25 @@ def _reported(subject: TrainerSubject, changed: list[str], n_before: int) -> Che
 
 
 def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
-    """Return the names of changed state that a step without an update may not change."""
-    run = subject.run()
-    # A forward pass may update buffers, and a rate that follows the number of the step needs no scheduler.
-    buffers = {f"model.{name}" for name, _ in run.model.named_buffers()}
-    has_scheduler = subject.has(run, "scheduler")
-    return [
-        name
-        for name in different(outcome.before, outcome.after)
-        if name not in buffers
-        and not name.startswith(("scaler.", "position()"))
-        and (has_scheduler or not (name.startswith("optimizer.group") and name.endswith(".lr")))
-    ]
+    """Return the names of changed state that a step without an update may not change.
+
+    These are the weights and the optimizer state of parameters with a NaN gradient, and a schedule.
+    """
+    if outcome.is_earlier:
+        return []
+    before, after = outcome.before, outcome.after
+    has_scheduler = subject.has(subject.run(), "scheduler")
+
+    def counts(name: str) -> bool:
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            return rest in outcome.broken
+        if kind == "scheduler" or (name.startswith("optimizer.group") and name.endswith(".lr")):
+            return has_scheduler  # a rate that follows the number of the step needs no scheduler
+        return kind == "optimizer" and rest.rpartition(".")[0] in outcome.broken
+
+    names = [name for name in {**before, **after} if counts(name)]
+    return [name for name in names if not is_close(before.get(name), after.get(name))]
 
 
 def _outcome(subject: TrainerSubject, n_before: int, *, unfused: bool = False) -> _Outcome | None:
@@ -135,10 +147,12 @@ def _outcome(subject: TrainerSubject, n_before: int, *, unfused: bool = False) -
         _unfuse(run)
     try:
         with subject.fixed_randomness():
+            earlier = [state_of(run)]
             for number in range(n_before):
                 run.step(subject.batch(number))
-            before, n_alarms = state_of(run), len(_alarms(run))
-            with _broken_gradients(run):
+                earlier.append(state_of(run))
+            before, n_alarms = earlier.pop(), len(_alarms(run))
+            with _broken_gradients(run) as broken:
                 run.step(subject.batch(n_before))
             after = state_of(run)
             finite = not _became_non_finite(before, after) and not _became_non_finite({}, averages_of(run))
@@ -149,7 +163,8 @@ def _outcome(subject: TrainerSubject, n_before: int, *, unfused: bool = False) -
     except Exception as error:  # non_finite_gradient reports what the step raises
         reraise_if_out_of_memory(error)
         return None
-    return _Outcome(before, after, finite, trains=_weights_differ(after, state_of(run)))
+    is_earlier = any(not _weights_differ(each, after) for each in earlier) and _weights_differ(before, after)
+    return _Outcome(before, after, finite, _weights_differ(after, state_of(run)), broken, is_earlier)
 
 
 def _trains(subject: TrainerSubject, n_before: int) -> bool:
@@ -165,15 +180,24 @@ def _trains(subject: TrainerSubject, n_before: int) -> bool:
 
 
 @contextmanager
-def _broken_gradients(run: TrainingRun) -> Iterator[None]:
-    """Inside, each gradient is NaN."""
+def _broken_gradients(run: TrainingRun) -> Iterator[set[str]]:
+    """Inside, each gradient is NaN. Yield the names of the parameters that got one."""
+    broken: set[str] = set()
+
+    def hook_of(name: str) -> Callable[[Tensor], Tensor]:
+        def hook(gradient: Tensor) -> Tensor:
+            broken.add(name)
+            return gradient * math.nan
+
+        return hook
+
     handles = [
-        p.register_hook(lambda g: g * math.nan)  # type: ignore[no-untyped-call]
-        for p in run.model.parameters()
+        p.register_hook(hook_of(name))  # type: ignore[no-untyped-call]
+        for name, p in run.model.named_parameters()
         if p.requires_grad
     ]
     try:
-        yield
+        yield broken
     finally:
         for handle in handles:
             handle.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ _ROUNDING = 1e-6
 _MICRO_BATCHES = 3
 # Updates of a full training that are counted.
 _MOST_UPDATES = 300
+_LONGEST_EPOCH = 1000
 # Largest change of the ratio of two learning rates, such as by a common minimum of a cosine.
 _SAME_RATIO = 0.05
 
@@ -199,10 +201,10 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
         "advice": "Multiply the rate of each group by the factor of the schedule, instead of one value for "
         "all groups.",
     }
-    # Groups that differ at the end only may have a common minimum.
-    is_collapsed = all(
+    # Groups that become equal later may have a common minimum.
+    is_collapsed = len(updates) > 1 and all(
         abs(rates[i] / rates[chosen[0]] - 1) <= _ROUNDING and abs(ratio - 1) > _SAME_RATIO
-        for rates in updates[-_STEPS // 2 :]
+        for rates in updates[1:]
         for i, ratio in wanted.items()
     )
     if is_collapsed:
@@ -266,14 +268,29 @@ def equal_windows(subject: TrainerSubject) -> CheckResult:
     usual = Counter(made).most_common(1)[0][0]
     if usual not in made[made.index(max(made)) :]:
         return subject.passed(meaning="The number of micro-batches grows during the training.")
-    return subject.at_most(
-        float(max(made)),
+    largest, length = max(made), _length_of_epoch(subject)
+    if largest == usual:
+        return subject.passed(float(largest), float(usual))
+    is_left_over = length is not None and length % usual > 0 and largest == usual + length % usual
+    return subject.failed_unless(
+        None if is_left_over else "updates have different numbers of micro-batches on purpose",
+        float(largest),
         float(usual),
-        where=f"update {made.index(max(made))}",
-        meaning=f"It contains the gradients of {max(made)} micro-batches; most updates contain {usual}.",
+        where=f"update {made.index(largest)}",
+        meaning=f"It contains the gradients of {largest} micro-batches; most updates contain {usual}.",
         advice="Make an update from the last window of an epoch, or clear its gradients: the first update "
         "of the next epoch must not contain them.",
     )
+
+
+def _length_of_epoch(subject: TrainerSubject) -> int | None:
+    """Return the number of batches of the first epoch. None: no own data, or more than 1000 batches."""
+    run: Any = subject.run()
+    if not subject.has(run, "epoch"):
+        return None
+    with subject.fixed_randomness():
+        length = len(list(islice(run.epoch(0), _LONGEST_EPOCH + 1)))
+    return length if length <= _LONGEST_EPOCH else None
 
 
 class _EnoughError(Exception):

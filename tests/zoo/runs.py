@@ -288,25 +288,11 @@ def counter_of_the_last_parameter():
 
     class SharedCounter(OwnAdam):
         def counter(self, p, group):
-            last = group["params"][-1]
-            return self.state[last] if self.state[last] else self.state[p]
+            last = [each for each in group["params"] if each.grad is not None][-1]
+            return self.state[p] if p is last else {"step": self.state[last].get("step", 0)}
 
     class Mutant(Own):
         kind = SharedCounter
-
-    return loop_spec_of(Mutant, decayed=None)
-
-
-@mutant("replay", twin=own_optimizer, family="replay", source="classic", observable=paused)
-def counter_of_all_parameters_together():
-    """One counter is advanced by each parameter, so that moments are never corrected."""
-
-    class GlobalCounter(OwnAdam):
-        def counter(self, p, group):
-            return self.__dict__.setdefault("total", {"step": 0})
-
-    class Mutant(Own):
-        kind = GlobalCounter
 
     return loop_spec_of(Mutant, decayed=None)
 

@@ -100,9 +100,14 @@ def loss_derivative(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs a loss with a gradient, and without step functions")
     if found.value <= found.limit:
         return subject.passed(found.value, found.limit)
-    with WithoutDropout():
-        plain = compared(subject, model, lambda _: run.loss(subject.batch()))
-    if plain.value > plain.limit:
+    try:
+        with WithoutDropout():
+            plain = compared(subject, model, lambda _: run.loss(subject.batch()))
+        is_detached = plain.value > plain.limit
+    except Exception as error:  # recomputation that keeps no random state runs outside of the context
+        reraise_if_out_of_memory(error)
+        is_detached = False
+    if is_detached:
         return subject.not_applicable("needs a loss without parts that are detached, as targets often are")
     name, slope, measured = found.wrong[0] if found.wrong else ("all parameters together", math.nan, math.nan)
     return subject.failed(

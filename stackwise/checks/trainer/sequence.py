@@ -33,7 +33,7 @@ def interrupted_run(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def undisturbed_run(subject: TrainerSubject) -> CheckResult:
-    """Does a run that is evaluated, saved or read between any steps end like the straight run?"""
+    """Does a run that is evaluated or saved between any steps end like the straight run?"""
     return _compared(
         subject,
         _OTHERS,

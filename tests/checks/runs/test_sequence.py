@@ -112,16 +112,6 @@ class EvaluatesInEvalMode(Loop):
         return super().evaluate(batches)
 
 
-class SharesTheIterator(Loop):
-    """Counts each epoch that is read as a new one."""
-
-    n_read = 0
-
-    def order(self, number):
-        self.n_read += 1
-        return super().order(self.n_read)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_correct_run_does_not_differ(operation):
     assert compare_runs(averaged(), [STEP, STEP, operation, STEP, STEP]) == ""
@@ -136,13 +126,6 @@ def test_difference_of_the_loss_is_reported():
     difference = compare_runs(loop_spec_of(EvaluatesInEvalMode), [STEP, "evaluate", STEP])
 
     assert difference.startswith("the loss of step 1 is ")
-
-
-def test_difference_of_the_next_epoch_is_reported():
-    spec = loop_spec_of(SharesTheIterator)
-
-    assert compare_runs(spec, [STEP, "read", *[STEP] * 5]) == ""
-    assert compare_runs(spec, [STEP, "read", *[STEP] * 6]) == "step 6 reads another batch"
 
 
 def test_difference_of_the_average_is_reported():
@@ -221,7 +204,7 @@ def test_operation_that_the_run_lacks_is_refused():
     with pytest.raises(ValueError, match="'rewind'") as error:
         compare_runs(silent, [STEP, "rewind"])
 
-    assert "evaluate, loss, read, save" in str(error.value)
+    assert "evaluate, save" in str(error.value)
 
 
 def test_run_that_raises_is_not_compared_by_find():
@@ -240,7 +223,7 @@ def test_possible_operations():
     assert sequences_of(loop()).possible == list(OPERATIONS)
     assert sequences_of(TrainerSpec.from_function(bare_step, GPT)).possible == []
     silent = type("Silent", (Loop,), {"position": None, "load": None})
-    assert sequences_of(loop_spec_of(silent)).possible == ["evaluate", "loss", "save"]
+    assert sequences_of(loop_spec_of(silent)).possible == ["evaluate", "save"]
 
 
 @pytest.mark.parametrize(

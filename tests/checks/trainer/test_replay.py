@@ -193,7 +193,7 @@ def test_common_factor_of_all_updates_is_a_warning(kind):
     result = ask(training_of(kind), "separate_updates")
 
     assert result.status == "warned"
-    assert f"{kind.__name__} computes a common factor of all updates" in str(result)
+    assert f"{kind.__name__} couples the parameters on purpose" in str(result)
 
 
 def test_option_that_is_ignored_fails():

@@ -108,7 +108,7 @@ def test_undisturbed_run_finds_state_that_evaluation_shares():
     ("check", "reason"),
     [
         ("interrupted_run", "needs one of the methods load, save"),
-        ("undisturbed_run", "needs one of the methods epoch, evaluate, loss, position, save"),
+        ("undisturbed_run", "needs one of the methods evaluate, save"),
         ("average_follows", "needs an average of the weights in an attribute of the run"),
     ],
 )

@@ -77,8 +77,8 @@ class RotaryModule(GPT):
 
 
 def rotary_module() -> ModelSpec:
-    # It reads the positions of the first row only, which padding of a prompt would change.
-    return spec_of(RotaryModule, packed=None, decode=None, padding_sides=("right",))
+    # It reads the positions of the first row only, so that rows have no padding of their own.
+    return spec_of(RotaryModule, packed=None, decode=None, masked=None, padding_sides=())
 
 
 @mutant(

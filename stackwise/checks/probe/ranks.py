@@ -32,6 +32,7 @@ from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import with_one_optimizer
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 from stackwise.support.random_state import keep_random_states, seeded
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
 
@@ -121,7 +122,14 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool) -> Ranks:
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
         arguments = [
-            {"rank": rank, "folder": folder, "batches": batches, "seed": subject.seed, "log": str(logs[rank])}
+            {
+                "rank": rank,
+                "folder": folder,
+                "batches": batches,
+                "seed": subject.seed,
+                "log": str(logs[rank]),
+                "evaluates": _can_evaluate(subject),
+            }
             for rank in range(N_RANKS)
         ]
         outcomes = run_in_processes(
@@ -139,9 +147,16 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool) -> Ranks:
 
 
 def run_rank(
-    build: Callable[[], TrainingRun], rank: int, folder: str, batches: list[Any], seed: int, log: str
+    build: Callable[[], TrainingRun],
+    rank: int,
+    folder: str,
+    batches: list[Any],
+    seed: int,
+    log: str,
+    *,
+    evaluates: bool,
 ) -> Record:
-    """Run the steps of one rank."""
+    """Run the steps of one rank. Evaluate before them if `evaluates`."""
     from torch import distributed
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
@@ -158,7 +173,7 @@ def run_rank(
         index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
-            record = observe(run, parts, _Collectives(Path(log)))
+            record = observe(run, parts, _Collectives(Path(log)), evaluates=evaluates)
         # The first rank that leaves the barrier closes its connections. All records are complete by then.
         with suppress(RuntimeError):
             distributed.barrier()
@@ -175,9 +190,23 @@ def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
     with seeded(subject.seed):
         if callable(getattr(run, "loss", None)):
             norm = _gradient_norm(subject, batches[0])
-        record = observe(run, batches, None)
+        record = observe(run, batches, None, evaluates=_can_evaluate(subject))
     record.norm = norm
     return record
+
+
+def _can_evaluate(subject: TrainerSubject) -> bool:
+    """Return True if the run can evaluate a batch in one process.
+
+    An evaluation that raises on one rank only would leave the ranks in different collectives.
+    """
+    run: Any = subject.run()
+    try:
+        with seeded(subject.seed):
+            return number_in(run.evaluate([whole_batch(subject, 0)])) is not None
+    except Exception as error:
+        reraise_if_out_of_memory(error)
+        return False
 
 
 def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
@@ -190,13 +219,13 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
     return norm(g for g in gradients if g is not None)
 
 
-def observe(run: Any, batches: list[Any], collectives: _Collectives | None) -> Record:
+def observe(run: Any, batches: list[Any], collectives: _Collectives | None, *, evaluates: bool) -> Record:
     """Run steps without dropout, which differs between ranks, and record them."""
     record = Record(initial=_parameters(run.model))
     with keep_random_states():
-        with suppress(Exception):  # other checks report an evaluation that raises
+        if evaluates:
             record.evaluation = number_in(run.evaluate(batches[:1]))
-        with suppress(Exception):
+        with suppress(Exception):  # other checks report an epoch that raises
             record.rows = _rows_of_epoch(run)
 
     def keep(_: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,22 @@ from stackwise.support.optimizer_state import states_of
 from stackwise.support.random_state import keep_random_states
 
 __all__ = [
+    "ROUNDING",
     "Trace",
     "WrongPositionError",
     "different",
     "drive",
+    "is_close",
     "next_batches",
     "number_in",
     "state_of",
 ]
 
 State = dict[str, Any]
+# Relative differences that other kernels cause, such as those for another layout in memory.
+ROUNDING = 1e-5
+# Allowed differences, in multiples of those that a change of the weights by rounding causes.
+_ROUNDINGS = 100.0
 
 
 class WrongPositionError(ValueError):
@@ -75,10 +83,61 @@ def state_of(run: TrainingRun) -> State:
     return state
 
 
-def different(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values are not equal bit by bit, or that only one state has."""
+def different(
+    wanted: Mapping[str, Any],
+    got: Mapping[str, Any],
+    near: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    rounding: float = 0.0,
+) -> list[str]:
+    """Return the names whose values differ as in `is_close`, or that only one state has."""
     names = dict.fromkeys([*wanted, *got])
-    return [name for name in names if not _same(wanted.get(name), got.get(name))]
+    return [
+        name
+        for name in names
+        if not is_close(wanted.get(name), got.get(name), near.get(name), rounding=rounding)
+    ]
+
+
+def is_close(a: Any, b: Any, near: Any = None, *, rounding: float = 0.0) -> bool:
+    """Return True if types, shapes and dtypes are equal, and values up to rounding. NaN is equal to NaN.
+
+    Args:
+        a: a value: a tensor, an array, a number, a text, or a mapping or sequence of these.
+        b: another value.
+        near: value of a run whose weights differ by rounding. The allowed difference grows with its
+            difference from `a`.
+        rounding: allowed difference, relative to the largest element. 0: equal bit by bit.
+    """
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        b = b.to(a.device)
+        if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
+            return bool(torch.equal(a, b))
+        allowed = rounding * _largest(a)
+        if isinstance(near, Tensor) and near.shape == a.shape:
+            allowed += _ROUNDINGS * _largest(near.to(a) - a)
+        return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(is_close(a[key], b[key], rounding=rounding) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(is_close(x, y, rounding=rounding) for x, y in pairs)
+    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
+        return False
+    if a == b or (a != a and b != b):
+        return True
+    if isinstance(a, float) and isinstance(b, float):
+        allowed = rounding * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
+        return abs(a - b) <= allowed
+    return False
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num().abs().max()) if x.numel() else 0.0
 
 
 def next_batches(run: TrainingRun) -> Iterator[Any] | None:
@@ -100,7 +159,10 @@ def _own_batches(run: Any) -> Iterator[Any]:
         assert place is not None
         with keep_random_states():
             batches = iter(run.epoch(place[0]))
-            batch = next(islice(batches, place[1], None), None)
+            batch = next(batches, None)
+        for _ in range(place[1]):  # each fetch starts from the same random state as in a run that trains
+            with keep_random_states():
+                batch = next(batches, None)
         if batch is None:
             raise WrongPositionError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
         while batch is not None:
@@ -125,25 +187,44 @@ class Trace:
         rates: learning rate of each group after each step.
         batches: batch of each step.
         state: state after the last step.
+        averages: tensors of weight averages after the last step, by path.
+        evaluation: result of evaluate(batches) after the last step. None: it was not evaluated.
     """
 
     losses: list[float] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     state: State = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    evaluation: float | None = None
 
-    def differs(self, other: Trace) -> str:
-        """Return the first difference in words, or ""."""
-        for step, (ours, theirs) in enumerate(zip(self.batches, other.batches, strict=True)):
-            if not _same(ours, theirs):
+    def differs(self, other: Trace, near: Trace | None = None, *, rounding: float = 0.0) -> str:
+        """Return the first difference in words, or "".
+
+        Args:
+            other: another record.
+            near: record of a run whose weights differ by rounding, as in `is_close`.
+            rounding: as in `is_close`.
+        """
+        near = self if near is None else near
+        close = partial(is_close, rounding=rounding)
+        for step, (ours, theirs) in enumerate(zip(self.batches, other.batches, strict=False)):
+            if not close(ours, theirs):
                 return f"batch {step}"
-            if not _same(self.losses[step], other.losses[step]):
-                return f"the loss of step {step}: {self.losses[step]!r}, {other.losses[step]!r}"
-            if self.rates[step] != other.rates[step]:
-                return f"the learning rate after step {step}: {self.rates[step]}, {other.rates[step]}"
-        names = different(self.state, other.state)
-        if names:
+            if not close(self.losses[step], other.losses[step], near.losses[step]):
+                return f"the loss of step {step}: {other.losses[step]!r} instead of {self.losses[step]!r}"
+            if not close(self.rates[step], other.rates[step]):
+                return (
+                    f"the learning rate after step {step}: {other.rates[step]} instead of {self.rates[step]}"
+                )
+        if len(self.batches) != len(other.batches):
+            return f"batch {len(other.batches)}, which does not exist"
+        if names := different(self.state, other.state, near.state, rounding=rounding):
             return f"{listed(names, 1)} after the last step"
+        if names := different(self.averages, other.averages, near.averages, rounding=rounding):
+            return f"the average {listed(names, 1)} after the last step"
+        if not close(self.evaluation, other.evaluation, near.evaluation):
+            return f"the result of evaluate(batches): {other.evaluation} instead of {self.evaluation}"
         return ""
 
 
@@ -197,21 +278,3 @@ def _flat(value: Any, name: str) -> State:
     else:
         return {}
     return {path: leaf for key, part in pairs for path, leaf in _flat(part, f"{name}.{key}").items()}
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Return True if values and dtypes are equal bit by bit. NaN is equal to NaN."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        b = b.to(a.device)
-        return bool(torch.equal(a, b) or ((a == b) | (a.isnan() & b.isnan())).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return bool(np.array_equal(a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
-        return False
-    return bool(a == b or (a != a and b != b))

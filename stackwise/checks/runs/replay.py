@@ -1,15 +1,14 @@
-"""Replay: the update of each parameter, made again by a fresh optimizer that holds this parameter alone.
+"""Replay: the updates of one parameter, repeated by a new optimizer that holds only this parameter.
 
-A fresh optimizer of the same class gets the recorded gradients and options of one parameter. Its
-state belongs to this parameter only. So a state that parameters share by mistake, a counter that follows
-another parameter, and a part of a fused update that is left out show as another update.
+The new optimizer has the class, the options and the gradients of the recorded one, and a state of its own. A
+state or a counter that parameters share by mistake shows as a different update.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ _LEAST_CHANGES = 3
 _MOST_COMPARED = 6
 # Roundings of a parameter in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @dataclass
@@ -56,28 +56,52 @@ class Recording:
     """Changes of the parameters of one optimizer.
 
     Attributes:
-        fresh: copy of the optimizer before its first step, without parameters.
+        optimizer: the optimizer.
+        attributes: its attributes before the first step, without parameters, state and hooks.
         changes: changes of each parameter, by name.
     """
 
-    fresh: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
+    attributes: dict[str, Any]
     changes: dict[str, list[_Change]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the class."""
+        return type(self.optimizer).__name__
 
     @property
     def has_pauses(self) -> bool:
         """Return True if a parameter had a gradient in some updates and none in others."""
         return any(len({each.gradient is None for each in changes}) > 1 for changes in self.changes.values())
 
+    def isolated(self, start: Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        """Return a new optimizer of this class, and its only parameter.
+
+        Raises:
+            ValueError: the optimizer keeps tensors in attributes, which belong to all parameters.
+        """
+        for name, value in vars(self.optimizer).items():
+            if name not in ("param_groups", "state", *_HOOKS) and _has_tensors(value):
+                raise ValueError(f"it keeps tensors in the attribute {name}")
+        optimizer = type(self.optimizer).__new__(type(self.optimizer))
+        parameter = nn.Parameter(start.clone())
+        vars(optimizer).update(_copied(self.attributes))
+        vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
+        optimizer.state, optimizer.param_groups = defaultdict(dict), [{"params": [parameter]}]
+        return optimizer, parameter
+
 
 @dataclass(frozen=True)
 class Replayed:
-    """Largest difference between the updates of a parameter and those of the fresh optimizer.
+    """Largest difference between the updates of a parameter and those of the isolated optimizer.
 
     Attributes:
         name: name of the parameter.
-        gap: L2 norm of the difference over that of the update of the fresh optimizer.
+        gap: L2 norm of the difference over that of the update of the isolated optimizer. inf: an update is
+            not finite, although its gradient is.
         update: number of the update, from 0.
-        length: norm of the update over that of the update of the fresh optimizer.
+        length: norm of the update over that of the update of the isolated optimizer.
     """
 
     name: str
@@ -96,8 +120,8 @@ def recorded(run: TrainingRun) -> Iterator[list[Recording]]:
             # A wrapper calls the step of the optimizer inside it.
             is_wrapper = any(each is not optimizer for each in optimizers_in(optimizer))
             if isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper:
-                recordings.append(Recording(_without_parameters(optimizer)))
-                stack.callback(_record(optimizer, recordings[-1], names))
+                recordings.append(Recording(optimizer, _plain_attributes(optimizer)))
+                stack.callback(_record(recordings[-1], names))
         yield recordings
 
 
@@ -107,7 +131,7 @@ def replayed(recording: Recording) -> list[Replayed]:
     Raises:
         Exception: the optimizer does not run with one parameter.
     """
-    return [_replayed(recording.fresh, name, changes) for name, changes in recording.changes.items()]
+    return [_replayed(recording, name, changes) for name, changes in recording.changes.items()]
 
 
 def options_without_effect(recording: Recording) -> list[str]:
@@ -120,22 +144,15 @@ def options_without_effect(recording: Recording) -> list[str]:
     def is_moved(change: _Change) -> bool:
         return change.gradient is not None and bool(change.gradient.any()) and bool(change.before.any())
 
-    moved = [
-        each
-        for each in recording.changes.values()
-        if len(each) >= _LEAST_CHANGES and all(map(is_moved, each))
-    ]
-    # A weight decay may leave out norms and biases.
+    long = [each for each in recording.changes.values() if len(each) >= _LEAST_CHANGES]
+    moved = [each for each in long if all(map(is_moved, each))]
+    # Norms and biases may have no weight decay.
     chosen = sorted(moved, key=lambda changes: -changes[0].before.ndim)[:_MOST_COMPARED]
-    ignored = []
-    for name in _OPTIONS:
-        effects = [_has_effect(recording.fresh, changes, name) for changes in chosen]
-        if False in effects and True not in effects:
-            ignored.append(name)
-    return ignored
+    effects = {name: [_has_effect(recording, changes, name) for changes in chosen] for name in _OPTIONS}
+    return [name for name, each in effects.items() if False in each and True not in each]
 
 
-def _has_effect(fresh: torch.optim.Optimizer, changes: list[_Change], name: str) -> bool | None:
+def _has_effect(recording: Recording, changes: list[_Change], name: str) -> bool | None:
     """Return True if half of an option gives other updates. None: the option is 0, or there is no update."""
     value = changes[0].options.get(name)
     other: Any = None
@@ -143,46 +160,59 @@ def _has_effect(fresh: torch.optim.Optimizer, changes: list[_Change], name: str)
         other = value / 2
     elif isinstance(value, tuple | list) and all(isinstance(each, float) and each > 0 for each in value):
         other = type(value)(each / 2 for each in value)
-    wanted = _positions(fresh, changes, {})
+    wanted = _end_of(recording, changes, {})
     if other is None or torch.equal(wanted, changes[0].before.double()):
         return None
-    return not torch.equal(_positions(fresh, changes, {name: other}), wanted)
+    return not torch.equal(_end_of(recording, changes, {name: other}), wanted)
 
 
-def _positions(fresh: torch.optim.Optimizer, changes: list[_Change], options: dict[str, Any]) -> Tensor:
+def _end_of(recording: Recording, changes: list[_Change], options: dict[str, Any]) -> Tensor:
     """Return a parameter after the recorded gradients, with some other options."""
     # In float64, a small weight decay is more than rounding.
-    alone, parameter = _alone(fresh, changes[0].before.double())
+    optimizer, parameter = recording.isolated(changes[0].before.double())
     for change in changes:
-        alone.param_groups[0] |= _options_of(change) | options
-        parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
-        type(alone).step(alone)
+        _step(optimizer, parameter, change, options)
     return parameter.detach()
 
 
-def _alone(fresh: torch.optim.Optimizer, start: Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    alone = copy.copy(fresh)
-    alone.state = defaultdict(dict)
-    parameter = nn.Parameter(start.clone())
-    alone.param_groups = [{"params": [parameter]}]
-    return alone, parameter
+def _step(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, change: _Change, options: dict[str, Any]
+) -> None:
+    """Make one update with the recorded gradient and options, and some other options."""
+    plain = {each: False for each in _IMPLEMENTATIONS if each in change.options}
+    optimizer.param_groups[0] |= change.options | plain | options
+    parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
+    type(optimizer).step(optimizer)
 
 
-def _options_of(change: _Change) -> dict[str, Any]:
-    return change.options | {each: False for each in _IMPLEMENTATIONS if each in change.options}
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of attributes that an isolated optimizer needs."""
+    # A scheduler replaces `step` by a function that counts.
+    skipped = ("param_groups", "state", "step", *_HOOKS)
+    named = ((name, value) for name, value in vars(optimizer).items() if name not in skipped)
+    return _copied({name: value for name, value in named if not _has_tensors(value)})
 
 
-def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    fresh = copy.copy(optimizer)
-    fresh.__dict__.pop("step", None)  # a scheduler replaces it by a function that counts
-    fresh.state, fresh.param_groups = defaultdict(dict), []
-    return fresh
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of the collections, which a step may change."""
+    return {
+        name: copy.deepcopy(value) if isinstance(value, dict | list | set) else value
+        for name, value in attributes.items()
+    }
 
 
-def _record(
-    optimizer: torch.optim.Optimizer, recording: Recording, names: dict[int, str]
-) -> Callable[[], None]:
+def _has_tensors(value: Any) -> bool:
+    """Return True for a tensor with several elements, and for a collection that contains one."""
+    if isinstance(value, dict):
+        return any(map(_has_tensors, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple | set):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _record(recording: Recording, names: dict[int, str]) -> Callable[[], None]:
     """Start to record an optimizer, and return the function that ends it."""
+    optimizer = recording.optimizer
     depth, pending, has_closure = 0, list[_Change](), False
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -191,21 +221,14 @@ def _record(
         if depth > 1:
             return
         has_closure = any(callable(each) for each in (*args, *kwargs.values()))
-        scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:
             # A learning rate may be a tensor that the schedule changes in place.
             options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for p in group["params"]:
-                gradient = None if p.grad is None else p.grad.detach().clone()
-                if gradient is not None and scale is not None:
-                    gradient = gradient / scale
-                if is_skipped is not None and bool(is_skipped):
-                    gradient = None
-                change = _Change(p.detach().clone(), gradient, options)
+                change = _Change(p.detach().clone(), _gradient_of(p, optimizer), options)
                 pending.append(change)
-                recording.changes[names.get(id(p), f"parameter {len(pending)} outside the model")].append(
-                    change
-                )
+                name = names.get(id(p), f"parameter {len(pending)} outside the model")
+                recording.changes[name].append(change)
 
     def after(*_: Any) -> None:
         nonlocal depth
@@ -228,23 +251,36 @@ def _record(
     return end
 
 
-def _replayed(fresh: torch.optim.Optimizer, name: str, changes: list[_Change]) -> Replayed:
-    alone, parameter = _alone(fresh, changes[0].before)
+def _gradient_of(p: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return the gradient that is used: a fused optimizer divides by a scale, and may skip the update."""
+    scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if p.grad is None or (is_skipped is not None and bool(is_skipped)):
+        return None
+    gradient = p.grad.detach().clone()
+    return gradient if scale is None else gradient / scale
+
+
+def _replayed(recording: Recording, name: str, changes: list[_Change]) -> Replayed:
+    optimizer, parameter = recording.isolated(changes[0].before)
     worst = Replayed(name, 0.0, 0, 1.0)
     for number, change in enumerate(changes):
         assert change.after is not None
-        alone.param_groups[0] |= _options_of(change)
         with torch.no_grad():
             parameter.copy_(change.before)
-        parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
-        type(alone).step(alone)
-        wanted = (parameter.detach().double() - change.before.double()).flatten()
-        found = (change.after.double() - change.before.double()).flatten()
-        rounding = _ROUNDINGS * torch.finfo(change.before.dtype).eps * float(change.before.double().norm())
-        apart = max(0.0, float((found - wanted).norm()) - rounding)
-        size = float(wanted.norm())
-        gap = apart / size if size > rounding else (math.inf if apart > rounding else 0.0)
-        if not gap <= worst.gap:
+        _step(optimizer, parameter, change, {})
+        start = change.before.double()
+        wanted = (parameter.detach().double() - start).flatten()
+        found = (change.after.double() - start).flatten()
+        rounding = _ROUNDINGS * torch.finfo(change.before.dtype).eps * float(start.norm())
+        gap, size = float((found - wanted).norm()), float(wanted.norm())
+        if not math.isfinite(gap):
+            is_known = change.gradient is not None and bool(change.gradient.isfinite().all())
+            gap = math.inf if is_known and bool(start.isfinite().all()) else 0.0
+        elif gap <= rounding:
+            gap = 0.0
+        else:
+            gap = (gap - rounding) / size if size > rounding else math.inf
+        if gap > worst.gap:
             length = float(found.norm()) / size if size else math.inf
             worst = Replayed(name, gap, number, length)
     return worst

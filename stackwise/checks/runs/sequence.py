@@ -1,27 +1,33 @@
 """Sequence: a training run with other operations between its steps, compared with the straight run.
 
-A straight run makes steps only. Saving, loading, evaluating and reading data between two steps must not
-change the steps that follow.
+A straight run makes steps only. Saving, loading and evaluating between two steps must not change the steps
+that follow.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from stackwise.checks.probe.run_state import Trace, drive, next_batches, number_in, state_of
-from stackwise.checks.result import listed
-from stackwise.checks.runs.averages import averages_of
+from stackwise.checks.probe.call import reason_of
+from stackwise.checks.probe.run_state import (
+    ROUNDING,
+    Trace,
+    different,
+    drive,
+    next_batches,
+    number_in,
+    state_of,
+)
+from stackwise.checks.runs.averages import averages_in, averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.support.arguments import require
@@ -38,10 +44,8 @@ __all__ = [
     "OPERATIONS",
     "STEP",
     "Finding",
-    "Sequence",
     "Sequences",
     "compare_runs",
-    "is_close",
 ]
 
 STEP = "step"
@@ -59,18 +63,17 @@ OPERATIONS: dict[str, tuple[tuple[str, ...], str]] = {
 INTERRUPTIONS = ("resume", "resume later", "rewind")
 # Operation -> a simpler one that it contains.
 _SIMPLER = {"resume later": "resume", "rewind": "resume", "resume": "save"}
-# Steps of a run without own data, and further steps after the end of the first epoch.
-_STEPS, _AFTER_EPOCH = 6, 4
+# Steps of a run without own data, the smallest number of steps, and steps after the end of the first epoch.
+_STEPS, _LEAST_STEPS, _AFTER_EPOCH = 6, 3, 4
 # Batches of an epoch above which a run does not reach the end of the epoch.
 _LONGEST_EPOCH = 24
-_RANDOM_SEQUENCES = 6
+_RANDOM_SEQUENCES = 3
 _SHRINKING = 40
-# Relative differences that other kernels cause, such as those for another layout in memory.
-_ROUNDING = 1e-5
-# Allowed differences, in multiples of those that a change of the weights by rounding causes.
-_ROUNDINGS = 100.0
+# Steps that "resume later" and "rewind" make after the save.
+_FURTHER_STEPS = 2
 
-Sequence = tuple[str, ...]
+# Names of operations, in order.
+Operations = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ class Finding:
 
     Attributes:
         sequence: the operations.
-        difference: the first difference in words.
+        difference: the first difference in words, or the exception that the sequence raises.
     """
 
-    sequence: Sequence
+    sequence: Operations
     difference: str
 
     @property
@@ -99,51 +102,6 @@ class Finding:
     def code(self) -> str:
         """Return Python code that repeats the comparison; `trainer` is the subject."""
         return f"compare_runs(trainer, {list(self.sequence)})"
-
-
-@dataclass
-class _Record:
-    """Everything that is compared at the end of a run.
-
-    Attributes:
-        trace: losses, learning rates and batches of the steps, and the state after them.
-        averages: tensors of weight averages, by path.
-        evaluation: result of evaluate(batches), or None.
-    """
-
-    trace: Trace
-    averages: dict[str, Tensor] = field(default_factory=dict)
-    evaluation: float | None = None
-
-    def differs(self, other: _Record, rounded: _Record | None = None) -> str:
-        """Return the first difference in words, or "".
-
-        Args:
-            other: another record.
-            rounded: record of a run whose weights differ by rounding. Differences of the size that this
-                causes do not count.
-        """
-        ours, theirs = self.trace, other.trace
-        near = self if rounded is None else rounded
-        for step, (batch, another) in enumerate(zip(ours.batches, theirs.batches, strict=False)):
-            if not is_close(batch, another):
-                return f"step {step} reads another batch"
-            if not is_close(ours.losses[step], theirs.losses[step], near.trace.losses[step]):
-                return (
-                    f"the loss of step {step} is {theirs.losses[step]:.6g} instead of {ours.losses[step]:.6g}"
-                )
-            if not is_close(ours.rates[step], theirs.rates[step]):
-                wanted, got = ours.rates[step], theirs.rates[step]
-                return f"the learning rates after step {step} are {got} instead of {wanted}"
-        if len(ours.batches) != len(theirs.batches):
-            return f"{len(theirs.batches)} steps instead of {len(ours.batches)}: there is no further batch"
-        if names := _different(ours.state, theirs.state, near.trace.state):
-            return f"{listed(names, 1)} after the last step"
-        if names := _different(self.averages, other.averages, near.averages):
-            return f"the average {listed(names, 1)} after the last step"
-        if not is_close(self.evaluation, other.evaluation, near.evaluation):
-            return f"evaluate(batches) gives {other.evaluation} instead of {self.evaluation}"
-        return ""
 
 
 def compare_runs(trainer: Any, sequence: list[str], *, device: str = "cpu", seed: int = 0) -> str:
@@ -182,8 +140,8 @@ class Sequences:
     def __init__(self, subject: TrainerSubject) -> None:
         self.subject = subject
         # Records by number of steps.
-        self._straight: dict[int, _Record] = {}
-        self._rounded: dict[int, _Record] = {}
+        self._straight: dict[int, Trace] = {}
+        self._rounded: dict[int, Trace] = {}
 
     @cached_property
     def possible(self) -> list[str]:
@@ -193,8 +151,20 @@ class Sequences:
 
     @cached_property
     def n_steps(self) -> int:
-        """Return the number of steps of a run, which goes beyond the end of a short epoch."""
-        return _STEPS if self.epoch_length is None else self.epoch_length + _AFTER_EPOCH
+        """Return the number of steps of a run, which goes beyond the end of a short epoch if the run can."""
+        length, total = self.epoch_length, self.subject.spec.total_steps
+        counts = [_STEPS] if length is None else [length + _AFTER_EPOCH, length - _FURTHER_STEPS, _STEPS]
+        most = max(counts) if total is None else total - _FURTHER_STEPS
+        counts = [n for n in counts if _LEAST_STEPS < n <= most]
+        return next((n for n in counts if self._can_make(n + _FURTHER_STEPS)), _LEAST_STEPS)
+
+    def _can_make(self, n: int) -> bool:
+        """Return True if a straight run can make `n` steps: data and schedule may end before."""
+        try:
+            return len(self._straight_run(n).batches) == n
+        except Exception as error:
+            reraise_if_out_of_memory(error)
+            return False
 
     @cached_property
     def epoch_length(self) -> int | None:
@@ -210,53 +180,74 @@ class Sequences:
     def repeats(self) -> bool:
         """Return True if two straight runs with one seed agree."""
         again = self._executed((STEP,) * self.n_steps)
-        return not self._of_steps(self.n_steps).differs(again)
+        return not self._straight_run(self.n_steps).differs(again, rounding=ROUNDING)
 
     def find(self, operations: tuple[str, ...]) -> tuple[Finding | None, int]:
-        """Return the first difference of sequences with some operations, and the number of sequences."""
+        """Return the first difference of sequences with some operations, and the number of sequences.
+
+        Operations that raise after the first step already are left to the checks of the single methods.
+        """
         count = 0
-        for sequence in self._planned([each for each in self.possible if each in operations]):
+        possible = [each for each in self.possible if each in operations and self._runs(each)]
+        for sequence in self._planned(possible):
             count += 1
-            if self._differs(sequence):
-                return self._shrunk(sequence), count
+            if self._problem(sequence):
+                sequence = self._shrunk(sequence)
+                return Finding(sequence, self._problem(sequence)), count
         return None, count
 
-    def difference(self, sequence: Sequence) -> str:
+    def difference(self, sequence: Operations) -> str:
         """Return the first difference between a sequence and the straight run in words, or "".
 
         Raises:
             Exception: an operation raises.
         """
         n = sequence.count(STEP)
-        straight, record = self._of_steps(n), self._executed(sequence)
-        found = straight.differs(record)
-        if not found:
+        straight, found = self._straight_run(n), self._executed(sequence)
+        if not straight.differs(found, rounding=ROUNDING):
             return ""
-        if n not in self._rounded:
-            self._rounded[n] = self._executed((STEP,) * n, rounded=True)
-        return straight.differs(record, self._rounded[n])
+        return straight.differs(found, self._rounded_run(n), rounding=ROUNDING)
 
     def is_rounding(self, wanted: Trace, got: Trace, n_before: int) -> bool:
-        """Return True if two traces of the steps after the first `n_before` differ by rounding."""
+        """Return True if two records of the steps after the first `n_before` differ by rounding."""
         n = len(wanted.losses)
-        rounded = self._executed((STEP,) * (n_before + n), rounded=True).trace
-        near = Trace(rounded.losses[-n:], rounded.rates[-n:], rounded.batches[-n:], rounded.state)
-        return not _Record(wanted).differs(_Record(got), _Record(near))
+        near = self._rounded_run(n_before + n)
+        near = replace(near, losses=near.losses[-n:], averages={}, evaluation=None)
+        return not wanted.differs(got, near, rounding=ROUNDING)
 
-    def _planned(self, operations: list[str]) -> Iterator[Sequence]:
-        """Yield each operation at several places, then random sequences of two or three operations."""
+    def _runs(self, operation: str) -> bool:
+        """Return True if an operation, or a simpler one, raises no exception after the first step."""
+        try:
+            self._executed((STEP, "resume" if operation in INTERRUPTIONS else operation, STEP))
+        except Exception as error:
+            reraise_if_out_of_memory(error)
+            return False
+        return True
+
+    def _problem(self, sequence: Operations) -> str:
+        """Return the difference, or the exception, of a sequence as text, or ""."""
+        try:
+            return self.difference(sequence)
+        except Exception as error:
+            reraise_if_out_of_memory(error)
+            return f"it raises {reason_of(error)}"
+
+    def _planned(self, operations: list[str]) -> Iterator[Operations]:
+        """Yield each operation at several places, each pair of operations, then random sequences of three."""
         n, length = self.n_steps, self.epoch_length
         ends = [] if length is None else [length - 1, length, length + 2]
         places = sorted({place for place in (1, n // 2, *ends) if 0 < place < n})
         for operation in operations:
             for place in places:
                 yield self._with({place: operation})
-        rng = random.Random(f"{self.subject.seed}")  # noqa: S311  not for secrets
-        for _ in range(_RANDOM_SEQUENCES if operations else 0):
-            chosen = rng.sample(places, min(rng.choice((2, 3)), len(places)))
-            yield self._with({place: rng.choice(operations) for place in chosen})
+        rng = random.Random(self.subject.seed)  # noqa: S311  not for secrets
+        later = range(1, n)
+        for pair in product(operations, repeat=2):
+            yield self._with(dict(zip(sorted(rng.sample(later, 2)), pair, strict=True)))
+        for _ in range(_RANDOM_SEQUENCES if operations and n > 3 else 0):
+            yield self._with({place: rng.choice(operations) for place in rng.sample(later, 3)})
 
-    def _with(self, operations: Mapping[int, str]) -> Sequence:
+    def _with(self, operations: Mapping[int, str]) -> Operations:
         sequence: list[str] = []
         for place in range(self.n_steps):
             if place in operations:
@@ -264,15 +255,7 @@ class Sequences:
             sequence.append(STEP)
         return tuple(sequence)
 
-    def _differs(self, sequence: Sequence) -> bool:
-        """Return True if the run differs. A run that raises is not compared."""
-        try:
-            return bool(self.difference(sequence))
-        except Exception as error:  # other checks report that a method raises
-            reraise_if_out_of_memory(error)
-            return False
-
-    def _shrunk(self, sequence: Sequence) -> Finding:
+    def _shrunk(self, sequence: Operations) -> Operations:
         executions, again = 0, True
         while again:
             again = False
@@ -280,17 +263,29 @@ class Sequences:
                 executions += 1
                 if executions > _SHRINKING:
                     break
-                if self._differs(simpler):
+                if self._problem(simpler):
                     sequence, again = simpler, True
                     break
-        return Finding(sequence, self.difference(sequence))
+        return sequence
 
-    def _of_steps(self, n: int) -> _Record:
+    def _straight_run(self, n: int) -> Trace:
         if n not in self._straight:
             self._straight[n] = self._executed((STEP,) * n)
         return self._straight[n]
 
-    def _executed(self, sequence: Sequence, *, rounded: bool = False) -> _Record:
+    def _rounded_run(self, n: int) -> Trace:
+        """Return the record of a straight run whose first weights differ by rounding."""
+        if n not in self._rounded:
+            self._rounded[n] = self._executed((STEP,) * n, rounded=True)
+        return self._rounded[n]
+
+    @cached_property
+    def _moving_averages(self) -> set[str]:
+        """Return the paths of averages that training changes, which is not true of a reference model."""
+        before, after = averages_of(self.subject.run()), self._straight_run(self.n_steps).averages
+        return set(different(before, after))
+
+    def _executed(self, sequence: Operations, *, rounded: bool = False) -> Trace:
         """Execute a sequence on a new run, with weights that differ by rounding if `rounded`."""
         subject = self.subject
         run: Any = subject.run()
@@ -311,11 +306,14 @@ class Sequences:
                 else:
                     with keep_random_states():
                         self._apply(run, operation)
-            trace.state = state_of(run)
-            record = _Record(trace, averages_of(run))
+            trace.state, trace.averages = state_of(run), averages_of(run)
             if subject.has(run, "evaluate"):
-                record.evaluation = number_in(run.evaluate([subject.batch(101), subject.batch(102)]))
-        return record
+                trace.evaluation = number_in(run.evaluate(self._evaluated))
+        return trace
+
+    @property
+    def _evaluated(self) -> list[Any]:
+        return [self.subject.batch(101), self.subject.batch(102)]
 
     def _batches(self, run: TrainingRun, n_steps: int) -> Iterator[Any]:
         """Return the batches of the run after some steps: its own from its position on, or given ones."""
@@ -324,7 +322,7 @@ class Sequences:
 
     def _apply(self, run: Any, operation: str) -> None:
         if operation == "evaluate":
-            run.evaluate([self.subject.batch(101), self.subject.batch(102)])
+            run.evaluate(self._evaluated)
         elif operation == "save":
             with TemporaryDirectory() as folder:
                 run.save(Path(folder))
@@ -336,13 +334,22 @@ class Sequences:
             run.save(Path(folder))
             states = random_states()
             if operation != "resume":
-                drive(run, batches, 2, with_state=False)
+                drive(run, batches, _FURTHER_STEPS, with_state=False)
             if operation != "rewind":
-                run = subject.run()  # the data of a run may depend on its seed
+                run = subject.run()  # with the same seed, on which its data may depend
+                self._spoil_averages(run)
             with seeded(subject.seed + 1, subject.device):
                 run.load(Path(folder))
             set_random_states(states)
         return run
+
+    def _spoil_averages(self, run: Any) -> None:
+        """Change the averages of a new run, which a checkpoint must replace."""
+        moving = self._moving_averages
+        with torch.no_grad():
+            for path, tensor in averages_in(run).items():
+                if path in moving and tensor.is_floating_point():
+                    tensor.add_(torch.ones_like(tensor))
 
 
 def _numbered(batch: Callable[[int], Any], number: int) -> Iterator[Any]:
@@ -351,7 +358,7 @@ def _numbered(batch: Callable[[int], Any], number: int) -> Iterator[Any]:
         number += 1
 
 
-def _simpler(sequence: Sequence) -> Iterator[Sequence]:
+def _simpler(sequence: Operations) -> Iterator[Operations]:
     """Yield sequences with fewer or simpler operations, then with fewer steps."""
     others = [place for place, each in enumerate(sequence) if each != STEP]
     if len(others) > 1:
@@ -373,43 +380,3 @@ def _change_by_rounding(run: TrainingRun) -> None:
         if p.is_floating_point():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
             p.mul_(1 + torch.finfo(p.dtype).eps * noise)
-
-
-def _different(wanted: Mapping[str, Any], got: Mapping[str, Any], near: Mapping[str, Any]) -> list[str]:
-    return [
-        name for name in {**wanted, **got} if not is_close(wanted.get(name), got.get(name), near.get(name))
-    ]
-
-
-def is_close(a: Any, b: Any, near: Any = None) -> bool:
-    """Return True if values are equal up to rounding. NaN is equal to NaN.
-
-    Args:
-        a: a value.
-        b: another value.
-        near: value of a run whose weights differ by rounding.
-    """
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        b = b.to(a.device)
-        if not a.is_floating_point() or torch.equal(a, b):
-            return bool(torch.equal(a, b))
-        allowed = _ROUNDING * _largest(a)
-        if isinstance(near, Tensor) and near.shape == a.shape:
-            allowed += _ROUNDINGS * _largest(near.to(a) - a)
-        return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)
-    if isinstance(a, float) and isinstance(b, float):
-        allowed = _ROUNDING * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
-        return abs(a - b) <= allowed or (math.isnan(a) and math.isnan(b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(is_close(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(is_close(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    return bool(a == b)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.nan_to_num().abs().max()) if x.numel() else 0.0

@@ -193,7 +193,7 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
         return subject.passed(abs(ratio - 1), _limit(whole))
     is_scaled = min(abs(ratio - N_RANKS), abs(ratio - 1 / N_RANKS)) < 1e-3
     return subject.failed_unless(
-        None if is_scaled else "it is an average over ranks with different numbers of targets",
+        None if is_scaled else "one rank evaluates for all, or ranks have different numbers of targets",
         abs(ratio - 1),
         _limit(whole),
         where="the result of evaluate(batches)",

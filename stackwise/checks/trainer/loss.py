@@ -145,12 +145,17 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
     assert labels is not None
     ignored = subject.spec.ignored_label
     n_targets = int(labels[:, 1:].ne(_NO_LABEL if ignored is None else ignored).sum())
-    numbers = {name: int(tensor) for name, tensor in named_tensors(batches[0]) if tensor.numel() == 1}
     divisor = n_targets / ratios[0]
-    name = next((name for name, number in numbers.items() if abs(number - divisor) <= limit * divisor), "")
-    advice = "Divide a sum by the number of targets in the batches of this update: a norm for clipping and "
-    advice += "an epsilon depend on the size of the gradient."
-    if name:
+
+    def is_divisor(number: float) -> bool:
+        return abs(number - divisor) <= limit * divisor
+
+    advice = (
+        "Divide a sum by the number of targets in the batches of this update: a norm for clipping and an "
+        "epsilon depend on the size of the gradient."
+    )
+    numbers = {name: int(tensor) for name, tensor in named_tensors(batches[0]) if tensor.numel() == 1}
+    if name := next((name for name, number in numbers.items() if is_divisor(number)), ""):
         return subject.failed(
             value,
             limit,
@@ -158,6 +163,10 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
             meaning=f"The loss is divided by {numbers[name]}, and the batch has {n_targets} targets.",
             advice=advice,
         )
+    counts = {1, *labels.shape, labels.numel(), *(n_targets * k for k in range(2, 9))}
+    counts |= {n_targets / k for k in range(2, 9)}
+    if not any(map(is_divisor, counts)):
+        return subject.not_applicable("needs a mean over targets, up to a ratio of counts")
     return subject.warned(
         value,
         limit,

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.run_state import State, different, state_of
+from stackwise.checks.probe.run_state import ROUNDING, State, different, state_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of
-from stackwise.checks.runs.sequence import is_close
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-# Steps before the one with the non-finite gradients. Some loops collect a history before they skip a step.
-_STEPS_BEFORE = (2, 13)
+# First and later step whose gradients are NaN: some loops collect a history before they skip a step.
+_FIRST, _LATER = 2, 13
 # Steps after it, one of which must make an update.
 _STEPS_AFTER = 10
 _UNPROTECTED = "needs a run that makes no update with non-finite gradients: see non_finite_gradient"
@@ -30,58 +30,59 @@ _UNPROTECTED = "needs a run that makes no update with non-finite gradients: see 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Run around a step whose gradients are all NaN.
+    """Run with a step whose gradients are all NaN.
 
     Attributes:
+        step: number of this step, from 0. The step makes an update if its gradients are finite.
         before, after: state before and after this step.
-        finite: True if weights, optimizer state and averages are finite after it.
-        trains: True if a step after it changes a weight.
-        broken: names of the parameters whose gradient was NaN.
-        is_earlier: True if its weights are those of an earlier step, which it restored.
+        earlier: weights before the earlier steps.
+        end: state after the later steps.
+        names: names of the parameters with a NaN gradient.
     """
 
+    step: int
     before: State
     after: State
-    finite: bool
-    trains: bool
-    broken: set[str]
-    is_earlier: bool
+    earlier: list[State]
+    end: State
+    names: set[str]
+
+    @property
+    def restores(self) -> bool:
+        """Return True if the step restores the weights of an earlier one."""
+        is_changed = _weights_differ(self.before, self.after)
+        return is_changed and any(not _weights_differ(each, self.after) for each in self.earlier)
 
 
 @trainer_check
 def skipped_step(subject: TrainerSubject) -> CheckResult:
     """If a step has only non-finite gradients, are weights, moments, counters and schedule unchanged?"""
-    for n_before in _STEPS_BEFORE:
-        outcome = _outcome(subject, n_before)
-        if outcome is None or not outcome.finite:
-            continue
+    outcomes = _outcomes(subject)
+    if not outcomes:
+        return subject.not_applicable(_UNPROTECTED)
+    for outcome in outcomes:
         if changed := _changed(subject, outcome):
-            return _reported(subject, changed, n_before)
-        return subject.passed(0.0, 0.0, meaning=f"{len(outcome.before)} entries are unchanged.")
-    return subject.not_applicable(_UNPROTECTED)
+            return _reported(subject, changed, outcome.step)
+    return subject.passed(0.0, 0.0, meaning=f"{len(outcomes[0].before)} entries are unchanged.")
 
 
 @trainer_check
 def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
     """Does the run train again after a step with non-finite gradients?"""
-    seen = 0
-    for n_before in _STEPS_BEFORE:
-        outcome = _outcome(subject, n_before)
-        if outcome is None or not outcome.finite:
-            continue
-        seen += 1
-        if not outcome.trains and _trains(subject, n_before):
+    outcomes = _outcomes(subject)
+    for outcome in outcomes:
+        if not _weights_differ(outcome.after, outcome.end):
             return subject.failed(
                 0.0,
-                where=f"the {_STEPS_AFTER} steps after step {n_before}",
+                where=f"the {_STEPS_AFTER} steps after step {outcome.step}",
                 meaning="After one step with non-finite gradients, no later step makes an update.",
                 advice="Keep the NaN out of everything that decides about later updates, such as a history "
                 "of losses or norms: each comparison with NaN is false.",
             )
-    return subject.passed(meaning="Later steps train.") if seen else subject.not_applicable(_UNPROTECTED)
+    return subject.passed(meaning="Later steps train.") if outcomes else subject.not_applicable(_UNPROTECTED)
 
 
-def _reported(subject: TrainerSubject, changed: list[str], n_before: int) -> CheckResult:
+def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckResult:
     """Return a failure, or a warning if only the schedule advances, with each implementation."""
     weights = [name for name in changed if name.startswith("model.")]
     moments = [name for name in changed if name.startswith("optimizer.") and ".group " not in name]
@@ -105,14 +106,14 @@ def _reported(subject: TrainerSubject, changed: list[str], n_before: int) -> Che
     correct_if = None
     if not (weights or moments):
         # If the schedule stays with an optimizer that is not fused, it is meant to.
-        other = _outcome(subject, n_before, unfused=True)
+        other = _outcome(subject, step, unfused=True)
         is_meant = other is not None and not _changed(subject, other)
         correct_if = None if is_meant else "the schedule counts steps on purpose, and not updates"
     return subject.failed_unless(
         correct_if,
         float(len(changed)),
         0.0,
-        where=f"step {n_before}: {listed(weights or moments or schedule)}",
+        where=f"step {step}: {listed(weights or moments or schedule)}",
         meaning=f"No gradient of a step is finite, and the step changes {' and '.join(parts)}.",
         advice=advice,
     )
@@ -123,70 +124,80 @@ def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
 
     These are the weights and the optimizer state of parameters with a NaN gradient, and a schedule.
     """
-    if outcome.is_earlier:
+    if outcome.restores:
         return []
-    before, after = outcome.before, outcome.after
     has_scheduler = subject.has(subject.run(), "scheduler")
 
     def counts(name: str) -> bool:
         kind, _, rest = name.partition(".")
         if kind == "model":
-            return rest in outcome.broken
+            return rest in outcome.names
         if kind == "scheduler" or (name.startswith("optimizer.group") and name.endswith(".lr")):
             return has_scheduler  # a rate that follows the number of the step needs no scheduler
-        return kind == "optimizer" and rest.rpartition(".")[0] in outcome.broken
+        return kind == "optimizer" and rest.rpartition(".")[0] in outcome.names
 
-    names = [name for name in {**before, **after} if counts(name)]
-    return [name for name in names if not is_close(before.get(name), after.get(name))]
+    return [name for name in different(outcome.before, outcome.after, rounding=ROUNDING) if counts(name)]
 
 
-def _outcome(subject: TrainerSubject, n_before: int, *, unfused: bool = False) -> _Outcome | None:
-    """Run some steps, one with NaN as gradients, and some more. None: a step raises, or a guard responds."""
-    run = subject.run()
+@lru_cache(maxsize=1)
+def _outcomes(subject: TrainerSubject) -> list[_Outcome]:
+    """Return the outcomes of an early and a later step, if the run protects its weights from NaN there."""
+    outcomes = (_outcome(subject, step) for step in _steps_with_update(subject))
+    return [each for each in outcomes if each is not None]
+
+
+def _steps_with_update(subject: TrainerSubject) -> list[int]:
+    """Return an early and a later step that make an update and are followed by another one."""
+    run, updates = subject.run(), list[int]()
+    weights = _weights_of(run)
+    # A schedule may end after a few steps, and raise.
+    with subject.fixed_randomness(), suppress(ValueError, IndexError, StopIteration):
+        for number in range(_LATER + 2 * _STEPS_AFTER):
+            run.step(subject.batch(number))
+            before, weights = weights, _weights_of(run)
+            if _weights_differ(before, weights):
+                updates.append(number)
+    found = [next((each for each in updates if each >= least), None) for least in (_FIRST, _LATER)]
+    return [each for each in found if each is not None and any(0 < u - each <= _STEPS_AFTER for u in updates)]
+
+
+def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _Outcome | None:
+    """Run steps, of which one has NaN as gradients.
+
+    None: a step raises, a guard responds, no gradient was NaN, or NaN reaches weights, optimizer or averages.
+    """
+    run, earlier = subject.run(), list[State]()
     if unfused:
         _unfuse(run)
     try:
         with subject.fixed_randomness():
-            earlier = [state_of(run)]
-            for number in range(n_before):
+            for number in range(step):
+                earlier.append(_weights_of(run))
                 run.step(subject.batch(number))
-                earlier.append(state_of(run))
-            before, n_alarms = earlier.pop(), len(_alarms(run))
-            with _broken_gradients(run) as broken:
-                run.step(subject.batch(n_before))
-            after = state_of(run)
-            finite = not _became_non_finite(before, after) and not _became_non_finite({}, averages_of(run))
-            if len(_alarms(run)) > n_alarms:
-                return None
-            for number in range(n_before + 1, n_before + 1 + _STEPS_AFTER):
+            before, n_alarms = state_of(run), len(_alarms(run))
+            with _nan_gradients(run) as names:
+                run.step(subject.batch(step))
+            after, averages = state_of(run), averages_of(run)
+            responds = len(_alarms(run)) > n_alarms
+            for number in range(step + 1, step + 1 + _STEPS_AFTER):
                 run.step(subject.batch(number))
     except Exception as error:  # non_finite_gradient reports what the step raises
         reraise_if_out_of_memory(error)
         return None
-    is_earlier = any(not _weights_differ(each, after) for each in earlier) and _weights_differ(before, after)
-    return _Outcome(before, after, finite, _weights_differ(after, state_of(run)), broken, is_earlier)
-
-
-def _trains(subject: TrainerSubject, n_before: int) -> bool:
-    """Return True if the same steps change a weight without the broken one."""
-    run = subject.run()
-    with subject.fixed_randomness():
-        for number in range(n_before):
-            run.step(subject.batch(number))
-        before = state_of(run)
-        for number in range(n_before + 1, n_before + 1 + _STEPS_AFTER):
-            run.step(subject.batch(number))
-    return _weights_differ(before, state_of(run))
+    end = state_of(run)
+    is_finite = not any(_became_non_finite(before, each) for each in (after, end, averages))
+    protects = names and is_finite and not responds
+    return _Outcome(step, before, after, earlier, end, names) if protects else None
 
 
 @contextmanager
-def _broken_gradients(run: TrainingRun) -> Iterator[set[str]]:
-    """Inside, each gradient is NaN. Yield the names of the parameters that got one."""
-    broken: set[str] = set()
+def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
+    """Inside, each gradient is NaN. Yield the names of the parameters with such a gradient."""
+    names: set[str] = set()
 
     def hook_of(name: str) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
-            broken.add(name)
+            names.add(name)
             return gradient * math.nan
 
         return hook
@@ -197,7 +208,7 @@ def _broken_gradients(run: TrainingRun) -> Iterator[set[str]]:
         if p.requires_grad
     ]
     try:
-        yield broken
+        yield names
     finally:
         for handle in handles:
             handle.remove()
@@ -208,7 +219,8 @@ def _unfuse(run: TrainingRun) -> None:
     for optimizer in optimizers_in(run.optimizer):
         optimizer.__dict__.pop("_step_supports_amp_scaling", None)
         for group in optimizer.param_groups:
-            group |= {name: False for name in ("fused",) if group.get(name)}
+            if group.get("fused"):
+                group["fused"] = False
 
 
 def _alarms(run: Any) -> list[Any]:
@@ -222,5 +234,10 @@ def _became_non_finite(before: State, after: State) -> bool:
     return any(is_finite(before.get(name)) and not is_finite(value) for name, value in after.items())
 
 
+def _weights_of(run: TrainingRun) -> State:
+    return {f"model.{name}": p.detach().clone() for name, p in run.model.named_parameters()}
+
+
 def _weights_differ(a: State, b: State) -> bool:
-    return any(name.startswith("model.") for name in different(a, b))
+    names = [name for name in a if name in b and name.startswith("model.")]
+    return bool(different({name: a[name] for name in names}, {name: b[name] for name in names}))

@@ -24,7 +24,7 @@ _MICRO_BATCHES = 3
 _MOST_UPDATES = 300
 _LONGEST_EPOCH = 1000
 # Largest change of the ratio of two learning rates, such as by a common minimum of a cosine.
-_SAME_RATIO = 0.05
+_RATIO_CHANGE = 0.05
 
 
 @trainer_check
@@ -191,8 +191,8 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
         for index, ratio in wanted.items()
     }
     (number, index), value = max(apart.items(), key=lambda item: item[1])
-    if value <= _SAME_RATIO:
-        return subject.passed(value, _SAME_RATIO)
+    if value <= _RATIO_CHANGE:
+        return subject.passed(value, _RATIO_CHANGE)
     rates = updates[number]
     text = {
         "where": f"update {number}: {', '.join(f'{rate:.3g}' for rate in rates)}",
@@ -203,13 +203,14 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
     }
     # Groups that become equal later may have a common minimum.
     is_collapsed = len(updates) > 1 and all(
-        abs(rates[i] / rates[chosen[0]] - 1) <= _ROUNDING and abs(ratio - 1) > _SAME_RATIO
+        abs(rates[i] / rates[chosen[0]] - 1) <= _ROUNDING and abs(ratio - 1) > _RATIO_CHANGE
         for rates in updates[1:]
         for i, ratio in wanted.items()
     )
     if is_collapsed:
-        return subject.failed(value, _SAME_RATIO, **text)
-    return subject.warned(value, _SAME_RATIO, correct_if="each group has a schedule of its own", **text)
+        return subject.failed(value, _RATIO_CHANGE, **text)
+    correct_if = "each group has a schedule of its own, or all groups have one minimum"
+    return subject.warned(value, _RATIO_CHANGE, correct_if=correct_if, **text)
 
 
 @trainer_check(suite="full")
@@ -237,7 +238,7 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def equal_windows(subject: TrainerSubject) -> CheckResult:
-    """Does no update of a full training contain more micro-batches than the usual number?"""
+    """Does no update of a full training contain more backward passes than the usual number?"""
     run = subject.run()
     trained = next((p for p in run.model.parameters() if p.requires_grad), None)
     if not subject.has(run, "fit") or trained is None:
@@ -267,17 +268,17 @@ def equal_windows(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs updates with a gradient of the first parameter")
     usual = Counter(made).most_common(1)[0][0]
     if usual not in made[made.index(max(made)) :]:
-        return subject.passed(meaning="The number of micro-batches grows during the training.")
+        return subject.passed(meaning="The number of backward passes grows during the training.")
     largest, length = max(made), _length_of_epoch(subject)
     if largest == usual:
         return subject.passed(float(largest), float(usual))
     is_left_over = length is not None and length % usual > 0 and largest == usual + length % usual
     return subject.failed_unless(
-        None if is_left_over else "updates have different numbers of micro-batches on purpose",
+        None if is_left_over else "updates contain different numbers of backward passes on purpose",
         float(largest),
         float(usual),
         where=f"update {made.index(largest)}",
-        meaning=f"It contains the gradients of {largest} micro-batches; most updates contain {usual}.",
+        meaning=f"It contains the gradients of {largest} backward passes; most updates contain {usual}.",
         advice="Make an update from the last window of an epoch, or clear its gradients: the first update "
         "of the next epoch must not contain them.",
     )

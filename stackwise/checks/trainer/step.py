@@ -230,11 +230,13 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         handle.remove()
     parameters: list[nn.Parameter] = list(run.model.parameters())
     if all(torch.equal(p.detach(), was) for p, was in zip(parameters, start, strict=True)):
+        if not _second_step_updates(subject):
+            return subject.not_applicable("needs an update in the second step")
         return subject.passed(0.0, meaning="The update is skipped.")
-    broken = sum(int((~p.detach().isfinite()).sum()) for p in parameters)
-    share = broken / sum(p.numel() for p in parameters)
+    n_non_finite = sum(int((~p.detach().isfinite()).sum()) for p in parameters)
+    share = n_non_finite / sum(p.numel() for p in parameters)
     meaning = f"The update is not skipped: {100 * share:.3g} % of the weights are not finite afterwards."
-    if broken and subject.scales(run):
+    if n_non_finite and subject.scales(run):
         return subject.failed(
             share,
             0.0,
@@ -247,6 +249,15 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         f"needs a scaler, or a step that skips the update: {100 * share:.3g} % of the weights are not finite "
         "afterwards"
     )
+
+
+def _second_step_updates(subject: TrainerSubject) -> bool:
+    run = subject.run()
+    with subject.fixed_randomness():
+        run.step(subject.batch(0))
+        start = [p.detach().clone() for p in run.model.parameters()]
+        run.step(subject.batch(1))
+    return not all(map(torch.equal, start, run.model.parameters()))
 
 
 def _raised_by_the_hook(subject: TrainerSubject) -> str | None:

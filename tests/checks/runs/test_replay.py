@@ -1,4 +1,4 @@
-"""Replay: updates of one parameter, made again by a new optimizer that holds this parameter alone."""
+"""Replay: updates of one parameter, repeated by a new optimizer that holds only this parameter."""
 
 import math
 
@@ -149,7 +149,7 @@ def test_change_within_rounding_is_equal():
 
 def test_only_inner_optimizers_of_a_wrapper_are_recorded():
     run = Run(lambda params: Lookahead(sgd(params)))
-    assert [type(each.fresh) for each in recordings_of(run)] == [torch.optim.SGD]
+    assert [each.kind for each in recordings_of(run)] == ["SGD"]
 
     run = Run(lambda params: Contained(*(sgd([p]) for p in params)))
     recordings = recordings_of(run)
@@ -271,3 +271,63 @@ def test_options_need_three_updates(n_steps, ignored):
     [recording] = recordings_of(Run(lambda params: _Ignoring(params, momentum=0.9)), n_steps)
 
     assert options_without_effect(recording) == ignored
+
+
+class _OwnAttributes(torch.optim.Optimizer):
+    """Reads its options from attributes, and counts in one of them for all parameters if `shares`."""
+
+    shares = False
+
+    def __init__(self, params, lr=0.1, eps=1e-8):
+        super().__init__(params, {"lr": lr})
+        self.eps, self.counts = eps, [0, 0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    place = 0 if self.shares else place
+                    self.counts[place] += 1
+                    p.sub_(p.grad / (p.grad.abs() + self.eps), alpha=group["lr"] / self.counts[place])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_optimizer_with_its_own_attributes_is_replayed(shares):
+    kind = type("Own", (_OwnAttributes,), {"shares": shares})
+
+    found = replayed(recordings_of(Run(kind))[0])
+
+    assert (max(each.gap for each in found) > 0.1) == shares
+
+
+def test_optimizer_with_tensors_in_attributes_is_not_replayed():
+    class Buffered(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            self.buffer = torch.zeros(3, 3)
+
+    [recording] = recordings_of(Run(Buffered))
+
+    with pytest.raises(ValueError, match="tensors in the attribute buffer"):
+        replayed(recording)
+
+
+def test_update_that_is_not_finite_is_found():
+    class Divides(torch.optim.SGD):
+        """Divides the second update by 0."""
+
+        n_steps = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step()
+            self.n_steps += 1
+            if self.n_steps == 2:
+                self.param_groups[0]["params"][0].mul_(math.nan)
+
+    [recording] = recordings_of(Run(lambda params: Divides(params, lr=0.1), n=1), 2)
+
+    [found] = replayed(recording)
+
+    assert (found.gap, found.update) == (math.inf, 1)

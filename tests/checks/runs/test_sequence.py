@@ -125,7 +125,7 @@ def test_steps_alone_do_not_differ():
 def test_difference_of_the_loss_is_reported():
     difference = compare_runs(loop_spec_of(EvaluatesInEvalMode), [STEP, "evaluate", STEP])
 
-    assert difference.startswith("the loss of step 1 is ")
+    assert difference.startswith("the loss of step 1: ")
 
 
 def test_difference_of_the_average_is_reported():
@@ -141,7 +141,7 @@ def test_difference_of_the_learning_rate_is_reported():
 
     difference = compare_runs(loop_spec_of(Restarting), [STEP, STEP, "resume", STEP])
 
-    assert difference.startswith("the learning rates after step 2 are [")
+    assert difference.startswith("the learning rate after step 2: [")
 
 
 def test_difference_of_the_data_is_reported():
@@ -150,7 +150,7 @@ def test_difference_of_the_data_is_reported():
             super().restore(state)
             self.batch_number = 0
 
-    assert compare_runs(loop_spec_of(FromTheStart), [STEP, "resume", STEP]) == "step 1 reads another batch"
+    assert compare_runs(loop_spec_of(FromTheStart), [STEP, "resume", STEP]) == "batch 1"
 
 
 def test_difference_of_the_number_of_steps_is_reported():
@@ -184,7 +184,7 @@ def test_difference_of_the_evaluation_is_reported():
 
     difference = compare_runs(loop_spec_of(Biased), [STEP, "resume", STEP])
 
-    assert difference.startswith("evaluate(batches) gives ")
+    assert difference.startswith("the result of evaluate(batches): ")
 
 
 def test_unknown_operation_is_refused():
@@ -232,7 +232,7 @@ def test_possible_operations():
     ids=["short", "longest", "too-long", "no-data"],
 )
 def test_steps_go_beyond_the_end_of_a_short_epoch(attributes, epoch_length, n_steps):
-    sequences = sequences_of(loop_spec_of(type("Variant", (Loop,), attributes)))
+    sequences = sequences_of(loop_spec_of(type("Variant", (Loop,), attributes), total_steps=None))
 
     assert (sequences.epoch_length, sequences.n_steps) == (epoch_length, n_steps)
 
@@ -283,6 +283,55 @@ def test_shortest_sequence_is_found(subject, shortest):
 
     assert finding.sequence == shortest
     assert finding.difference == compare_runs(subject(), list(shortest)) != ""
+
+
+class CannotLoadLater(Loop):
+    """Loading raises in a run that has made more than two steps."""
+
+    epoch = None
+
+    def restore(self, state):
+        if self.number > 2:
+            raise KeyError("exp_avg")
+        super().restore(state)
+
+
+def test_sequence_that_raises_is_found():
+    finding, _ = sequences_of(loop_spec_of(CannotLoadLater)).find(INTERRUPTIONS)
+
+    assert set(finding.sequence) == {STEP, "rewind"}
+    assert finding.difference == "it raises KeyError: 'exp_avg'"
+
+
+def test_schedule_that_ends_limits_the_steps():
+    class OneCycle(Loop):
+        epoch = None
+
+        def create_scheduler(self):
+            return torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=7)
+
+    sequences = sequences_of(loop_spec_of(OneCycle, learning_rate=None, total_steps=None))
+
+    assert sequences.n_steps == 3
+    assert sequences.find(INTERRUPTIONS)[0] is None
+
+
+def test_average_that_changes_little_and_is_not_saved_is_found():
+    class Slow(Averaged):
+        epoch = None
+
+        def update(self):
+            Loop.update(self)
+            with torch.no_grad():
+                for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    mean.lerp_(p, 1e-4)
+
+        def restore(self, state):
+            super().restore(state | {"average": self.average.state_dict()})
+
+    difference = compare_runs(loop_spec_of(Slow), [STEP, "resume", STEP])
+
+    assert difference.startswith("the average average.")
 
 
 def test_single_operation_is_found_for_a_bug_of_the_second_epoch():

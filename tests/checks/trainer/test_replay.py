@@ -149,7 +149,7 @@ def test_counter_of_another_parameter_fails():
     result = ask(counter_of_the_last_parameter(), "separate_updates")
 
     assert result.status == "failed"
-    assert "than from a SharedCounter that holds this parameter alone" in result.meaning
+    assert "than SharedCounter makes if it holds only this parameter" in result.meaning
 
 
 def test_counter_that_is_wrong_after_frozen_steps_fails():
@@ -193,7 +193,7 @@ def test_common_factor_of_all_updates_is_a_warning(kind):
     result = ask(training_of(kind), "separate_updates")
 
     assert result.status == "warned"
-    assert f"{kind.__name__} couples the parameters on purpose" in str(result)
+    assert f"{kind.__name__} couples the parameters or draws random numbers" in str(result)
 
 
 def test_option_that_is_ignored_fails():
@@ -289,3 +289,22 @@ def test_frozen_parameters_train_again_afterwards(check):
     ask(spec, check)
 
     assert all(p.requires_grad for run in runs for p in run.model.parameters())
+
+
+def test_update_that_is_not_finite_fails():
+    class Overflows(torch.optim.SGD):
+        """Divides by a bias correction that counts from 0."""
+
+        count = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad / (1 - torch.tensor(0.9) ** self.count), alpha=1e-3)
+            self.count += 1
+
+    result = ask(training_of(lambda params: Overflows(params, lr=0.1)), "separate_updates")
+
+    assert result.status == "failed"
+    assert result.meaning == "Overflows makes an update that is not finite from a finite gradient."

@@ -332,3 +332,19 @@ class Cyclic(Loop):
 
 def test_cyclic_freezing_changes_no_frozen_parameter():
     assert ask(loop_spec_of(Cyclic), "parameters_change").status == "passed"
+
+
+def test_step_that_only_accumulates_does_not_show_that_nan_is_skipped():
+    class Counts(Loop):
+        """Makes an update in every second step."""
+
+        n_calls = 0
+
+        def update(self):
+            self.n_calls += 1
+            if self.n_calls % 2:
+                super().update()
+
+    result = ask(loop_spec_of(Counts), "non_finite_gradient")
+
+    assert (result.status, result.meaning) == ("not applicable", "needs an update in the second step")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -83,12 +84,37 @@ class Summary:
 
         failed = list(dict.fromkeys(self._failed))
         report = Report(failed_tests=failed, errors=self._errors, complete=self._complete)
-        for test in self._reports.values():
-            for record in records.of_report(test):
-                report.add(**record)
+        for record in _told_apart(
+            record for test in self._reports.values() for record in records.of_report(test)
+        ):
+            report.add(**record)
         names = [*failed, *(report.name_of(record) for _, record in report.findings())]
         report.commands = {name: _repeat_command(self.config, name) for name in names}
         return report
+
+
+def _told_apart(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records in which models of the same name have the tests in their names.
+
+    If two tests run the same check on models of one name, these are two models.
+    """
+    rows = list(rows)
+    tests: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        if row["section"] == "checks":
+            tests.setdefault((row["model"], row["check"]), set()).add(_function_of(row["test"]))
+    shared = {model for (model, _), functions in tests.items() if len(functions) > 1}
+    return [
+        row | {"model": f"{row['model']} in {_function_of(row['test'])}"}
+        if row["section"] == "checks" and row["model"] in shared
+        else row
+        for row in rows
+    ]
+
+
+def _function_of(nodeid: str) -> str:
+    """Return the node id of a test without its parameters."""
+    return nodeid.partition("[")[0]
 
 
 def _error(report: pytest.TestReport | pytest.CollectReport) -> dict[str, str]:

@@ -13,7 +13,15 @@ from stackwise.subject.lightning_run import LightningRun, is_lightning_module
 from stackwise.subject.transformers_run import TransformersRun, is_transformers_trainer
 from stackwise.support.optimizer_state import optimizers_in
 
-__all__ = ["FunctionRun", "JoinedOptimizers", "JoinedRun", "adapted", "members_of", "with_one_optimizer"]
+__all__ = [
+    "FunctionRun",
+    "JoinedOptimizers",
+    "JoinedRun",
+    "adapted",
+    "members_of",
+    "schedulers_of",
+    "with_one_optimizer",
+]
 
 Batch = Any
 
@@ -92,6 +100,18 @@ def members_of(given: Any) -> list[torch.optim.Optimizer]:
             members.append(each)
             inner |= set(map(id, optimizers_in(each)))
     return members
+
+
+def schedulers_of(run: Any) -> dict[str, Any]:
+    """Return the schedulers of a run by name. `run.scheduler` may be a list, tuple or dict of them."""
+    given = getattr(run, "scheduler", None)
+    if given is None:
+        return {}
+    if isinstance(given, list | tuple):
+        given = dict(enumerate(given))
+    if isinstance(given, dict):
+        return {f"scheduler.{name}": each for name, each in given.items() if each is not None}
+    return {"scheduler": given}
 
 
 class JoinedOptimizers:

@@ -61,14 +61,14 @@ class TrainingRun(Protocol):
 
     The three members below are required. Optional members enable more checks:
 
-    - `scheduler`, `scaler`: learning-rate scheduler, gradient scaler;
+    - `scheduler`, `scaler`: learning-rate scheduler, or a list, tuple or dict of them, and gradient scaler;
     - `loss(batch) -> Tensor`: the differentiable scalar that a step minimises, without a step;
     - `accumulate(batches) -> float`: one optimizer step from several micro-batches;
     - `epoch(number) -> Iterable[batch]`: training data in the order of an epoch;
     - `evaluate(batches) -> float`: mean loss of batches in nats per target, without training;
     - `perplexity(batches) -> float`: exp of that mean, as the run reports it;
     - `save(folder)`, `load(folder)`: write to and read from an empty folder everything that a resumed run
-      needs;
+      needs. An asynchronous `save` returns a future, on which the checks wait before they load;
     - `position() -> Any`: position in the data. If it is (epoch, index of the next batch), the checks can
       drive the run on its own data;
     - `checkpoint(folder, step) -> path`, `latest(folder) -> path | None`: checkpoints of several steps;
@@ -108,6 +108,8 @@ class TrainerSpec:
         seq_len: T of the checks.
         max_norm: gradient norm to which the step clips. None: no claim.
         learning_rate: step number from 0 -> learning rate. None: no claim.
+        average_decay: number of an update of an average of the weights, from 0 -> its decay d. The update is
+            average = d * average + (1 - d) * weights. None: no claim.
         frozen: prefixes of the names of parameters that do not train. (): all train. None: no claim.
         decayed: (name, parameter) -> True if weight decay applies to it. None: no claim.
         total_steps: number of updates that `fit` makes. None: no claim.
@@ -128,6 +130,7 @@ class TrainerSpec:
     seq_len: int = 16
     max_norm: float | None = None
     learning_rate: Callable[[int], float] | None = None
+    average_decay: Callable[[int], float] | None = None
     frozen: tuple[str, ...] | None = None
     decayed: Callable[[str, nn.Parameter], bool] | None = None
     total_steps: int | None = None
@@ -263,7 +266,7 @@ class TrainerSpec:
     def __post_init__(self) -> None:
         for name, text in (("name", self.name), ("notes", self.notes), ("factory", self.factory)):
             require(isinstance(text, str) or (text is None and name == "factory"), name, text, "a string")
-        for function in ("make_batch", "learning_rate", "decayed", "distributed"):
+        for function in ("make_batch", "learning_rate", "average_decay", "decayed", "distributed"):
             check_functions(**{function: getattr(self, function)})
         check_flags(optional=True, never_waits=self.never_waits)
         if self.frozen is not None:

@@ -261,3 +261,35 @@ def test_report_that_fails_keeps_the_summary(pytester, run, monkeypatch):
     result = run("--stackwise-report=out.html")
     result.stdout.fnmatch_lines(["verdict: *", "report not written: *out.html: ZeroDivisionError: *"])
     assert result.ret == 1
+
+
+def test_models_of_one_name_are_told_apart(pytester, run):
+    test = """
+import models
+from pytest_stackwise import parametrize_with_checks
+def build(): return models.{name}()
+@parametrize_with_checks([build], checks=["causality"])
+def test_model(spec, check): check(spec)
+"""
+    pytester.makepyfile(test_one=test.format(name="leaky"), test_two=test.format(name="plain"))
+    result = run("--stackwise-report=report.md")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["checks of build in test_one.py::test_model"])
+    report = (pytester.path / "report.md").read_text()
+    assert "## Checks of build in test_one.py::test_model" in report
+    assert "## Checks of build in test_two.py::test_model" in report
+
+
+def test_model_of_two_tests_with_different_checks_has_one_section(pytester, run):
+    pytester.makepyfile(
+        """
+import models
+from pytest_stackwise import parametrize_with_checks
+@parametrize_with_checks([models.plain], checks=["causality"])
+def test_one(spec, check): check(spec)
+@parametrize_with_checks([models.plain], checks=["determinism"])
+def test_two(spec, check): check(spec)
+"""
+    )
+    run("--stackwise-report=report.md").assert_outcomes(passed=2)
+    assert (pytester.path / "report.md").read_text().count("## Checks of ") == 1

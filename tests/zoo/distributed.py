@@ -5,6 +5,7 @@ Shapes: C model width, F hidden width of the MLP, of which each rank has half in
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -217,8 +218,11 @@ def parallel():
     return ranked(Parallel)
 
 
-def both_ranks(spec):
-    """The ranks' weights after two steps, the norms that they clipped by, and how many were left waiting."""
+def both_ranks(spec, spoiled=False):
+    """Return the weights and gradient norms of the ranks after two steps, and the number of ranks that hang.
+
+    If `spoiled`, the embeddings of the second rank are NaN in the second step.
+    """
     ranks, seen, stuck = InProcess(), [[], []], []
 
     def work(rank):
@@ -228,6 +232,8 @@ def both_ranks(spec):
             index, count = run.data_part() if hasattr(run, "data_part") else (rank, 2)
             part = slice(index * 8 // count, (index + 1) * 8 // count)
             for number in range(2):
+                if spoiled and rank == number == 1:
+                    run.model.embedding.register_forward_hook(lambda _, __, output: output * math.nan)
                 run.step({key: value[part] for key, value in spec.batch(8, seed=number).items()})
             ranks.all_reduce(torch.ones(()))
         except (threading.BrokenBarrierError, RuntimeError):
@@ -382,3 +388,39 @@ class _LeavesOut(Parallel):
 def parameters_left_out_of_the_norm():
     """Some parameters are not in the norm that all are clipped by."""
     return ranked(_LeavesOut)
+
+
+class _SkipsAlone(Replicas):
+    """A rank whose own loss is not finite makes no update."""
+
+    def accumulate(self, batches):
+        self.skips = not math.isfinite(self.loss(batches[0]))
+        return super().accumulate(batches)
+
+    def update(self):
+        if self.skips:
+            self.zero_grad()
+        else:
+            super().update()
+
+
+class _SkipsTheBackwardPass(_SkipsAlone):
+    def backward(self, loss):
+        if not self.skips:
+            super().backward(loss)
+
+
+def nan_on_one_rank(spec):
+    return both_ranks(spec, spoiled=True)
+
+
+@mutant("distributed", twin=replicas, family="distributed", source="classic", observable=nan_on_one_rank)
+def one_rank_skips_the_update():
+    """If the loss of one rank is NaN, this rank makes no update and the others do."""
+    return ranked(_SkipsAlone)
+
+
+@mutant("distributed", twin=replicas, family="distributed", source="classic", observable=nan_on_one_rank)
+def one_rank_skips_the_backward_pass():
+    """If the loss of one rank is NaN, this rank calls no collective of the backward pass."""
+    return ranked(_SkipsTheBackwardPass)

@@ -55,6 +55,45 @@ class Averaged(Loop):
         self.n_averaged = state["n_averaged"]
 
 
+class Ema(Loop):
+    """An exponential moving average of the weights.
+
+    Attributes:
+        decay: share of the average that an update keeps.
+        every: number of steps for each update of the average.
+        dtype: dtype of the average. None: that of the model.
+    """
+
+    decay, every, dtype = 0.9, 1, None
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        if self.dtype is not None:
+            self.average.to(self.dtype)
+
+    def update(self):
+        super().update()
+        if (self.number + 1) % self.every == 0:
+            self.average_weights()
+
+    @torch.no_grad()
+    def average_weights(self):
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, mean in self.averaged():
+            mean.lerp_(weights[name].to(mean.dtype), 1 - self.decay)
+
+    def averaged(self):
+        return self.average.named_parameters()
+
+    def state(self):
+        return {**super().state(), "average": self.average.state_dict()}
+
+    def restore(self, state):
+        super().restore(state)
+        self.average.load_state_dict(state["average"])
+
+
 class Skipping(Averaged):
     """A step with a gradient that is not finite changes nothing; neither does one of an unusual loss."""
 
@@ -247,6 +286,51 @@ def warm_up_of_the_average_restarts():
         def restore(self, state):
             super().restore(state)
             self.n_averaged = 0
+
+    return loop_spec_of(Mutant)
+
+
+def ema():
+    return loop_spec_of(Ema)
+
+
+def average_after_steps(spec: TrainerSpec) -> list:
+    """Weights of the average after six steps."""
+    run = spec.create()
+    torch.manual_seed(0)
+    for number in range(6):
+        run.step(spec.batch(seed=number))
+    return [p.double() for p in run.average.parameters()]
+
+
+@mutant("average", twin=ema, family="average", source="classic", observable=average_after_steps)
+def average_skips_layers():
+    """The average contains the first layer as it was when the run began."""
+
+    class Mutant(Ema):
+        def averaged(self):
+            return [(name, p) for name, p in super().averaged() if not name.startswith("layers.0.")]
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("average", twin=ema, family="average", source="classic", observable=average_after_steps)
+def average_of_tied_weights_moves_twice():
+    """The embedding and the head are one tensor, and an update moves it once for each name."""
+
+    class Mutant(Ema):
+        def averaged(self):
+            return self.average.named_parameters(remove_duplicate=False)
+
+    return loop_spec_of(Mutant)
+
+
+@mutant("average", twin=ema, family="average", source="classic", observable=average_after_steps)
+def average_in_bfloat16():
+    """The average is in bfloat16, and most of its updates are lost in rounding."""
+
+    class Mutant(Ema):
+        decay, dtype = 0.999, torch.bfloat16
 
     return loop_spec_of(Mutant)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -61,6 +61,8 @@ class Record:
         losses: results of the steps. NaN for a step without a result.
         evaluation: `evaluate` of the first batch before all steps. None: the run has no such method.
         rows: the tokens of each row of the first epoch, in order. None: no `epoch`, or a long one.
+        n_parts: number of parts of the batch, of which this rank has one.
+        is_spoiled: True if the first layer of the model returned NaN in the last step, as the caller asked.
     """
 
     initial: Tensors = field(default_factory=dict)
@@ -71,6 +73,8 @@ class Record:
     losses: list[float] = field(default_factory=list)
     evaluation: float | None = None
     rows: list[tuple[Any, ...]] | None = None
+    n_parts: int = 1
+    is_spoiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,13 @@ class Ranks:
         return _disagreement(self.collectives)
 
 
-def run_ranks(subject: TrainerSubject, *, unequal: bool = False) -> Ranks | str:
+def run_ranks(subject: TrainerSubject, *, unequal: bool = False, spoiled: bool = False) -> Ranks | str:
     """Run two steps on two ranks, once for all checks. Return the reason if this is not possible.
 
     Args:
         subject: the training run.
         unequal: the last rank has few targets, and the others have many.
+        spoiled: in the last step, the first layer of the model of the last rank returns NaN.
     """
     if subject.spec.distributed is None:
         return "needs TrainerSpec.distributed"
@@ -110,14 +115,14 @@ def run_ranks(subject: TrainerSubject, *, unequal: bool = False) -> Ranks | str:
         _require_rows(whole_batch(subject, 0, unequal))
     except ValueError as error:
         return str(error)
-    ranks = _run(subject, recipe, unequal)
+    ranks = _run(subject, recipe, unequal, spoiled)
     if not ranks.known:
         return f"needs a run that a new process can set up; errors: {'; '.join(ranks.errors.values())}"
     return ranks
 
 
-@lru_cache(maxsize=2)
-def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool) -> Ranks:
+@lru_cache(maxsize=3)
+def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) -> Ranks:
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
@@ -129,6 +134,7 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool) -> Ranks:
                 "seed": subject.seed,
                 "log": str(logs[rank]),
                 "evaluates": _can_evaluate(subject),
+                "is_spoiled": spoiled and rank == N_RANKS - 1,
             }
             for rank in range(N_RANKS)
         ]
@@ -155,8 +161,9 @@ def run_rank(
     log: str,
     *,
     evaluates: bool,
+    is_spoiled: bool,
 ) -> Record:
-    """Run the steps of one rank. Evaluate before them if `evaluates`."""
+    """Run the steps of one rank, after an evaluation if `evaluates`."""
     from torch import distributed
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
@@ -173,7 +180,8 @@ def run_rank(
         index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
-            record = observe(run, parts, _Collectives(Path(log)), evaluates=evaluates)
+            record = observe(run, parts, _Collectives(Path(log)), evaluates=evaluates, is_spoiled=is_spoiled)
+        record.n_parts = count
         # The first rank that leaves the barrier closes its connections. All records are complete by then.
         with suppress(RuntimeError):
             distributed.barrier()
@@ -219,7 +227,14 @@ def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
     return norm(g for g in gradients if g is not None)
 
 
-def observe(run: Any, batches: list[Any], collectives: _Collectives | None, *, evaluates: bool) -> Record:
+def observe(
+    run: Any,
+    batches: list[Any],
+    collectives: _Collectives | None,
+    *,
+    evaluates: bool,
+    is_spoiled: bool = False,
+) -> Record:
     """Run steps without dropout, which differs between ranks, and record them."""
     record = Record(initial=_parameters(run.model))
     with keep_random_states():
@@ -235,11 +250,9 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None, *, e
 
     with WithoutDropout(), each_update(run.optimizer, keep):
         for number, batch in enumerate(batches):
-            if collectives is None:
+            spoils = is_spoiled and number == len(batches) - 1
+            with collectives or nullcontext(), _spoiled(run.model, record) if spoils else nullcontext():
                 loss = run.step(batch)
-            else:
-                with collectives:
-                    loss = run.step(batch)
             found = number_in(loss)
             record.losses.append(math.nan if found is None else found)
             norm = getattr(run, "grad_norm", None)
@@ -250,6 +263,25 @@ def observe(run: Any, batches: list[Any], collectives: _Collectives | None, *, e
     record.final = _parameters(run.model)
     record.buffers = {_plain(name): buffer.detach().clone() for name, buffer in run.model.named_buffers()}
     return record
+
+
+@contextmanager
+def _spoiled(model: nn.Module, record: Record) -> Iterator[None]:
+    """Inside, the first layer of a model returns NaN."""
+
+    def hook(_: Any, __: Any, output: Any) -> Any:
+        if record.is_spoiled or not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        record.is_spoiled = True
+        return output * math.nan
+
+    layers = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _rows_of_epoch(run: Any) -> list[tuple[Any, ...]] | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.result import listed
+from stackwise.subject.trainer_adapter import schedulers_of
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import states_of
 from stackwise.support.random_state import keep_random_states
@@ -28,7 +30,9 @@ __all__ = [
     "is_close",
     "next_batches",
     "number_in",
+    "save",
     "state_of",
+    "wait_for",
 ]
 
 State = dict[str, Any]
@@ -74,9 +78,8 @@ def state_of(run: TrainingRun) -> State:
     for index, group in enumerate(saved.get("param_groups", [])):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         state |= _flat(options, f"optimizer.group {index}")
-    for part in ("scheduler", "scaler"):
-        keeper = getattr(run, part, None)
-        if keeper is not None and hasattr(keeper, "state_dict"):
+    for part, keeper in {**schedulers_of(run), "scaler": getattr(run, "scaler", None)}.items():
+        if hasattr(keeper, "state_dict"):
             state |= _flat(keeper.state_dict(), part)
     if callable(position := getattr(run, "position", None)):
         state |= _flat(position(), "position()")
@@ -239,6 +242,18 @@ def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int, *, with_state:
     if with_state:
         trace.state = state_of(run)
     return trace
+
+
+def save(run: Any, folder: Path) -> None:
+    """Save a run, and wait until the files are complete."""
+    wait_for(run.save(folder))
+
+
+def wait_for(saved: Any) -> None:
+    """Wait for the future that an asynchronous `save` returns."""
+    saved = getattr(saved, "upload_completion", saved)  # of torch.distributed.checkpoint.async_save
+    if callable(result := getattr(saved, "result", None)):
+        result()
 
 
 def number_in(returned: Any) -> float | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,17 +15,111 @@ from torch import Tensor, nn
 from stackwise.subject.trainer_adapter import JoinedRun
 from stackwise.subject.trainer_spec import TrainingRun
 
-__all__ = ["averages_in", "averages_of"]
+__all__ = ["Move", "averages_in", "averages_of", "followers"]
 
 # Depth of the search: attributes of attributes of the run.
 _DEPTH = 3
 # Least share of the parameters of the model whose shapes the tensors of an average have.
 _SHARE = 0.5
+# Roundings of an average in one update, in multiples of the eps of its dtype.
+_ROUNDINGS = 4.0
+# Distance above which an average must change in an update, in multiples of the eps of its dtype.
+_FAR = 16.0
 
 
 def averages_of(run: TrainingRun) -> dict[str, Tensor]:
     """Return copies of the tensors of all averages, by path."""
     return {path: tensor.detach().clone() for path, tensor in averages_in(run).items()}
+
+
+def followers(run: TrainingRun) -> dict[str, dict[str, str]]:
+    """Return each average by its path: names of parameters, with the paths of the tensors that follow them.
+
+    Tensors belong to a parameter by its name, or by its place in a list.
+    """
+    found = averages_in(run)
+    parameters = dict(run.model.named_parameters())
+    trained = [name for name, p in parameters.items() if p.requires_grad]
+    averages: dict[str, dict[str, str]] = {}
+    for path, tensor in found.items():
+        names = [name for name in parameters if path.endswith(f".{name}")]
+        if names:
+            name = max(names, key=len)
+            prefix = path.removesuffix(f".{name}")
+        else:
+            prefix, _, place = path.rpartition(".")
+            length = sum(each.rpartition(".")[0] == prefix for each in found)
+            order = next((each for each in (list(parameters), trained) if len(each) == length), [])
+            if not (order and place.isdigit()):
+                continue
+            name = order[int(place)]
+        if tensor.shape == parameters[name].shape:
+            averages.setdefault(prefix, {})[name] = path
+    return averages
+
+
+@dataclass(frozen=True)
+class Move:
+    """Change of the tensors of one average in a step: a share of the distance from the weights.
+
+    Attributes:
+        tensors: path -> (change, distance from the weight, rounding error of the change), in float64.
+        stuck: share of the elements far from their weights that did not change.
+    """
+
+    tensors: dict[str, tuple[Tensor, Tensor, float]]
+    stuck: float
+
+    @classmethod
+    def between(
+        cls,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        paths: Mapping[str, str],
+    ) -> Move:
+        """Return the move of an average towards some weights.
+
+        Args:
+            before, after: tensors of the averages before and after the step, by path.
+            weights: weights by name.
+            paths: names of parameters with the paths of the tensors that follow them.
+        """
+        tensors, n_far, n_stuck = {}, 0, 0
+        for name, path in paths.items():
+            if path not in before or path not in after:
+                continue
+            old, new = before[path].double(), after[path].double()
+            eps = torch.finfo(after[path].dtype).eps
+            distance, rounding = weights[name].to(old) - old, _ROUNDINGS * eps * float(new.norm())
+            far = distance.abs() > _FAR * eps * old.abs()
+            n_far, n_stuck = n_far + int(far.sum()), n_stuck + int((far & (new == old)).sum())
+            if float(distance.norm()) > rounding:
+                tensors[path] = (new - old, distance, rounding)
+        return cls(tensors, n_stuck / n_far if n_far else 0.0)
+
+    @property
+    def share(self) -> float:
+        """Return the median over the tensors of the share of the distance. 0: the average does not move."""
+        shares = [float((c * d).sum() / d.square().sum()) for c, d, _ in self.tensors.values()]
+        return median(shares) if shares else 0.0
+
+    @property
+    def rounding(self) -> float:
+        """Return the median rounding error of the share, relative to it. inf: the average does not move."""
+        share = abs(self.share)
+        errors = [r / (share * float(d.norm())) for _, d, r in self.tensors.values()] if share else []
+        return median(errors) if errors else math.inf
+
+    def gaps(self) -> dict[str, float]:
+        """Return the difference of each change from the common share, relative to it, without rounding."""
+        share = self.share
+        return {
+            path: max(0.0, float((change - share * distance).norm()) - rounding)
+            / abs(share * float(distance.norm()))
+            for path, (change, distance, rounding) in self.tensors.items()
+            if share
+        }
 
 
 def averages_in(run: TrainingRun) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ from stackwise.checks.probe.run_state import (
     drive,
     next_batches,
     number_in,
+    save,
     state_of,
+    wait_for,
 )
 from stackwise.checks.runs.averages import averages_in, averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -56,7 +58,7 @@ OPERATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "resume": (("save", "load"), "it is saved, and a new run loads the checkpoint and continues"),
     "resume later": (
         ("save", "load"),
-        "it is saved and makes two further steps, and a new run loads the checkpoint and continues",
+        "it is saved, steps, is saved elsewhere, steps, and a new run continues from the first checkpoint",
     ),
     "rewind": (("save", "load"), "it is saved, makes two further steps, and loads the checkpoint"),
 }
@@ -69,7 +71,7 @@ _STEPS, _LEAST_STEPS, _AFTER_EPOCH = 6, 3, 4
 _LONGEST_EPOCH = 24
 _RANDOM_SEQUENCES = 3
 _SHRINKING = 40
-# Steps that "resume later" and "rewind" make after the save.
+# Steps that "resume later" and "rewind" make after the save: one before and one after a second save.
 _FURTHER_STEPS = 2
 
 # Names of operations, in order.
@@ -325,16 +327,20 @@ class Sequences:
             run.evaluate(self._evaluated)
         elif operation == "save":
             with TemporaryDirectory() as folder:
-                run.save(Path(folder))
+                save(run, Path(folder))
 
     def _interrupted(self, run: Any, operation: str, batches: Iterator[Any]) -> Any:
         """Save, and return the run that loads the checkpoint. The random states are those of the save."""
         subject = self.subject
-        with TemporaryDirectory() as folder:
-            run.save(Path(folder))
+        with TemporaryDirectory() as folder, TemporaryDirectory() as second:
+            saved = run.save(Path(folder))
             states = random_states()
             if operation != "resume":
-                drive(run, batches, _FURTHER_STEPS, with_state=False)
+                drive(run, batches, 1, with_state=False)
+                if operation == "resume later":
+                    save(run, Path(second))
+                drive(run, batches, 1, with_state=False)
+            wait_for(saved)
             if operation != "rewind":
                 run = subject.run()  # with the same seed, on which its data may depend
                 self._spoil_averages(run)

@@ -20,6 +20,7 @@ from stackwise.checks.probe.run_state import (
     different,
     drive,
     next_batches,
+    save,
     state_of,
 )
 from stackwise.checks.result import CheckResult, listed
@@ -52,7 +53,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
     with TemporaryDirectory() as folder:
         with subject.fixed_randomness():
             drive(run, _given(subject), 2)
-            run.save(Path(folder))  # type: ignore[attr-defined]
+            save(run, Path(folder))
             saved = state_of(run)
         for trained in (False, True):
             # Other initial weights show which values the checkpoint lacks.
@@ -252,7 +253,7 @@ def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Befo
         drive(run, source, n_before)
         before = _Before(run)
         if folder is not None:
-            run.save(Path(folder))  # type: ignore[attr-defined]
+            save(run, Path(folder))
             return Trace(), before, n_before, batches is not None
         return drive(run, source, _N_STEPS), before, n_before, batches is not None
 
@@ -313,23 +314,23 @@ def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
     if not subject.has(subject.run(), "save"):
         return subject.not_applicable("needs save(folder)")
 
-    def trained(save: bool) -> tuple[Trace, bool]:
+    def trained(*, saves: bool) -> tuple[Trace, bool]:
         run = subject.run()
         with subject.fixed_randomness(), TemporaryDirectory() as folder:
             drive(run, _given(subject), 1)
-            if save:
+            if saves:
                 mode, random = run.model.training, random_states()
-                run.save(Path(folder))  # type: ignore[attr-defined]
+                save(run, Path(folder))
                 quiet = run.model.training == mode and not different(random, random_states())
             else:
                 quiet = True
             return drive(run, [subject.batch(1), subject.batch(2)], 2), quiet
 
-    wanted, (got, quiet) = trained(False)[0], trained(True)
+    wanted, (got, quiet) = trained(saves=False)[0], trained(saves=True)
     gap = wanted.differs(got)
     if not gap:
         return subject.passed(0.0, 0.0)
-    if wanted.differs(trained(False)[0]):
+    if wanted.differs(trained(saves=False)[0]):
         return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
     return subject.failed(
         1.0,
@@ -426,7 +427,7 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
         whole.mkdir()
         drive(run, [subject.batch(0)], 1)
-        run.save(whole)
+        save(run, whole)
         saved = state_of(run)
         files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size > 1]
         files = sorted(files, key=lambda path: path.stat().st_size, reverse=True)[:_MOST_FILES]

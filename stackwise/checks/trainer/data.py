@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import named_tensors, tensors_in
-from stackwise.checks.probe.run_state import WrongPositionError, drive, next_batches
+from stackwise.checks.probe.run_state import WrongPositionError, drive, next_batches, save
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -215,7 +215,7 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
         place = run.position()
         if place == start:
             return subject.not_applicable("needs a position() that moves as the run is trained")
-        run.save(Path(folder))
+        save(run, Path(folder))
         wanted = [_row_marks(batch) for batch in islice(own, 2)]
         other: Any = subject.run()
         with seeded(subject.seed + 1, subject.device):

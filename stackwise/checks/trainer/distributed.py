@@ -27,7 +27,7 @@ def collectives_agree(subject: TrainerSubject) -> CheckResult:
     if place is not None:
         return subject.failed(
             float(place),
-            where=", ".join(f"rank {rank}: {calls[place]}" for rank, calls in enumerate(ranks.collectives)),
+            where=_place_text(ranks, place),
             meaning=f"Collective {place} of two steps is not the same on all ranks: they hang, or mix up "
             f"data.",
             advice="Look for a collective behind a condition that ranks see differently: an empty batch, an "
@@ -52,19 +52,11 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
-    shapes = {name: p.shape for name, p in subject.run().model.named_parameters()}
     for when in ("initial", "final"):
-        copies = [
-            {
-                name: p
-                for name, p in getattr(record, when).items()
-                if all(getattr(r, when)[name].shape == shapes.get(name, p.shape) for r in ranks.records)
-            }
-            for record in ranks.records
-        ]
+        copies = _replicas(subject, ranks, when)
         if not copies[0]:
             return subject.not_applicable("needs weights that are the same on all ranks; all are in parts")
-        apart = different(copies[0], copies[1])
+        apart = different(*copies)
         if apart:
             share = (copies[0][apart[0]] != copies[1][apart[0]]).double().mean().item()
             return subject.failed(
@@ -82,6 +74,41 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
                 "way.",
             )
     return subject.passed(0.0, 0.0, meaning=f"{len(copies[0])} parameters.")
+
+
+@trainer_check(suite="full")
+def non_finite_rank(subject: TrainerSubject) -> CheckResult:
+    """Do all ranks do the same, if the loss of one rank is not finite?"""
+    equal = _finished(subject)
+    if isinstance(equal, CheckResult):
+        return equal
+    if any(record.n_parts == 1 for record in equal.records):
+        return subject.not_applicable("needs ranks with different batches")
+    if replicas_agree(subject).status != "passed":
+        return subject.not_applicable("needs weights that are the same on all ranks: see replicas_agree")
+    ranks = run_ranks(subject, spoiled=True)
+    if isinstance(ranks, str):
+        return subject.not_applicable(ranks)
+    place = ranks.disagreement()
+    if place is None and ranks.errors:
+        return subject.passed(meaning=f"It ends the training: {ranks.errors[max(ranks.errors)]}")
+    if place is None and not ranks.records[-1].is_spoiled:
+        return subject.not_applicable("needs a model whose first layer returns a tensor")
+    if place is None:
+        apart = different(*_replicas(subject, ranks, "final"))
+        if not apart:
+            return subject.passed(0.0, 0.0, meaning="The weights are the same on all ranks.")
+        where, effect = listed(apart), "the ranks have different weights afterwards"
+    else:
+        where, effect = _place_text(ranks, place), "the ranks call different collectives: they hang"
+    return subject.failed(
+        1.0,
+        0.0,
+        where=where,
+        meaning=f"The model of one rank returns NaN, and {effect}.",
+        advice="Reduce the flag that skips an update over all ranks (a maximum), before any rank leaves the "
+        "step or clips.",
+    )
 
 
 @trainer_check(suite="full")
@@ -273,6 +300,18 @@ def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Ten
         gaps[name] = norm([apart.double() - wanted.double()]) / scale
         pairs.append((apart.double(), wanted.double()))
     return gaps, pairs
+
+
+def _place_text(ranks: Ranks, place: int) -> str:
+    return ", ".join(f"rank {rank}: {calls[place]}" for rank, calls in enumerate(ranks.collectives))
+
+
+def _replicas(subject: TrainerSubject, ranks: Ranks, when: str) -> list[dict[str, Tensor]]:
+    """Return the weights of each rank, "initial" or "final", of which each rank has all elements."""
+    shapes = {name: p.shape for name, p in subject.run().model.named_parameters()}
+    weights = [getattr(record, when) for record in ranks.records]
+    names = [n for n, p in weights[0].items() if all(w[n].shape == shapes.get(n, p.shape) for w in weights)]
+    return [{name: each[name] for name in names} for each in weights]
 
 
 def _finished(subject: TrainerSubject) -> Ranks | CheckResult:

@@ -14,6 +14,7 @@ from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.update import each_update, observed, rates_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.subject.trainer_adapter import schedulers_of
 from stackwise.subject.trainer_spec import TrainingRun
 
 _STEPS = 12
@@ -113,8 +114,8 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             after = _counts_of(run) or before
             calls, places = after[0] - before[0], after[1] - before[1]
             before = after
-            if seen:
-                ratios.append((calls or places, len(seen)))
+            if seen:  # each of several optimizers may make an update
+                ratios.append((calls or places, max(Counter(map(id, seen)).values())))
     steps, updates = (sum(ratio[part] for ratio in ratios) for part in (0, 1))
     if not steps:
         return subject.not_applicable(f"needs a scheduler that is stepped in the first {_STEPS // 2} updates")
@@ -150,9 +151,9 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
     if not seen.updates or not planned:
         return subject.not_applicable("needs an update in the first step")
     rates = seen.updates[0].learning_rates
-    scheduler = getattr(run, "scheduler", None)
     value = max(abs(a - b) for a, b in zip(rates, planned, strict=False)) / (max(map(abs, planned)) or 1.0)
-    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and value > _ROUNDING:
+    of_torch = any(isinstance(s, torch.optim.lr_scheduler.LRScheduler) for s in schedulers_of(run).values())
+    if of_torch and value > _ROUNDING:
         return subject.failed(
             value,
             _ROUNDING,
@@ -299,17 +300,19 @@ class _EnoughError(Exception):
 
 
 def _counts_of(run: TrainingRun) -> tuple[int, int] | None:
-    """Return the number of calls of the scheduler, or of a wrapped one, and its epoch. None: it has neither.
+    """Return the number of calls of a scheduler, or of a wrapped one, and its epoch. None: it has neither.
 
     Some schedulers of torch count their calls, which is exact. Others have an epoch only, which a call may
-    set.
+    set. Of several schedulers, the largest numbers are returned.
     """
-    scheduler = getattr(run, "scheduler", None)
-    for each in (scheduler, getattr(scheduler, "scheduler", None)):
-        calls, place = getattr(each, "_step_count", None), getattr(each, "last_epoch", None)
-        if isinstance(calls, int) or isinstance(place, int):
-            return calls if isinstance(calls, int) else 0, place if isinstance(place, int) else 0
-    return None
+    found = []
+    for scheduler in schedulers_of(run).values():
+        for each in (scheduler, getattr(scheduler, "scheduler", None)):
+            calls, place = getattr(each, "_step_count", None), getattr(each, "last_epoch", None)
+            if isinstance(calls, int) or isinstance(place, int):
+                found.append((calls if isinstance(calls, int) else 0, place if isinstance(place, int) else 0))
+                break
+    return max(found, default=None)
 
 
 def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:

@@ -1,6 +1,9 @@
 """Sequences: runs with operations between their steps, compared with runs that only make the steps."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -332,6 +335,60 @@ def test_average_that_changes_little_and_is_not_saved_is_found():
     difference = compare_runs(loop_spec_of(Slow), [STEP, "resume", STEP])
 
     assert difference.startswith("the average average.")
+
+
+class SavesInAThread(Loop):
+    """`save` returns a future. The state is copied first if `copies`."""
+
+    epoch, copies = None, True
+    executor = ThreadPoolExecutor(1)
+
+    def save(self, folder):
+        state = copy.deepcopy(self.state()) if self.copies else self.state()
+
+        def write():
+            time.sleep(0.1)
+            torch.save(state, Path(folder) / "state.pt")
+
+        return self.executor.submit(write)
+
+    def load(self, folder):
+        self.restore(torch.load(Path(folder) / "state.pt", weights_only=False))
+
+
+def test_asynchronous_save_is_awaited():
+    spec = loop_spec_of(SavesInAThread)
+
+    for operation in ("save", *INTERRUPTIONS):
+        assert compare_runs(spec, [STEP, operation, STEP]) == ""
+
+
+def test_asynchronous_save_without_a_copy_is_found():
+    class Shares(SavesInAThread):
+        copies = False
+
+    spec = loop_spec_of(Shares)
+
+    assert compare_runs(spec, [STEP, "resume", STEP]) == ""
+    assert compare_runs(spec, [STEP, "resume later", STEP]) != ""
+
+
+def test_second_save_into_the_buffers_of_the_first_is_found():
+    class Reuses(Loop):
+        """A checkpoint is a link to the newest state."""
+
+        epoch, newest = None, {}
+
+        def save(self, folder):
+            self.newest["state"] = copy.deepcopy(self.state())
+
+        def load(self, folder):
+            self.restore(copy.deepcopy(self.newest["state"]))
+
+    spec = loop_spec_of(Reuses)
+
+    assert compare_runs(spec, [STEP, "resume", STEP]) == ""
+    assert compare_runs(spec, [STEP, "resume later", STEP]) != ""
 
 
 def test_single_operation_is_found_for_a_bug_of_the_second_epoch():

@@ -86,6 +86,45 @@ def test_wrapper_of_torch_bypassed():
     assert "past its wrapper" in results["replicas_agree"].advice
 
 
+class SkipsTogether(Wrapped):
+    """No rank makes an update if the loss of one is not finite."""
+
+    def accumulate(self, batches):
+        loss = self.loss(batches[0]).detach()
+        torch.distributed.all_reduce(loss)
+        self.skips = not loss.isfinite()
+        return super().accumulate(batches)
+
+    def update(self):
+        if self.skips:
+            self.zero_grad()
+        else:
+            super().update()
+
+
+class RaisesAtNan(Wrapped):
+    def loss(self, batch):
+        loss = super().loss(batch)
+        if not loss.isfinite():
+            raise ArithmeticError("the loss is NaN")
+        return loss
+
+
+@pytest.mark.slow
+def test_ranks_that_skip_together_pass():
+    result = answers(wrapped(SkipsTogether))["non_finite_rank"]
+
+    assert (result.status, result.meaning) == ("passed", "The weights are the same on all ranks.")
+
+
+@pytest.mark.slow
+def test_rank_that_raises_at_nan_passes():
+    result = answers(wrapped(RaisesAtNan))["non_finite_rank"]
+
+    assert result.status == "passed"
+    assert "the loss is NaN" in result.meaning
+
+
 def raising():
     raise ArithmeticError("no number")
 
@@ -168,7 +207,7 @@ def given(monkeypatch, **changes):
     """Let both ranks have the record of one process, with some changes for each rank."""
     subject = TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)
 
-    def run_ranks(_, *, unequal=False):
+    def run_ranks(_, *, unequal=False, spoiled=False):
         record = dense(subject, unequal=unequal)
         records = [
             replace(record, **{name: values[rank] for name, values in changes.items()}) for rank in (0, 1)

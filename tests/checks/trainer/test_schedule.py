@@ -349,3 +349,62 @@ def test_windows_of_a_run_without_a_training_are_not_compared(attributes, reason
     result = ask(spec, "equal_windows")
 
     assert (result.status, result.meaning) == ("not applicable", reason)
+
+
+class SeveralSchedulers(Loop):
+    """Two optimizers, each with a scheduler. The second scheduler is stepped `times` in each step."""
+
+    times = 1
+
+    def create_optimizer(self):
+        return [torch.optim.AdamW([group], lr=self.base_lr) for group in self.groups()]
+
+    def create_scheduler(self):
+        return [torch.optim.lr_scheduler.LambdaLR(each, self.factor) for each in self.optimizer]
+
+    def update(self):
+        self.clip()
+        for number, (optimizer, scheduler) in enumerate(zip(self.optimizer, self.scheduler, strict=True)):
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(self.times if number else 1):
+                scheduler.step()
+
+    def state(self):
+        parts = (self.model, *self.optimizer, *self.scheduler)
+        return {"parts": [part.state_dict() for part in parts], "random": self.random_state()}
+
+    def restore(self, state):
+        for part, saved in zip((self.model, *self.optimizer, *self.scheduler), state["parts"], strict=True):
+            part.load_state_dict(saved)
+        self.restore_random_state(state["random"])
+
+    epoch = position = None
+
+
+@pytest.mark.parametrize(
+    "check", ["scheduler_order", "checkpoint_round_trip", "resume", "interrupted_run", "undisturbed_run"]
+)
+def test_several_schedulers(check):
+    spec = loop_spec_of(SeveralSchedulers, learning_rate=None)
+
+    assert ask(spec, check).status == "passed"
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, "passed"), (2, "failed")])
+def test_calls_of_several_schedulers_are_counted(times, status):
+    kind = type("Several", (SeveralSchedulers,), {"times": times})
+
+    assert ask(loop_spec_of(kind, learning_rate=None), "scheduler_count").status == status
+
+
+def test_state_of_each_scheduler_is_compared():
+    class SavesOne(SeveralSchedulers):
+        def restore(self, state):
+            second = self.scheduler[1].state_dict()
+            super().restore(state | {"parts": [*state["parts"][:-1], second]})
+
+    result = ask(loop_spec_of(SavesOne, learning_rate=None), "checkpoint_round_trip")
+
+    assert result.status == "failed"
+    assert "scheduler.1.last_epoch" in result.where

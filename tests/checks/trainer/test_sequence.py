@@ -1,6 +1,4 @@
-"""Sequence: runs that are interrupted, disturbed or averaged end like the straight run."""
-
-import copy
+"""Sequence: runs that are interrupted or disturbed end like the straight run."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from stackwise.checks.runs.sequence import STEP
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop_spec_of
-from tests.zoo.runs import Averaged, averaged, used_batches_are_skipped_in_every_epoch
+from tests.zoo.runs import Averaged, used_batches_are_skipped_in_every_epoch
 
 
 def ask(subject, check, **declared):
@@ -36,7 +34,7 @@ class ShortAveraged(Averaged):
     epoch = None
 
 
-@pytest.mark.parametrize("check", ["interrupted_run", "undisturbed_run", "average_follows"])
+@pytest.mark.parametrize("check", ["interrupted_run", "undisturbed_run"])
 def test_sound(check):
     result = ask(loop_spec_of(ShortAveraged), check)
 
@@ -111,7 +109,6 @@ def test_undisturbed_run_finds_state_that_evaluation_shares():
     [
         ("interrupted_run", "needs one of the methods load, save"),
         ("undisturbed_run", "needs one of the methods evaluate, save"),
-        ("average_follows", "needs a copy of the weights in an attribute of the run"),
     ],
 )
 def test_needed_methods(check, reason):
@@ -159,78 +156,5 @@ def test_failure_of_a_simple_check_is_reported_once(check, simple, method):
     assert result.status == "not applicable" and result.meaning.endswith(f"see {simple}")
 
 
-def test_average_that_never_moves_is_a_warning():
-    class Decays(Averaged):
-        """A decay of 1."""
-
-        def update(self):
-            average = copy.deepcopy(self.average.state_dict())
-            super().update()
-            self.average.load_state_dict(average)
-
-    result = ask(loop_spec_of(Decays), "average_follows")
-
-    assert result.status == "warned"
-    assert result.where.startswith("average.")
-    assert "it is a reference model" in str(result)
-
-
-def test_average_of_a_model_that_does_not_train_is_not_compared():
-    class Still(Averaged):
-        base_lr = 0.0
-
-    result = ask(loop_spec_of(Still, learning_rate=None), "average_follows")
-
-    assert (result.status, result.meaning) == ("not applicable", "needs a weight that 12 steps change")
-
-
-def test_average_that_is_created_in_training_is_not_compared():
-    class Late(Loop):
-        average = None
-
-        def update(self):
-            super().update()
-            self.average = [p.detach().clone() for p in self.model.parameters()]
-
-    assert ask(loop_spec_of(Late), "average_follows").status == "not applicable"
-
-
-def test_averages_of_a_list_of_tensors():
-    class Listed(Loop):
-        def __init__(self):
-            super().__init__()
-            self.average = [p.detach().clone() for p in self.model.parameters()]
-
-        def update(self):
-            super().update()
-            for mean, p in zip(self.average, self.model.parameters(), strict=True):
-                mean.lerp_(p.detach(), self.share)
-
-        share = 0.1
-
-    assert ask(loop_spec_of(Listed), "average_follows").status == "passed"
-    still = type("Still", (Listed,), {"share": 0.0})
-    assert ask(loop_spec_of(still), "average_follows").status == "warned"
-
-
-def test_average_of_the_same_run_passes():
-    assert ask(averaged(), "average_follows").status == "passed"
-
-
 def test_frozen_prefixes_in_a_list():
     assert ask(loop_spec_of(Short, frozen=["teacher"]), "interrupted_run").status == "passed"
-
-
-def test_counter_beside_an_average_that_never_moves():
-    class Counting(Averaged):
-        def __init__(self):
-            super().__init__()
-            self.average.register_buffer("n_updates", torch.zeros(()))
-
-        def update(self):
-            average = copy.deepcopy(self.average.state_dict())
-            super().update()
-            self.average.load_state_dict(average)
-            self.average.n_updates += 1
-
-    assert ask(loop_spec_of(Counting), "average_follows").status == "warned"

@@ -1,0 +1,244 @@
+"""Average: copies of the weights that follow all weights equally, and by the declared decay."""
+
+import copy
+
+import pytest
+import torch
+
+from stackwise.checks import check_trainer
+from stackwise.checks.runs.averages import followers
+from stackwise.subject.trainer_spec import TrainerSpec
+from tests.zoo.gpt import GPT
+from tests.zoo.loop import Loop, loop_spec_of
+from tests.zoo.runs import (
+    Averaged,
+    Ema,
+    average_in_bfloat16,
+    average_of_tied_weights_moves_twice,
+    average_skips_layers,
+    averaged,
+)
+
+
+def ask(subject, check, **declared):
+    [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
+    return result
+
+
+def bare_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("check", ["average_follows", "average_share"])
+def test_run_without_an_average(check):
+    result = ask(TrainerSpec.from_function(bare_step, GPT), check)
+
+    assert result.status == "not applicable"
+    assert result.meaning.startswith("needs a copy of the weights in an attribute of the run")
+
+
+def test_average_that_never_moves_is_a_warning():
+    class Decays(Averaged):
+        """A decay of 1."""
+
+        def update(self):
+            average = copy.deepcopy(self.average.state_dict())
+            super().update()
+            self.average.load_state_dict(average)
+
+    result = ask(loop_spec_of(Decays), "average_follows")
+
+    assert result.status == "warned"
+    assert result.where.startswith("average.")
+    assert "it is a reference model" in str(result)
+
+
+def test_average_of_a_model_that_does_not_train_is_not_compared():
+    class Still(Averaged):
+        base_lr = 0.0
+
+    result = ask(loop_spec_of(Still, learning_rate=None), "average_follows")
+
+    assert (result.status, result.meaning) == ("not applicable", "needs a weight that 12 steps change")
+
+
+def test_average_that_is_created_in_training_is_not_compared():
+    class Late(Loop):
+        average = None
+
+        def update(self):
+            super().update()
+            self.average = [p.detach().clone() for p in self.model.parameters()]
+
+    assert ask(loop_spec_of(Late), "average_follows").status == "not applicable"
+
+
+def test_averages_of_a_list_of_tensors():
+    class Listed(Loop):
+        def __init__(self):
+            super().__init__()
+            self.average = [p.detach().clone() for p in self.model.parameters()]
+
+        def update(self):
+            super().update()
+            for mean, p in zip(self.average, self.model.parameters(), strict=True):
+                mean.lerp_(p.detach(), self.share)
+
+        share = 0.1
+
+    assert ask(loop_spec_of(Listed), "average_follows").status == "passed"
+    still = type("Still", (Listed,), {"share": 0.0})
+    assert ask(loop_spec_of(still), "average_follows").status == "warned"
+
+
+def test_average_of_the_same_run_passes():
+    assert ask(averaged(), "average_follows").status == "passed"
+
+
+def test_counter_beside_an_average_that_never_moves():
+    class Counting(Averaged):
+        def __init__(self):
+            super().__init__()
+            self.average.register_buffer("n_updates", torch.zeros(()))
+
+        def update(self):
+            average = copy.deepcopy(self.average.state_dict())
+            super().update()
+            self.average.load_state_dict(average)
+            self.average.n_updates += 1
+
+    assert ask(loop_spec_of(Counting), "average_follows").status == "warned"
+
+
+class Swa(Loop):
+    """The average of torch, in which each update has the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def update(self):
+        super().update()
+        self.average.update_parameters(self.model)
+
+
+class Listed(Loop):
+    """The tensors of the average are in a list, in the order of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = [p.detach().clone() for p in self.model.parameters()]
+
+    def update(self):
+        super().update()
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.model.parameters()], 0.05)
+
+
+class Saved(Loop):
+    """The average is a state dict, which contains tied weights twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def update(self):
+        super().update()
+        for name, value in self.model.state_dict().items():
+            self.average[name].mul_(0.9).add_(value, alpha=0.1)
+
+
+def variant(**attributes):
+    return type("Variant", (Ema,), attributes)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Averaged,
+        Ema,
+        Swa,
+        Listed,
+        Saved,
+        variant(decay=0.0),
+        variant(decay=0.9999),
+        variant(decay=0.99999),
+        variant(every=4),
+        variant(dtype=torch.bfloat16),
+    ],
+    ids=["mean", "ema", "swa", "list", "state-dict", "copy", "slow", "slower", "every-fourth", "bfloat16"],
+)
+def test_correct_averages_pass(build):
+    assert ask(loop_spec_of(build), "average_share").status == "passed"
+
+
+def test_weights_that_are_skipped_fail():
+    result = ask(average_skips_layers(), "average_share")
+
+    assert result.status == "failed"
+    assert result.where.startswith("average.layers.0.")
+    assert "The other 11 tensors move by one share" in result.meaning
+
+
+def test_tied_weights_that_move_twice_fail():
+    result = ask(average_of_tied_weights_moves_twice(), "average_share")
+
+    assert (result.status, result.where) == ("failed", "average.embedding.weight, step 0")
+
+
+def test_updates_below_the_rounding_of_bfloat16_fail():
+    result = ask(average_in_bfloat16(), "average_share")
+
+    assert result.status == "failed"
+    assert "below the rounding" in result.meaning
+
+
+def test_average_of_earlier_weights_is_a_warning():
+    class Late(Ema):
+        def update(self):
+            self.average_weights()
+            Loop.update(self)
+
+    result = ask(loop_spec_of(Late), "average_share")
+
+    assert result.status == "warned"
+    assert "from before the update" in result.meaning
+
+
+@pytest.mark.parametrize(("decay", "status"), [(0.9, "passed"), (0.91, "failed"), (0.99, "failed")])
+def test_declared_decay(decay, status):
+    result = ask(loop_spec_of(Ema), "average_share", average_decay=lambda number: decay)
+
+    assert result.status == status
+
+
+def test_declared_decay_of_a_mean():
+    def decay(number):
+        return 1 - 1 / (number + 2)
+
+    assert ask(averaged(), "average_share", average_decay=decay).status == "passed"
+    result = ask(averaged(), "average_share", average_decay=lambda number: decay(number + 1))
+    assert result.status == "failed"
+    assert "declared is 0.66" in result.where
+
+
+def test_decay_that_is_no_function_is_refused():
+    with pytest.raises(ValueError, match=r"average_decay: got 0\.9"):
+        TrainerSpec.of(averaged(), average_decay=0.9)
+
+
+def test_tensors_of_an_average_belong_to_parameters():
+    names = [name for name, _ in GPT().named_parameters()]
+
+    [(path, paths)] = followers(Averaged()).items()
+    assert (path, list(paths)) == ("average", names)
+    [(path, paths)] = followers(Swa()).items()
+    assert (path, paths[names[0]]) == ("average.module", f"average.module.{names[0]}")
+    [(path, paths)] = followers(Listed()).items()
+    assert paths == {name: f"average.{place}" for place, name in enumerate(names)}
+    run = Averaged()
+    run.other = copy.deepcopy(run.model)
+    assert set(followers(run)) == {"average", "other"}

@@ -16,7 +16,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.training import ArchitectureTrainer
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop
+from tests.zoo.loop import Loop, bare_step, loop
 
 FAMILIES = ["step", "optimizer", "clipping", "accumulation", "schedule", "evaluation"]
 
@@ -34,14 +34,6 @@ def passed_checks(spec):
     results = check_trainer(spec, checks=FAMILIES)
     assert not [str(result) for result in results if not result.ok]
     return {result.check for result in results if result.status == "passed"}
-
-
-def bare_step(model, optimizer, batch):
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 class Pair(NamedTuple):

@@ -226,3 +226,12 @@ def loop_spec_of(build: type[Loop] = Loop, **declared: Any) -> TrainerSpec:
 def loop() -> TrainerSpec:
     """The clean twin."""
     return loop_spec_of()
+
+
+def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    """Make a step with the model's own loss."""
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

@@ -12,20 +12,12 @@ from stackwise.checks import TrainerSubject, compare_runs
 from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, STEP, Finding, Sequences
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.loop import Loop, bare_step, loop, loop_spec_of
 from tests.zoo.runs import Averaged, averaged, warm_up_of_the_average_restarts
 
 
 def sequences_of(subject):
     return Sequences(TrainerSubject(TrainerSpec.of(subject), torch.device("cpu"), 0))
-
-
-def bare_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 class ScheduleFree(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from stackwise.checks import check_trainer
 from stackwise.checks.runs.averages import followers
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop_spec_of
+from tests.zoo.loop import Loop, bare_step, loop_spec_of
 from tests.zoo.runs import (
     Averaged,
     Ema,
@@ -25,14 +25,6 @@ def ask(subject, check, **declared):
     return result
 
 
-def bare_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 @pytest.mark.parametrize("check", ["average_follows", "average_share"])
 def test_run_without_an_average(check):
     result = ask(TrainerSpec.from_function(bare_step, GPT), check)
@@ -41,16 +33,25 @@ def test_run_without_an_average(check):
     assert result.meaning.startswith("needs a copy of the weights in an attribute of the run")
 
 
-def test_average_that_never_moves_is_a_warning():
-    class Decays(Averaged):
-        """A decay of 1."""
+def test_correct_average_follows():
+    for build in (Averaged, Ema, Listed):
+        assert ask(loop_spec_of(build), "average_follows").status == "passed"
 
-        def update(self):
-            average = copy.deepcopy(self.average.state_dict())
-            super().update()
-            self.average.load_state_dict(average)
 
-    result = ask(loop_spec_of(Decays), "average_follows")
+@pytest.mark.parametrize("counts", [False, True])
+def test_average_that_never_moves_is_a_warning(counts):
+    class Still(Ema):
+        decay = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.average.register_buffer("n_updates", torch.zeros(()))
+
+        def average_weights(self):
+            super().average_weights()
+            self.average.n_updates += counts
+
+    result = ask(loop_spec_of(Still), "average_follows")
 
     assert result.status == "warned"
     assert result.where.startswith("average.")
@@ -58,10 +59,7 @@ def test_average_that_never_moves_is_a_warning():
 
 
 def test_average_of_a_model_that_does_not_train_is_not_compared():
-    class Still(Averaged):
-        base_lr = 0.0
-
-    result = ask(loop_spec_of(Still, learning_rate=None), "average_follows")
+    result = ask(loop_spec_of(variant(base_lr=0.0), learning_rate=None), "average_follows")
 
     assert (result.status, result.meaning) == ("not applicable", "needs a weight that 12 steps change")
 
@@ -75,43 +73,6 @@ def test_average_that_is_created_in_training_is_not_compared():
             self.average = [p.detach().clone() for p in self.model.parameters()]
 
     assert ask(loop_spec_of(Late), "average_follows").status == "not applicable"
-
-
-def test_averages_of_a_list_of_tensors():
-    class Listed(Loop):
-        def __init__(self):
-            super().__init__()
-            self.average = [p.detach().clone() for p in self.model.parameters()]
-
-        def update(self):
-            super().update()
-            for mean, p in zip(self.average, self.model.parameters(), strict=True):
-                mean.lerp_(p.detach(), self.share)
-
-        share = 0.1
-
-    assert ask(loop_spec_of(Listed), "average_follows").status == "passed"
-    still = type("Still", (Listed,), {"share": 0.0})
-    assert ask(loop_spec_of(still), "average_follows").status == "warned"
-
-
-def test_average_of_the_same_run_passes():
-    assert ask(averaged(), "average_follows").status == "passed"
-
-
-def test_counter_beside_an_average_that_never_moves():
-    class Counting(Averaged):
-        def __init__(self):
-            super().__init__()
-            self.average.register_buffer("n_updates", torch.zeros(()))
-
-        def update(self):
-            average = copy.deepcopy(self.average.state_dict())
-            super().update()
-            self.average.load_state_dict(average)
-            self.average.n_updates += 1
-
-    assert ask(loop_spec_of(Counting), "average_follows").status == "warned"
 
 
 class Swa(Loop):

@@ -7,21 +7,13 @@ from stackwise.checks import check_trainer, compare_runs
 from stackwise.checks.runs.sequence import STEP
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop_spec_of
+from tests.zoo.loop import Loop, bare_step, loop_spec_of
 from tests.zoo.runs import Averaged, used_batches_are_skipped_in_every_epoch
 
 
 def ask(subject, check, **declared):
     [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
     return result
-
-
-def bare_step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 class Short(Loop):

@@ -9,20 +9,12 @@ from torch import nn
 from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.loop import Loop, bare_step, loop, loop_spec_of
 
 
 def ask(subject, check, **declared):
     [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=[check])
     return result
-
-
-def bare_step(model, optimizer, batch):
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def test_sound():

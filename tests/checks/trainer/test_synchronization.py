@@ -6,7 +6,7 @@ import torch
 from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
-from tests.zoo.loop import loop, loop_spec_of
+from tests.zoo.loop import bare_step, loop, loop_spec_of
 from tests.zoo.optimizer import Masters
 from tests.zoo.synchronization import _Waitless, waitless
 
@@ -14,14 +14,6 @@ from tests.zoo.synchronization import _Waitless, waitless
 def ask(subject, **declared):
     [result] = check_trainer(TrainerSpec.of(subject, **declared), checks=["step_waits"])
     return result
-
-
-def bare_step(model, optimizer, batch):
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 @pytest.mark.parametrize(

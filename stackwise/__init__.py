@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from stackwise.report import Report
     from stackwise.stability import Guard, StabilityRun, stability_run
+    from stackwise.subject.rotary import RotaryClaim
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
     from stackwise.training import ArchitectureTrainer
@@ -49,6 +50,7 @@ _HOMES = {
     "ModelSpec": "stackwise.subject.spec",
     "Rack": "stackwise.model",
     "Report": "stackwise.report",
+    "RotaryClaim": "stackwise.subject.rotary",
     "StabilityRun": "stackwise.stability",
     "Stack": "stackwise.model",
     "StackWiseConfig": "stackwise.config",
@@ -77,6 +79,7 @@ __all__ = [
     "ModelSpec",
     "Rack",
     "Report",
+    "RotaryClaim",
     "StabilityRun",
     "Stack",
     "StackWiseConfig",

@@ -19,6 +19,7 @@ from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.output import logits_of, part_of
+from stackwise.subject.rotary import rotary_in
 from stackwise.support.random_state import seeded
 
 __all__ = ["capabilities", "padding_id", "padding_of_rows"]
@@ -433,7 +434,7 @@ def _auxiliary_loss(
 
 
 def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the claims of the model's configuration: tied head, padding sides and window."""
+    """Yield the claims of the configuration: tied head, padding sides, window and rotary embeddings."""
     config = getattr(model, "config", None)
     claims = (getattr(owner, name, None) for owner in (model, config) for name in _TIED)
     if (claim := next((each for each in claims if isinstance(each, bool)), None)) is not None:
@@ -447,3 +448,5 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
         windows = {getattr(config, "sliding_window", None)}
     if len(windows) == 1 and isinstance(window := windows.pop(), int):
         yield "window", window
+    if rotary := rotary_in(config):
+        yield "rotary", rotary

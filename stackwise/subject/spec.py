@@ -24,6 +24,7 @@ from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
 from stackwise.subject.inference.inputs import made_batch
 from stackwise.subject.output import cast, logits_of
+from stackwise.subject.rotary import RotaryClaim
 from stackwise.support.arguments import (
     check_choice,
     check_fields,
@@ -106,6 +107,8 @@ class ModelSpec:
             after it. Or a pair (before, after). "full": each layer reads all positions that causality allows;
             `ModelSpec.of(model, window=None)` declares the same. None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
+        rotary: a RotaryClaim, or a tuple of them. Each layer with a rotary embedding has one of these. ():
+            no claim.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
             parametrisation. None: no claim.
@@ -143,6 +146,7 @@ class ModelSpec:
     visible: Callable[[Tensor], Tensor] | None = None
     window: int | tuple[int, int] | Literal["full"] | None = None
     tied: bool | None = None
+    rotary: tuple[RotaryClaim, ...] = ()
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
     reference: Factory | None = None
@@ -176,6 +180,8 @@ class ModelSpec:
             ValueError: a declared attribute has an invalid value.
         """
         check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
+        if isinstance(declared.get("rotary"), RotaryClaim):
+            declared["rotary"] = (declared["rotary"],)
         _check_values(declared)
         if declared.get("window", 0) is None:
             declared["window"] = "full"
@@ -292,6 +298,9 @@ def _check_values(given: Mapping[str, Any]) -> None:
     check_flags(**some("per_position", "trained", "positionless"))
     check_flags(optional=True, **some("causal", "tied", "never_waits"))
     check_texts(("right", "left"), **some("padding_sides"))
+    for name, value in some("rotary").items():
+        is_known = isinstance(value, tuple) and all(isinstance(each, RotaryClaim) for each in value)
+        require(is_known, name, value, "a RotaryClaim, or a tuple of them")
     check_texts(**some(*_NAMES))
     for name, value in some("tolerance").items():
         check_number(name, value, "a finite number > 0", lambda limit: limit > 0)

@@ -1,0 +1,128 @@
+"""Rotary: the frequencies of a rotary position embedding, as a model or its configuration claims them.
+
+Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071), and
+the scaling of Llama 3.1 (arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
+
+__all__ = ["RotaryClaim", "rotary_in"]
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RotaryClaim:
+    """Claim: queries and keys are rotated by angles that grow with the position.
+
+    Attributes:
+        theta: base of the frequencies.
+        dim: number of elements of each head that are rotated. None: all.
+        kind: scaling of the frequencies: "default" (none), "linear", "llama3" or "yarn".
+        factor: length of a scaled context, relative to the original one.
+        original_length: original length of the context, for "llama3" and "yarn".
+        low, high: for "llama3", factors of the lowest and highest wavelength between which frequencies are
+            interpolated. For "yarn", numbers of rotations in the original context (beta_slow and beta_fast).
+    """
+
+    theta: float = 10000.0
+    dim: int | None = None
+    kind: str = "default"
+    factor: float = 1.0
+    original_length: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "low", "high"):
+            check_number(name, getattr(self, name), "a finite number > 0", lambda number: number > 0)
+        check_choice("kind", self.kind, _KINDS)
+        check_sizes(original_length=self.original_length)
+        require(
+            self.dim is None or (type(self.dim) is int and self.dim % 2 == 0),
+            "dim",
+            self.dim,
+            "even, or None",
+        )
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Return the angle per position of each pair of elements, in float64 and descending order."""
+        dim = self.dim or head_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        plain = self.theta**-exponents
+        scaled = plain / self.factor
+        if self.kind == "default":
+            return plain
+        if self.kind == "linear":
+            return scaled
+        if self.kind == "llama3":
+            # Number of rotations in the original context.
+            rotations = self.original_length * plain / (2 * math.pi)
+            share = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
+            return share * plain + (1 - share) * scaled
+        first, last = (self._place(rotations, dim) for rotations in (self.high, self.low))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        ramp = (torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)
+        share = 1 - ramp.clamp(0, 1)
+        return share * plain + (1 - share) * scaled
+
+    def _place(self, rotations: float, dim: int) -> float:
+        """Return the number of the pair that makes so many rotations in the original context."""
+        wavelength = self.original_length / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+    def __str__(self) -> str:
+        parts = [f"theta {self.theta:g}"]
+        parts += [f"{self.dim} elements"] if self.dim is not None else []
+        parts += [f"{self.kind} scaling by {self.factor:g}"] if self.kind != "default" else []
+        return ", ".join(parts)
+
+
+def rotary_in(config: Any) -> tuple[RotaryClaim, ...]:
+    """Return the rotary embeddings that a configuration of transformers states. (): none, or unknown ones."""
+    stated = getattr(config, "rope_parameters", None)
+    if not isinstance(stated, Mapping):
+        return ()
+    # Layers of different types may have different embeddings.
+    by_type = (
+        list(stated.values()) if all(isinstance(each, Mapping) for each in stated.values()) else [stated]
+    )
+    found = [_stated(each, config) for each in by_type]
+    return () if None in found else tuple(dict.fromkeys(each for each in found if each is not None))
+
+
+def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
+    kind = parameters.get("rope_type", "default")
+    theta = parameters.get("rope_theta")
+    if kind not in _KINDS or not isinstance(theta, int | float):
+        return None
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
+        head_dim = config.hidden_size // getattr(config, "num_attention_heads", 1)
+    dim = getattr(config, "qk_rope_head_dim", None)
+    if dim is None and head_dim is not None:
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if dim is None or dim % 2:
+        return None
+    given: dict[str, Any] = {"theta": float(theta), "dim": dim, "kind": kind}
+    if kind != "default":
+        given["factor"] = float(parameters["factor"])
+    if kind == "llama3":
+        given |= {"low": parameters["low_freq_factor"], "high": parameters["high_freq_factor"]}
+    if kind == "yarn":
+        if parameters.get("truncate", True) is not True:
+            return None
+        given |= {"low": parameters.get("beta_slow") or 1.0, "high": parameters.get("beta_fast") or 32.0}
+    if kind in ("llama3", "yarn"):
+        given["original_length"] = parameters["original_max_position_embeddings"]
+    return RotaryClaim(**given)

@@ -1,0 +1,157 @@
+"""Rotary: frequencies of queries and keys, measured from outside and compared with the claim."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_model
+from stackwise.checks.probe.rotation import rotation_of
+from stackwise.subject.rotary import RotaryClaim
+from stackwise.subject.spec import ModelSpec
+from tests.zoo.facts import Partial, Rotating, Scaled, of, rotary_part_is_ignored, rotary_scaling_is_ignored
+from tests.zoo.gpt import GPT, Placed, spec_of
+
+
+def ask(spec):
+    [result] = check_model(spec, checks=["rotary_frequencies"])
+    return result
+
+
+def rotated(vector, frequencies, layout, n_positions=13):
+    """Return a vector (D,) rotated at each position (T, D), in the layout "halves" or "pairs"."""
+    one, two = vector.chunk(2) if layout == "halves" else (vector[::2], vector[1::2])
+    angles = torch.arange(n_positions)[:, None] * frequencies
+    x = torch.complex(one, two) * torch.polar(torch.ones_like(angles), angles)
+    parts = (x.real, x.imag)
+    return torch.cat(parts, dim=-1) if layout == "halves" else torch.stack(parts, dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize("layout", ["halves", "pairs"])
+@pytest.mark.parametrize("theta", [100.0, 1e4, 1e6])
+def test_frequencies_are_measured_in_any_layout(layout, theta):
+    generator = torch.Generator().manual_seed(0)
+    frequencies = RotaryClaim(theta).frequencies(32)
+    vectors = rotated(torch.randn(32, generator=generator, dtype=torch.float64), frequencies, layout)
+    still = torch.randn(8, generator=generator, dtype=torch.float64).expand(13, 8)
+
+    found = rotation_of(torch.cat((still, vectors), dim=-1)[None])
+
+    assert found.is_pure and found.head_dim == 40
+    torch.testing.assert_close(found.frequencies, frequencies, rtol=1e-6, atol=0.0)
+
+
+def test_positions_that_are_added_are_no_rotation():
+    generator = torch.Generator().manual_seed(0)
+
+    found = rotation_of(torch.randn(1, 13, 8, generator=generator))
+
+    assert not found.is_pure
+
+
+def test_equal_vectors_are_not_rotated():
+    assert not len(rotation_of(torch.ones(1, 13, 8)).frequencies)
+
+
+@pytest.mark.parametrize("build", [Rotating, Scaled, Partial])
+def test_claimed_frequencies_pass(build):
+    result = ask(of(build))
+
+    assert result.status == "passed"
+    assert result.meaning == f"2 products; {build.claim}."
+
+
+def test_other_frequencies_fail():
+    result = ask(rotary_scaling_is_ignored())
+
+    assert (result.status, result.where) == ("failed", "queries of attention 1 of 2")
+    assert "is claimed (theta 500000, llama3 scaling by 8)" in result.meaning
+
+
+def test_other_part_of_a_head_fails():
+    D = GPT.width // GPT.n_heads
+    result = ask(rotary_part_is_ignored())
+
+    assert result.status == "failed"
+    assert result.meaning.startswith(
+        f"{D} of the {D} elements of a head are rotated, and {D // 2} are claimed"
+    )
+
+
+def test_each_layer_has_one_of_several_claims():
+    other = RotaryClaim(theta=1e6)
+
+    assert ask(ModelSpec.of(Rotating, rotary=(other, RotaryClaim()))).status == "passed"
+    assert ask(ModelSpec.of(Rotating, rotary=other)).status == "failed"
+
+
+@pytest.mark.parametrize("build", [GPT, Placed])
+def test_model_without_a_claim_is_not_compared(build):
+    result = ask(spec_of(build))
+
+    assert result.meaning == "needs ModelSpec.rotary, or a configuration that states it"
+
+
+def test_model_without_rotation_is_not_compared():
+    result = ask(spec_of(Placed, max_length=64, rotary=(RotaryClaim(),)))
+
+    assert result.meaning == "needs a layer that rotates queries and keys, and changes nothing else"
+
+
+def test_claim_that_is_no_rotary_is_refused():
+    with pytest.raises(ValueError, match="rotary: got 10000"):
+        ModelSpec.of(Rotating, rotary=10000.0)
+
+
+def test_configuration_of_transformers_is_the_claim():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=17, max_position_embeddings=32, **sizes)
+    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
+    spec = ModelSpec.of(config)
+
+    assert spec.rotary == (RotaryClaim(theta=5e4, dim=16, kind="linear", factor=2.0),)
+    assert ask(spec).status == "passed"
+
+
+def test_model_that_ignores_its_configuration_fails():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def build():
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=17, max_position_embeddings=32, **sizes)
+        )
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+        return model
+
+    result = ask(ModelSpec.of(build))
+
+    assert result.status == "failed"
+    assert "theta 500000" in result.meaning
+
+
+class Grouped(nn.Module):
+    """Attention in one tensor for all heads, with an interleaved layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(17, 32), nn.Linear(32, 96)
+        self.head = nn.Linear(32, 17)
+
+    def forward(self, ids):
+        q, k, v = (
+            x.unflatten(-1, (4, 8)).transpose(1, 2) for x in self.qkv(self.embedding(ids)).chunk(3, -1)
+        )
+        angles = torch.arange(ids.shape[1])[:, None] * RotaryClaim(theta=1000.0).frequencies(8)
+        turn = torch.polar(torch.ones_like(angles), angles).to(torch.promote_types(q.dtype, torch.complex64))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+            for x in (q, k)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(-2))
+
+
+def test_interleaved_complex_rotation():
+    assert ask(ModelSpec.of(Grouped, rotary=RotaryClaim(theta=1000.0))).status == "passed"
+    assert ask(ModelSpec.of(Grouped, rotary=RotaryClaim(theta=1010.0))).status == "failed"

@@ -1,0 +1,148 @@
+"""Bugs that change a model consistently, so that only a stated fact shows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stackwise.subject.rotary import RotaryClaim
+from stackwise.subject.spec import ModelSpec
+from tests.zoo.forward import logits
+from tests.zoo.gpt import GPT, spec_of
+from tests.zoo.mutant import mutant
+
+LLAMA3 = RotaryClaim(theta=5e5, kind="llama3", factor=8.0, original_length=32)
+
+
+class Rotating(GPT):
+    """Rotates queries and keys by frequencies of its own."""
+
+    claim = RotaryClaim()
+
+    def frequencies(self) -> Tensor:
+        return self.claim.frequencies(self.head_dim)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        frequencies = self.frequencies()
+        cos, sin = (f(positions[:, None, :, None] * frequencies).to(x.dtype) for f in (torch.cos, torch.sin))
+        n = 2 * len(frequencies)
+        one, two = x[..., :n].chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin, x[..., n:]), dim=-1)
+
+
+class Scaled(Rotating):
+    """Has the frequencies of Llama 3.1 for a longer context."""
+
+    claim = LLAMA3
+
+
+class Partial(Rotating):
+    """Rotates half of each head."""
+
+    claim = RotaryClaim(dim=GPT.width // GPT.n_heads // 2)
+
+
+def of(build: type[Rotating]) -> ModelSpec:
+    return replace(spec_of(build), rotary=(build.claim,))
+
+
+def rotating() -> ModelSpec:
+    return of(Rotating)
+
+
+def scaled() -> ModelSpec:
+    return of(Scaled)
+
+
+def partial() -> ModelSpec:
+    return of(Partial)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_base_is_not_the_stated_one():
+    """The base is 500,000, and the configuration says 10,000."""
+
+    class Mutant(Rotating):
+        def frequencies(self):
+            return RotaryClaim(theta=5e5).frequencies(self.head_dim)
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_exponents_too_small():
+    """The exponents are i / dim and not 2i / dim."""
+
+    class Mutant(Rotating):
+        def frequencies(self):
+            return super().frequencies().sqrt()
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=scaled, family="rotary", source="classic", observable=logits)
+def rotary_scaling_is_ignored():
+    """The scaling for a longer context is not applied."""
+
+    class Mutant(Scaled):
+        def frequencies(self):
+            return RotaryClaim(theta=self.claim.theta).frequencies(self.head_dim)
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=scaled, family="rotary", source="classic", observable=logits)
+def rotary_scaling_applied_twice():
+    """Positions are divided by the factor, in addition to the scaling of the frequencies."""
+
+    class Mutant(Scaled):
+        def frequencies(self):
+            return super().frequencies() / self.claim.factor
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=partial, family="rotary", source="classic", observable=logits)
+def rotary_exponents_over_the_whole_head():
+    """Half of each head is rotated, and the exponents are those for the whole head."""
+
+    class Mutant(Partial):
+        def frequencies(self):
+            return RotaryClaim().frequencies(self.head_dim)[: self.head_dim // 4]
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=partial, family="rotary", source="classic", observable=logits)
+def rotary_part_is_ignored():
+    """The whole head is rotated, and not its half."""
+
+    class Mutant(Partial):
+        def frequencies(self):
+            return RotaryClaim().frequencies(self.head_dim)
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="modalities#462", observable=logits)
+def rotary_frequencies_rounded():
+    """The frequencies are rounded to bfloat16."""
+
+    class Mutant(Rotating):
+        def frequencies(self):
+            return super().frequencies().bfloat16().double()
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_keys_by_other_frequencies():
+    """Queries are rotated by the claimed frequencies, and keys by half of them."""
+
+    class Mutant(Rotating):
+        def rotate(self, x, positions):
+            return super().rotate(x, positions if x.shape[1] == self.n_heads else positions / 2)
+
+    return of(Mutant)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,7 +69,7 @@ _SIMPLER = {"resume later": "resume", "rewind": "resume", "resume": "save"}
 _STEPS, _LEAST_STEPS, _AFTER_EPOCH = 6, 3, 4
 # Batches of an epoch above which a run does not reach the end of the epoch.
 _LONGEST_EPOCH = 24
-_RANDOM_SEQUENCES = 3
+_RANDOM_SEQUENCES = 2
 _SHRINKING = 40
 # Steps that "resume later" and "rewind" make after the save: one before and one after a second save.
 _FURTHER_STEPS = 2
@@ -235,17 +235,21 @@ class Sequences:
             return f"it raises {reason_of(error)}"
 
     def _planned(self, operations: list[str]) -> Iterator[Operations]:
-        """Yield each operation at several places, each pair of operations, then random sequences of three."""
+        """Yield each operation at several places, pairs of operations, then random sequences of three.
+
+        Operations that contain another one differ from it at a few places only.
+        """
         n, length = self.n_steps, self.epoch_length
         ends = [] if length is None else [length - 1, length, length + 2]
         places = sorted({place for place in (1, n // 2, *ends) if 0 < place < n})
         for operation in operations:
-            for place in places:
+            for place in places[::2] if _SIMPLER.get(operation) in operations else places:
                 yield self._with({place: operation})
         rng = random.Random(self.subject.seed)  # noqa: S311  not for secrets
         later = range(1, n)
-        for pair in product(operations, repeat=2):
-            yield self._with(dict(zip(sorted(rng.sample(later, 2)), pair, strict=True)))
+        for first, second in zip(operations, operations[1:] + operations[:1], strict=True):
+            for pair in ((first, first), (first, second)):
+                yield self._with(dict(zip(sorted(rng.sample(later, 2)), pair, strict=True)))
         for _ in range(_RANDOM_SEQUENCES if operations and n > 3 else 0):
             yield self._with({place: rng.choice(operations) for place in rng.sample(later, 3)})
 

@@ -36,9 +36,8 @@ def test_sound(check):
 def test_number_of_sequences_is_reported():
     result = ask(loop_spec_of(Short), "interrupted_run")
 
-    assert (
-        result.meaning == "18 sequences of 6 steps."
-    )  # three operations at two places, nine pairs, and three at random
+    # Four with one operation, six with two, and two with three.
+    assert result.meaning == "12 sequences of 6 steps."
 
 
 def test_interrupted_run_names_the_shortest_sequence_and_its_code():

@@ -6,7 +6,7 @@ class of mistake was taken. The 30 reports of the first sample were asked at c1b
 sample have no class of the first one, and were asked at 81577e3. `first_result.json` and `second_result.json`
 are the results of the frozen checks. Do not overwrite them. The 20 reports of training loops were asked at
 8eb0f3f, in the full suite, because the fast suite starts no processes. Their first result is
-`loops_result.json`.
+`loops_result.json`. Ten further reports of training loops were asked at 3594445: `more_loops_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
@@ -37,6 +37,7 @@ SAMPLES = {
     "fresh reports": FOLDER / "first_result.json",
     "fresh reports of other classes": FOLDER / "second_result.json",
     "fresh reports of training loops": FOLDER / "loops_result.json",
+    "further reports of training loops": FOLDER / "more_loops_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +96,10 @@ def members_of(given: Any) -> list[torch.optim.Optimizer]:
     members: list[torch.optim.Optimizer] = []
     inner: set[int] = set()
     for each in reversed(optimizers_in(given)):
-        # A wrapper of accelerate has the method of its class, but no hooks.
-        if id(each) not in inner and hasattr(each, "_optimizer_step_pre_hooks"):
+        # A wrapper of accelerate has no hooks, and those of pytorch_optimizer have a dict that torch refuses.
+        if id(each) not in inner and isinstance(
+            getattr(each, "_optimizer_step_pre_hooks", None), OrderedDict
+        ):
             members.append(each)
             inner |= set(map(id, optimizers_in(each)))
     return members

@@ -55,6 +55,7 @@ class Record:
 
     Attributes:
         initial, final: parameters by name, without the prefixes of wrappers, before and after all steps.
+        accumulated: parameters after a further update from two micro-batches. {}: no `accumulate`.
         buffers: buffers after all steps.
         gradients: gradients at the optimizer in the first step.
         norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
@@ -67,6 +68,7 @@ class Record:
 
     initial: Tensors = field(default_factory=dict)
     final: Tensors = field(default_factory=dict)
+    accumulated: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     norm: float | None = None
@@ -134,6 +136,7 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) 
                 "seed": subject.seed,
                 "log": str(logs[rank]),
                 "evaluates": _can_evaluate(subject),
+                "accumulates": not spoiled,
                 "is_spoiled": spoiled and rank == N_RANKS - 1,
             }
             for rank in range(N_RANKS)
@@ -161,9 +164,10 @@ def run_rank(
     log: str,
     *,
     evaluates: bool,
+    accumulates: bool,
     is_spoiled: bool,
 ) -> Record:
-    """Run the steps of one rank, after an evaluation if `evaluates`."""
+    """Run the steps of one rank, with an evaluation before and an accumulation after them."""
     from torch import distributed
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
@@ -180,7 +184,14 @@ def run_rank(
         index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
-            record = observe(run, parts, _Collectives(Path(log)), evaluates=evaluates, is_spoiled=is_spoiled)
+            record = observe(
+                run,
+                parts,
+                _Collectives(Path(log)),
+                evaluates=evaluates,
+                accumulates=accumulates,
+                is_spoiled=is_spoiled,
+            )
         record.n_parts = count
         # The first rank that leaves the barrier closes its connections. All records are complete by then.
         with suppress(RuntimeError):
@@ -233,6 +244,7 @@ def observe(
     collectives: _Collectives | None,
     *,
     evaluates: bool,
+    accumulates: bool = False,
     is_spoiled: bool = False,
 ) -> Record:
     """Run steps without dropout, which differs between ranks, and record them."""
@@ -258,9 +270,13 @@ def observe(
             norm = getattr(run, "grad_norm", None)
             if number == 0 and norm is not None:
                 record.norm = float(norm)
-    if collectives is not None:
-        collectives.end()
     record.final = _parameters(run.model)
+    if collectives is not None:
+        if accumulates and callable(getattr(run, "accumulate", None)):
+            with WithoutDropout(), collectives:
+                run.accumulate(batches)
+            record.accumulated = _parameters(run.model)
+        collectives.end()
     record.buffers = {_plain(name): buffer.detach().clone() for name, buffer in run.model.named_buffers()}
     return record
 
@@ -369,7 +385,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = log.open("w")
 
     def end(self) -> None:
-        self.log.write("the end of two steps\n")
+        self.log.write("the end\n")
         self.log.close()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -250,10 +250,16 @@ def save(run: Any, folder: Path) -> None:
 
 
 def wait_for(saved: Any) -> None:
-    """Wait for the future that an asynchronous `save` returns."""
+    """Wait for the futures or threads that an asynchronous `save` returns."""
+    if isinstance(saved, list | tuple):
+        for each in saved:
+            wait_for(each)
+        return
     saved = getattr(saved, "upload_completion", saved)  # of torch.distributed.checkpoint.async_save
-    if callable(result := getattr(saved, "result", None)):
-        result()
+    for name in ("result", "join"):
+        if callable(wait := getattr(saved, name, None)) and not isinstance(saved, str):
+            wait()
+            return
 
 
 def number_in(returned: Any) -> float | None:

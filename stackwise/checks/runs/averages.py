@@ -91,7 +91,10 @@ class Move:
                 continue
             old, new = before[path].double(), after[path].double()
             eps = torch.finfo(after[path].dtype).eps
-            distance, rounding = weights[name].to(old) - old, _ROUNDINGS * eps * float(new.norm())
+            distance = weights[name].to(old) - old
+            # The weights may be rounded more than their average, as with masters in float32.
+            widest = max(eps, torch.finfo(weights[name].dtype).eps)
+            rounding = _ROUNDINGS * widest * float(new.norm())
             far = distance.abs() > _FAR * eps * old.abs()
             n_far, n_stuck = n_far + int(far.sum()), n_stuck + int((far & (new == old)).sum())
             if float(distance.norm()) > rounding:
@@ -100,9 +103,14 @@ class Move:
 
     @property
     def share(self) -> float:
-        """Return the median over the tensors of the share of the distance. 0: the average does not move."""
-        shares = [float((c * d).sum() / d.square().sum()) for c, d, _ in self.tensors.values()]
+        """Return the median share of the tensors that move. 0: the average does not move."""
+        shares = [share for share in self.shares.values() if share]
         return median(shares) if shares else 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of each tensor, by path."""
+        return {path: float((c * d).sum() / d.square().sum()) for path, (c, d, _) in self.tensors.items()}
 
     @property
     def rounding(self) -> float:
@@ -111,15 +119,18 @@ class Move:
         errors = [r / (share * float(d.norm())) for _, d, r in self.tensors.values()] if share else []
         return median(errors) if errors else math.inf
 
-    def gaps(self) -> dict[str, float]:
-        """Return the difference of each change from the common share, relative to it, without rounding."""
-        share = self.share
-        return {
-            path: max(0.0, float((change - share * distance).norm()) - rounding)
-            / abs(share * float(distance.norm()))
-            for path, (change, distance, rounding) in self.tensors.items()
-            if share
-        }
+    def gaps(self, shares: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the relative difference of each change from a share, without rounding.
+
+        Args:
+            shares: share of each tensor. None: all tensors have the common share.
+        """
+        gaps = {}
+        for path, (change, distance, rounding) in self.tensors.items():
+            wanted = (self.share if shares is None else shares[path]) * distance
+            if size := float(wanted.norm()):
+                gaps[path] = max(0.0, float((change - wanted).norm()) - rounding) / size
+        return gaps
 
 
 def averages_in(run: TrainingRun) -> dict[str, Tensor]:
@@ -131,7 +142,9 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}
     shapes = Counter(p.shape for p in run.model.parameters())
-    own = {p.data_ptr() for p in run.model.parameters()}
+    # The optimizer may train other tensors, such as masters in float32.
+    trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+    own = {p.data_ptr() for p in (*run.model.parameters(), *trained)}
 
     def collect(value: Any, path: str, depth: int) -> None:
         if id(value) in seen or depth > _DEPTH:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["Recording", "Replayed", "options_without_effect", "recorded", "replayed"]
 
@@ -196,9 +197,18 @@ def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return attributes with copies of the collections, which a step may change."""
     return {
-        name: copy.deepcopy(value) if isinstance(value, dict | list | set) else value
+        name: _copy_of(value) if isinstance(value, dict | list | set) else value
         for name, value in attributes.items()
     }
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a deep copy, or the object if it cannot be copied, such as a lock or a file."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        reraise_if_out_of_memory(error)
+        return value
 
 
 def _has_tensors(value: Any) -> bool:
@@ -223,7 +233,7 @@ def _record(recording: Recording, names: dict[int, str]) -> Callable[[], None]:
         has_closure = any(callable(each) for each in (*args, *kwargs.values()))
         for group in optimizer.param_groups:
             # A learning rate may be a tensor that the schedule changes in place.
-            options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            options = {name: _copy_of(value) for name, value in group.items() if name != "params"}
             for p in group["params"]:
                 change = _Change(p.detach().clone(), _gradient_of(p, optimizer), options)
                 pending.append(change)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.update import observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import Move, averages_of, followers
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -19,8 +22,13 @@ _STEPS = 12
 _LIMIT = 0.1
 # The same for the choice between the weights after and before an update of the optimizer.
 _EXACT = 0.01
+# Fraction above which an update copies the weights.
+_COPY = 0.999
 # Share of elements that rounding may keep from changing.
 _MOST_STUCK = 0.5
+_MICRO_BATCHES = 3
+# Largest difference of the norm of a unit vector from 1.
+_UNIT = 1e-3
 # Largest difference of the share from the declared one, relative to it.
 _DECAY_LIMIT = 0.02
 _NEEDS = "needs a copy of the weights in an attribute of the run"
@@ -41,12 +49,14 @@ def average_follows(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable(f"needs a weight that {_STEPS} steps change")
     after = averages_of(run)
     still = [name for name, value in before.items() if name in after and torch.equal(value, after[name])]
-    if len(still) < len(before):
+    moving = {name.partition(".")[0] for name in before.keys() - set(still)}
+    still = [name for name in still if name.partition(".")[0] not in moving]
+    if not still:
         return subject.passed(meaning=f"{len(before)} tensors.")
     return subject.warned(
         0.0,
         where=listed(still),
-        meaning=f"A copy of the weights did not change in {_STEPS} steps, in which the weights did.",
+        meaning=f"A copy of the weights did not change in {_STEPS} steps, but the weights changed.",
         correct_if="it is a reference model, or it is updated less often",
         advice="Look for a decay of 1, and for a copy without parameters that the update could change.",
     )
@@ -54,94 +64,223 @@ def average_follows(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def average_share(subject: TrainerSubject) -> CheckResult:
-    """Does an update of an average move all its tensors by the same share, and by the declared one?"""
-    moves = _moves(subject)
-    if not moves:
-        return subject.not_applicable(f"{_NEEDS} that changes")
-    late = []
-    for step, *choices in moves:
-        gaps = [each.gaps() for each in choices if each.share]
-        if len(gaps) == len(choices):
-            late.append(max(gaps[0].values()) > _EXACT >= max(gaps[1].values()))
-        best = min(gaps, key=lambda each: len(_wrong(each)))
-        if wrong := _wrong(best):
-            if len(wrong) >= len(best) / 2:
-                return subject.not_applicable("needs an average whose tensors move towards the weights")
-            return subject.failed(
-                max(best[path] for path in wrong),
-                _LIMIT,
-                where=f"{listed(wrong)}, step {step}",
-                meaning=f"The other {len(best) - len(wrong)} tensors move by one share of their distance.",
-                advice="Look for pairs of tensors in another order, for parameters that were frozen when the "
-                "pairs were made, and for tied weights that are updated twice.",
-            )
-    stuck = moves[-1][1].stuck
-    if stuck > _MOST_STUCK:
-        return subject.failed(
-            stuck,
-            _MOST_STUCK,
-            where=f"step {moves[-1][0]}",
-            meaning=f"{stuck:.0%} of the elements that are far from their weights did not change: the change "
-            "is below the rounding of the average.",
-            advice="Keep the average in float32.",
+    """Does an update of an average move all its tensors by the same fraction, and by the declared one?"""
+    averages = _moves(subject)
+    if not averages:
+        return subject.not_applicable(
+            "needs a copy of the weights, with a tensor for each of them, that changes"
         )
-    if late and all(late):
-        return subject.warned(
+    for updates in averages.values():
+        result = _uneven(subject, updates) or _late(subject, updates) or _stuck(subject, updates)
+        if result is not None:
+            return result
+    if difference := _more_in_accumulation(subject, averages):
+        return subject.failed(
+            difference[0] / difference[1] - 1,
+            _LIMIT,
+            where=f"accumulate() of {_MICRO_BATCHES} micro-batches",
+            meaning=f"An update moves the average by {difference[0]:.4g} of the distance to the weights, and "
+            f"by {difference[1]:.4g} with one batch.",
+            advice="Update the average once for each optimizer step, and not for each micro-batch.",
+        )
+    if name := _averaged_vector(subject):
+        return subject.failed(
             1.0,
             0.0,
-            where="all averages",
-            meaning="The average follows the weights from before the update of the optimizer.",
-            correct_if="the average is meant to be one step late",
-            advice="Update the average after optimizer.step().",
+            where=name,
+            meaning="This buffer has norm 1 in the model, such as a vector of spectral norm, but not in the "
+            "average.",
+            advice="Copy buffers to the average: the mean of unit vectors is no unit vector.",
         )
     if subject.spec.average_decay is not None:
-        return _declared(subject, subject.spec.average_decay, [(step, move) for step, move, _ in moves])
-    shares = [move.share for _, move, _ in moves]
+        results = [_declared(subject, subject.spec.average_decay, updates) for updates in averages.values()]
+        return next((result for result in results if result.status == "passed"), results[0])
+    shares = [update.after.share for updates in averages.values() for update in updates]
     return subject.passed(
-        max(shares), meaning=f"{len(moves)} updates with shares of {min(shares):.4g} to {max(shares):.4g}."
+        max(shares),
+        meaning=f"{len(shares)} updates with fractions of {min(shares):.4g} to {max(shares):.4g}.",
     )
 
 
-def _declared(
-    subject: TrainerSubject, decay: Callable[[int], float], moves: list[tuple[int, Move]]
-) -> CheckResult:
-    """Compare the shares of the updates with the declared decay."""
+@dataclass(frozen=True)
+class _Update:
+    """Update of one average in a step.
+
+    Attributes:
+        step: number of the step.
+        after, middle, before: moves towards the weights after the step, directly after the update of the
+            optimizer, and before the step.
+    """
+
+    step: int
+    after: Move
+    middle: Move
+    before: Move
+
+
+def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
+    """Return a finding if some tensors of an average move by another fraction than the others."""
+    still: dict[str, int] = {}
+    for update in updates:
+        moves = [each for each in (update.after, update.middle, update.before) if each.share]
+        move = min(moves, key=lambda each: len(_wrong(each.gaps())))
+        gaps = move.gaps()
+        wrong = _wrong(gaps)
+        shares = move.shares
+        for path in wrong:
+            still[path] = still.get(path, 0) + (shares[path] == 0)
+        own = _wrong(move.gaps(shares))  # not parallel to the distance
+        if len(own) >= len(gaps) / 2:
+            return subject.not_applicable("needs an average whose tensors move towards the weights")
+        twice = 1 - (1 - move.share) ** 2
+        tied = [path for path in wrong if abs(shares[path] - twice) < _EXACT * twice and twice < _COPY]
+        if own or tied:
+            return subject.failed(
+                max(gaps[path] for path in own or tied),
+                _LIMIT,
+                where=f"{listed(own or tied)}, step {update.step}",
+                meaning="These tensors of the average do not move towards their weights, and the others do."
+                if own
+                else "These tensors of the average move as if they were updated twice in a step.",
+                advice="Look for pairs of tensors in another order, and for an update of tied weights under "
+                "each of their names.",
+            )
+        if different := [path for path in wrong if shares[path] and shares[path] < _COPY]:
+            return subject.warned(
+                max(gaps[path] for path in different),
+                _LIMIT,
+                where=f"{listed(different)}, step {update.step}",
+                meaning="These tensors of the average move by other fractions of their distance from the "
+                f"weights than {move.share:.4g}.",
+                correct_if="these weights have a decay of their own",
+                advice="Use one decay for all weights.",
+            )
+    if never := [path for path, count in still.items() if count == len(updates)]:
+        return subject.failed(
+            1.0,
+            _LIMIT,
+            where=listed(never),
+            meaning="These tensors of the average never move, and the others do.",
+            advice="Look for parameters that were frozen when the average was created, and for a filter of "
+            "names.",
+        )
+    return None
+
+
+def _late(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
+    """Return a warning if an average follows the weights from before the update of the optimizer."""
+    late = []
+    for update in updates:
+        now, earlier = update.after.gaps(), update.before.gaps()
+        if earlier and update.before.share < _COPY:
+            late.append(max(now.values()) > _EXACT >= max(earlier.values()))
+    if not late or not all(late):
+        return None
+    return subject.warned(
+        1.0,
+        0.0,
+        where="all averages",
+        meaning="The average follows the weights from before the update of the optimizer.",
+        correct_if="the average is one step late on purpose",
+        advice="Update the average after optimizer.step().",
+    )
+
+
+def _stuck(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
+    """Return a failure if rounding keeps most elements of an average from changing."""
+    stuck = updates[-1].after.stuck
+    if stuck <= _MOST_STUCK:
+        return None
+    return subject.failed(
+        stuck,
+        _MOST_STUCK,
+        where=f"step {updates[-1].step}",
+        meaning=f"{stuck:.0%} of the elements that are far from their weights did not change: the change is "
+        "below the rounding of the average.",
+        advice="Keep the average in float32.",
+    )
+
+
+def _declared(subject: TrainerSubject, decay: Callable[[int], float], updates: list[_Update]) -> CheckResult:
+    """Compare the fractions of the updates of one average with the declared decay."""
     worst, text = 0.0, ""
-    for number, (step, move) in enumerate(moves):
+    for number, update in enumerate(updates):
         wanted = 1 - decay(number)
-        gap = abs(move.share - wanted) / max(abs(wanted), 1e-12) - move.rounding
+        gap = abs(update.after.share - wanted) / max(abs(wanted), 1e-12) - update.after.rounding
         if gap > worst:
             worst = gap
-            text = f"step {step}: a decay of {1 - move.share:.6g}; declared is {decay(number):.6g}"
+            text = f"step {update.step}: decay {1 - update.after.share:.6g}, declared {decay(number):.6g}"
     return subject.at_most(
         worst,
         _DECAY_LIMIT,
         where=text,
-        meaning=f"The largest difference of the share of the weights, in {len(moves)} updates.",
-        advice="Look for a warm-up of the decay, for its exponent, and for an update in each micro-batch.",
+        meaning=f"The largest relative difference from the declared 1 - decay in {len(updates)} updates.",
+        advice="Look for a warm-up of the decay, for its formula, and for an update in each micro-batch.",
     )
 
 
-def _moves(subject: TrainerSubject) -> list[tuple[int, Move, Move]]:
-    """Return the updates of averages: step, and moves towards the weights after it and before it."""
+def _more_in_accumulation(
+    subject: TrainerSubject, averages: dict[str, list[_Update]]
+) -> tuple[float, float] | None:
+    """Return the fraction of an update from several micro-batches, and from one, if the first is larger."""
+    if not subject.has(subject.run(), "accumulate"):
+        return None
+    accumulated = _moves(subject, n_micro_batches=_MICRO_BATCHES)
+    for path, updates in averages.items():
+        for more, one in zip(accumulated.get(path, []), updates, strict=False):
+            if more.after.share > (1 + _LIMIT) * one.after.share:
+                return more.after.share, one.after.share
+    return None
+
+
+def _averaged_vector(subject: TrainerSubject) -> str:
+    """Return the path of a buffer that has norm 1 in the model and another norm in an average, or ""."""
     run = subject.run()
+    with subject.fixed_randomness():
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    averages = averages_of(run)
+    for name, buffer in run.model.named_buffers():
+        if buffer.ndim == 1 and len(buffer) > 1 and _has_unit_norm(buffer):
+            paths = (path for path in averages if path.endswith(f".{name}"))
+            if path := next((path for path in paths if not _has_unit_norm(averages[path])), ""):
+                return path
+    return ""
+
+
+def _has_unit_norm(x: Tensor) -> bool:
+    return x.is_floating_point() and abs(float(x.double().norm()) - 1) < _UNIT
+
+
+def _moves(subject: TrainerSubject, n_micro_batches: int = 0) -> dict[str, list[_Update]]:
+    """Return the updates of each average, by its path.
+
+    Each update is from several micro-batches, if their number is above 0.
+    """
+    run: Any = subject.run()
     start, copies = _weights_of(run), averages_of(run)
-    averages = [
-        paths
-        for paths in followers(run).values()
-        if len(paths) > 1 and any(_is_copy(copies[path], start) for path in paths.values())
-    ]
-    moves = []
+    averages = {
+        path: paths
+        for path, paths in followers(run).items()
+        if len(paths) > 1 and any(_is_copy(copies[each], start) for each in paths.values())
+    }
+    updates: dict[str, list[_Update]] = {}
     with subject.fixed_randomness():
         for step in range(_STEPS if averages else 0):
             weights, before = _weights_of(run), averages_of(run)
-            run.step(subject.batch(step))
-            after, new_weights = averages_of(run), _weights_of(run)
-            for paths in averages:
-                move, earlier = (Move.between(before, after, w, paths) for w in (new_weights, weights))
-                if len(move.tensors) > 1 and move.share:
-                    moves.append((step, move, earlier))
-    return moves
+            with observed(run) as seen:
+                if n_micro_batches:
+                    numbers = range(step * n_micro_batches, (step + 1) * n_micro_batches)
+                    run.accumulate([subject.batch(number) for number in numbers])
+                else:
+                    run.step(subject.batch(step))
+            after, end = averages_of(run), _weights_of(run)
+            middle = seen.updates[-1].after if seen.updates else end
+            for path, paths in averages.items():
+                moves = [Move.between(before, after, each, paths) for each in (end, middle, weights)]
+                if len(moves[0].tensors) > 1 and moves[0].share:
+                    updates.setdefault(path, []).append(_Update(step, *moves))
+    return updates
 
 
 def _wrong(gaps: dict[str, float]) -> list[str]:

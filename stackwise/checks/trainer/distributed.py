@@ -14,6 +14,27 @@ from stackwise.checks.probe.update import norm
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 
+# Attribute of a record -> (time, advice if the ranks differ).
+_PLACES = {
+    "initial": (
+        "before the first step",
+        (
+            "Broadcast the weights of rank 0, or create the model with the same seed on all ranks. If you do "
+            "so already, communication loses data."
+        ),
+    ),
+    "final": (
+        "after two steps",
+        (
+            "Look for a model that is called past its wrapper, for parameters that were replaced after "
+            "wrapping, which removes the hooks, for clipping on one rank, and for hardware that loses data."
+        ),
+    ),
+    "accumulated": (
+        "after an update from two micro-batches",
+        "Reduce the gradients in the backward pass of the last micro-batch: `no_sync()` is for the others.",
+    ),
+}
 _UNFINISHED = "needs ranks that finish: see collectives_agree"
 
 
@@ -52,8 +73,10 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
-    for when in ("initial", "final"):
+    for when, (place, advice) in _PLACES.items():
         copies = _replicas(subject, ranks, when)
+        if not copies[0] and when == "accumulated":
+            continue
         if not copies[0]:
             return subject.not_applicable("needs weights that are the same on all ranks; all are in parts")
         apart = different(*copies)
@@ -62,18 +85,11 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
             return subject.failed(
                 float(len(apart)),
                 0.0,
-                where=listed(apart, 1)
-                + (" before the first step" if when == "initial" else " after two steps"),
-                meaning=f"{share:.1%} of its elements differ between the ranks.",
-                advice="Look for a model that is called past its wrapper or whose parameters were made "
-                "anew after "
-                "wrapping (hooks lost), for clipping on one rank, and for hardware that loses data on the "
-                "way."
-                if when == "final"
-                else "Broadcast the weights of rank 0, or build under one seed; else data is lost on the "
-                "way.",
+                where=f"{listed(apart, 1)} {place}",
+                meaning=f"{share:.1%} of the elements of this weight differ between the ranks.",
+                advice=advice,
             )
-    return subject.passed(0.0, 0.0, meaning=f"{len(copies[0])} parameters.")
+    return subject.passed(0.0, 0.0, meaning=f"{len(_replicas(subject, ranks, 'final')[0])} parameters.")
 
 
 @trainer_check(suite="full")

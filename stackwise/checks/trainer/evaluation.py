@@ -171,8 +171,10 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         else sum(sums) / sum(n_labels)
     )
     mistakes = {
-        "exp of that. Report a perplexity through perplexity(batches)": math.exp(exact),
-        "2 to the power of that": 2**exact,
+        "exp of that. Report a perplexity through perplexity(batches)": float(
+            torch.tensor(exact, dtype=torch.float64).exp()
+        ),
+        "2 to the power of that": float(torch.tensor(exact, dtype=torch.float64).exp2()),
         "the sum divided by the number of labels. The first label of a row is no target": by_labels,
     }
     mistake = next(

@@ -86,13 +86,15 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
     """Return a failure, or a warning if only the schedule advances, with each implementation."""
     weights = [name for name in changed if name.startswith("model.")]
     moments = [name for name in changed if name.startswith("optimizer.") and ".group " not in name]
-    schedule = [name for name in changed if name not in weights and name not in moments]
+    averages = [name for name in changed if name.startswith("average.")]
+    schedule = [name for name in changed if name not in (*weights, *moments, *averages)]
     parts = [
         f"{len(names)} {kind}"
         for names, kind in (
             (weights, "weights"),
             (moments, "entries of the optimizer state"),
             (schedule, "entries of the schedule"),
+            (averages, "tensors of an average"),
         )
         if names
     ]
@@ -104,7 +106,10 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
         "before and after update(): a fused optimizer is called also if it skips the update."
     )
     correct_if = None
-    if not (weights or moments):
+    if averages == changed:
+        correct_if = "the average is updated in each step, also without an update of the weights"
+        advice = "Update the average only if the optimizer made an update."
+    elif not (weights or moments):
         # If the schedule stays with an optimizer that is not fused, it is meant to.
         other = _outcome(subject, step, unfused=True)
         is_meant = other is not None and not _changed(subject, other)
@@ -113,7 +118,7 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
         correct_if,
         float(len(changed)),
         0.0,
-        where=f"step {step}: {listed(weights or moments or schedule)}",
+        where=f"step {step}: {listed(weights or moments or schedule or averages)}",
         meaning=f"No gradient of a step is finite, and the step changes {' and '.join(parts)}.",
         advice=advice,
     )
@@ -132,6 +137,8 @@ def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
         kind, _, rest = name.partition(".")
         if kind == "model":
             return rest in outcome.names
+        if kind == "average":
+            return True
         if kind == "scheduler" or (name.startswith("optimizer.group") and name.endswith(".lr")):
             return has_scheduler  # a rate that follows the number of the step needs no scheduler
         return kind == "optimizer" and rest.rpartition(".")[0] in outcome.names
@@ -174,18 +181,18 @@ def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _O
             for number in range(step):
                 earlier.append(_weights_of(run))
                 run.step(subject.batch(number))
-            before, n_alarms = state_of(run), len(_alarms(run))
+            before, n_alarms = _state_of(run), len(_alarms(run))
             with _nan_gradients(run) as names:
                 run.step(subject.batch(step))
-            after, averages = state_of(run), averages_of(run)
+            after = _state_of(run)
             responds = len(_alarms(run)) > n_alarms
             for number in range(step + 1, step + 1 + _STEPS_AFTER):
                 run.step(subject.batch(number))
     except Exception as error:  # non_finite_gradient reports what the step raises
         reraise_if_out_of_memory(error)
         return None
-    end = state_of(run)
-    is_finite = not any(_became_non_finite(before, each) for each in (after, end, averages))
+    end = _state_of(run)
+    is_finite = not any(_became_non_finite(before, each) for each in (after, end))
     protects = names and is_finite and not responds
     return _Outcome(step, before, after, earlier, end, names) if protects else None
 
@@ -232,6 +239,11 @@ def _became_non_finite(before: State, after: State) -> bool:
         return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
     return any(is_finite(before.get(name)) and not is_finite(value) for name, value in after.items())
+
+
+def _state_of(run: TrainingRun) -> State:
+    """Return the state with the averages of the weights."""
+    return state_of(run) | {f"average.{path}": tensor for path, tensor in averages_of(run).items()}
 
 
 def _weights_of(run: TrainingRun) -> State:

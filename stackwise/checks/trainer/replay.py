@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -20,12 +20,15 @@ from stackwise.checks.runs.replay import (
 )
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.optimizer_state import states_of
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
 # Implementations for one parameter and for many round differently.
 _LIMIT = 0.05
-_STEPS = 9
+_STEPS, _COUNTED_STEPS = 9, 3
 _NO_OPTIMIZER = "needs a torch optimizer that is stepped"
+# Factor of gradients that no limit of a norm reaches.
+_SMALL = 1e-3
 # Steps in which some parameters do not train.
 _FROZEN_STEPS = (2, 3, 6)
 
@@ -35,6 +38,45 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     """Is the update of each parameter independent of the others, also if some are frozen for a while?"""
     result = _compared(subject, freeze=False)
     return _compared(subject, freeze=True) if result.status == "passed" else result
+
+
+@trainer_check
+def step_counters(subject: TrainerSubject) -> CheckResult:
+    """Does the step counter in the state of each parameter advance with its updates?"""
+    run, before, start = subject.run(), dict[str, float](), dict[str, torch.Tensor]()
+    with subject.fixed_randomness():
+        for number in range(_COUNTED_STEPS):
+            run.step(subject.batch(number))
+            if number == 0:
+                before = _counters(run)
+                start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    if not before:
+        return subject.not_applicable("needs an optimizer with a counter named step in its state")
+    after, weights = _counters(run), dict(run.model.named_parameters())
+    trained = [name for name in before if not torch.equal(weights[name], start[name])]
+    still = [name for name in trained if after.get(name) == before[name]]
+    if still:
+        return subject.failed(
+            float(len(still)),
+            0.0,
+            where=listed(still),
+            meaning=f"The step counter of these parameters is {before[still[0]]:g} after the first step and "
+            f"after {_COUNTED_STEPS} steps.",
+            advice="Increase the counter in each update. A bias correction that uses it is otherwise that of "
+            "the first step for ever.",
+        )
+    return subject.passed(0.0, 0.0, meaning=f"{len(before)} counters.")
+
+
+def _counters(run: TrainingRun) -> dict[str, float]:
+    """Return the step counter of each parameter that has one, by name."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    counters = {}
+    for _, key, values in states_of(run.optimizer):
+        step = values.get("step") if isinstance(values, Mapping) else None
+        if id(key) in names and isinstance(step, int | float | torch.Tensor) and not isinstance(step, bool):
+            counters[names[id(key)]] = float(step)
+    return counters
 
 
 @trainer_check
@@ -79,9 +121,23 @@ def _compared(subject: TrainerSubject, *, freeze: bool) -> CheckResult:
         largest = max(largest, *(each.gap for each in found))
         count += len(found)
         if any(each.gap > _LIMIT for each in found):
-            # If all parameters train, a difference may be meant, such as clipping inside the optimizer.
-            return _reported(subject, recording, found, may_be_meant=not freeze and not recording.has_pauses)
+            # If all parameters train, a difference may be meant. So is clipping inside the optimizer, which
+            # does not change small gradients.
+            is_meant = not freeze and not recording.has_pauses
+            return _reported(
+                subject, recording, found, may_be_meant=is_meant or _small_gradients_agree(subject, freeze)
+            )
     return subject.passed(largest, _LIMIT, meaning=f"{count} parameters.")
+
+
+def _small_gradients_agree(subject: TrainerSubject, freeze: bool) -> bool:
+    """Return True if the updates of each parameter are independent after gradients are made small."""
+    found = [
+        each
+        for recording in _recordings(subject, freeze=freeze, factor=_SMALL)
+        for each in replayed(recording)
+    ]
+    return all(each.gap <= _LIMIT for each in found)
 
 
 def _reported(
@@ -117,11 +173,15 @@ def _not_isolated(subject: TrainerSubject, recording: Recording, error: Exceptio
     return subject.not_applicable(f"needs {recording.kind} to run with one parameter: {reason_of(error)}")
 
 
-def _recordings(subject: TrainerSubject, *, freeze: bool) -> list[Recording]:
-    """Return the recordings of the optimizers of a run that make an update."""
+def _recordings(subject: TrainerSubject, *, freeze: bool, factor: float = 1.0) -> list[Recording]:
+    """Return the recordings of the optimizers of a run that make an update. Gradients are times `factor`."""
     run = subject.run()
+    if factor != 1.0:
+        for p in run.model.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda g: g * factor)  # type: ignore[no-untyped-call]
     with subject.fixed_randomness(), recorded(run) as recordings:
-        for number in range(_STEPS):
+        for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
             with _frozen(run) if freeze and number in _FROZEN_STEPS else nullcontext():
                 run.step(subject.batch(number))
     return [each for each in recordings if each.changes]

@@ -58,6 +58,8 @@ def _compared(
     if not sequences.repeats:
         return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
     finding, count = sequences.find(operations)
+    if finding is None and not count:
+        return subject.not_applicable("needs an operation that raises no exception after the first step")
     if finding is None:
         return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")
     for check in simple:

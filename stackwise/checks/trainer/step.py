@@ -55,7 +55,16 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
     # Updates of half-precision weights may round to 0; the optimizer family checks them.
     narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
-    still = sorted(name for name in seen.reached - changed - frozen - narrow if now[name].requires_grad)
+    # A group may start to train later.
+    waiting = {
+        name
+        for index, names in enumerate(_groups(run))
+        if not any(update.learning_rates[index : index + 1] != [0.0] for update in seen.updates)
+        for name in names
+    }
+    still = sorted(
+        name for name in seen.reached - changed - frozen - narrow - waiting if now[name].requires_grad
+    )
     if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
         return subject.warned(
             0.0,
@@ -281,6 +290,12 @@ def _raised_by_the_hook(subject: TrainerSubject) -> str | None:
                 raise
             return reason_of(error)
     return None
+
+
+def _groups(run: TrainingRun) -> list[set[str]]:
+    """Return the names of the parameters of each group."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    return [{names[id(p)] for p in group["params"] if id(p) in names} for group in run.optimizer.param_groups]
 
 
 def _rounding(run: TrainingRun) -> float:

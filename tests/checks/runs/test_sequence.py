@@ -348,11 +348,15 @@ class SavesInAThread(Loop):
         self.restore(torch.load(Path(folder) / "state.pt", weights_only=False))
 
 
-def test_asynchronous_save_is_awaited():
-    spec = loop_spec_of(SavesInAThread)
+class SavesInParts(SavesInAThread):
+    def save(self, folder):
+        return [super().save(folder), self.executor.submit(int)]
 
-    for operation in ("save", *INTERRUPTIONS):
-        assert compare_runs(spec, [STEP, operation, STEP]) == ""
+
+@pytest.mark.parametrize("build", [SavesInAThread, SavesInParts])
+@pytest.mark.parametrize("operation", ["save", *INTERRUPTIONS])
+def test_asynchronous_save_is_awaited(build, operation):
+    assert compare_runs(loop_spec_of(build), [STEP, operation, STEP]) == ""
 
 
 def test_asynchronous_save_without_a_copy_is_found():

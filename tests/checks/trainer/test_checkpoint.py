@@ -417,3 +417,16 @@ def test_resume_that_rounds_passes():
 
     assert (result.status, result.meaning) == ("passed", "Equal up to rounding.")
     assert ask(_rounding(10000), "resume").status == "failed"
+
+
+def test_frozen_teacher_that_is_created_from_the_seed_needs_no_checkpoint():
+    class Distilled(Loop):
+        def __init__(self):
+            super().__init__()
+            self.teacher = self.create_model().requires_grad_(False)
+
+        def loss(self, batch):
+            gap = self.model(batch["input_ids"]).logits - self.teacher(batch["input_ids"]).logits
+            return super().loss(batch) + gap.square().mean()
+
+    assert ask(loop_spec_of(Distilled), "checkpoint_round_trip").status == "passed"

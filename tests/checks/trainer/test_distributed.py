@@ -1,5 +1,6 @@
 """Two ranks: what sets them apart from one process is found, and sound ones are left alone."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -299,3 +300,22 @@ def test_unequal_targets_of_other_gradients_are_not_compared(monkeypatch):
     result = checks.unequal_targets(subject)
 
     assert result.meaning == "needs the gradient of one process: see gradients_equal_dense"
+
+
+class NoSync(Wrapped):
+    """Reduces the gradients of the first micro-batch only."""
+
+    def accumulate(self, batches):
+        for place, batch in enumerate(batches):
+            with self.model.no_sync() if place > 0 else nullcontext():
+                self.backward(self.loss(batch) / len(batches))
+        self.update()
+        return 0.0
+
+
+@pytest.mark.slow
+def test_micro_batches_without_a_reduction_fail():
+    result = answers(wrapped(NoSync))["replicas_agree"]
+
+    assert result.status == "failed"
+    assert result.where.endswith("after an update from two micro-batches")

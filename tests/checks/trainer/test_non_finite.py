@@ -256,3 +256,17 @@ def test_nothing_is_left_behind():
 
     assert torch.equal(state, torch.get_rng_state())
     assert not different(reference, state_of(spec.create()))
+
+
+def test_average_that_moves_in_a_skipped_step_is_a_warning():
+    class Moves(Skipping):
+        def remember(self, loss, finite):
+            super().remember(loss, finite)
+            with torch.no_grad():
+                for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    mean.lerp_(p, 0.1)
+
+    result = ask(loop_spec_of(Moves))
+
+    assert result.status == "warned"
+    assert "tensors of an average" in result.meaning

@@ -1,5 +1,7 @@
 """Replay: updates of one parameter that depend on another, and options that an optimizer ignores."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -308,3 +310,40 @@ def test_update_that_is_not_finite_fails():
 
     assert result.status == "failed"
     assert result.meaning == "Overflows makes an update that is not finite from a finite gradient."
+
+
+def test_counters_that_advance_pass():
+    assert ask(loop(), "step_counters").status == "passed"
+    assert ask(training_of(torch.optim.SGD), "step_counters").status == "not applicable"
+
+
+def test_counter_that_does_not_advance_fails():
+    class NeverCounts(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state["step"].zero_()
+
+    result = ask(training_of(NeverCounts), "step_counters")
+
+    assert result.status == "failed"
+    assert "is 0 after the first step and after 3 steps" in result.meaning
+
+
+def test_clipping_inside_the_optimizer_is_a_warning():
+    class Clips(torch.optim.AdamW):
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+            super().step(closure)
+
+    assert ask(training_of(Clips), "separate_updates").status == "warned"
+
+
+def test_options_that_cannot_be_copied():
+    class Locked(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1, momentum=0.9)
+            self.parts = {"lock": threading.Lock()}
+
+    for check in CHECKS:
+        assert ask(training_of(Locked), check).status == "passed"

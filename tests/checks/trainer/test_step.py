@@ -340,3 +340,13 @@ def test_step_that_only_accumulates_does_not_show_that_nan_is_skipped():
     result = ask(loop_spec_of(Counts), "non_finite_gradient")
 
     assert (result.status, result.meaning) == ("not applicable", "needs an update in the second step")
+
+
+def test_group_that_trains_later_is_no_failure():
+    class Later(Loop):
+        """The learning rate of the second group is 0 in the first steps."""
+
+        def create_scheduler(self):
+            return torch.optim.lr_scheduler.LambdaLR(self.optimizer, [lambda n: 1.0, lambda n: float(n > 5)])
+
+    assert ask(loop_spec_of(Later, learning_rate=None), "parameters_change").status == "passed"

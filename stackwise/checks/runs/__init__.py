@@ -1,1 +1,1 @@
-"""Runs: a training run in equivalent ways, each compared with the straight run."""
+"""Runs: a training run in equivalent ways, each compared with an uninterrupted run."""

@@ -19,9 +19,9 @@ __all__ = ["Move", "averages_in", "averages_of", "followers"]
 
 # Depth of the search: attributes of attributes of the run.
 _DEPTH = 3
-# Least share of the parameters of the model whose shapes the tensors of an average have.
+# An average has the shapes of at least this fraction of the parameters of the model.
 _SHARE = 0.5
-# Roundings of an average in one update, in multiples of the eps of its dtype.
+# Largest rounding error of an average in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
 # Distance above which an average must change in an update, in multiples of the eps of its dtype.
 _FAR = 16.0
@@ -33,9 +33,9 @@ def averages_of(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def followers(run: TrainingRun) -> dict[str, dict[str, str]]:
-    """Return each average by its path: names of parameters, with the paths of the tensors that follow them.
+    """Return each average by its path: parameter names, with the paths of the tensors that average them.
 
-    Tensors belong to a parameter by its name, or by its place in a list.
+    A tensor belongs to a parameter with the same name, or at the same index of a list.
     """
     found = averages_in(run)
     parameters = dict(run.model.named_parameters())
@@ -60,11 +60,11 @@ def followers(run: TrainingRun) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Move:
-    """Change of the tensors of one average in a step: a share of the distance from the weights.
+    """Change of the tensors of one average in a step, as a fraction of the distance from the weights.
 
     Attributes:
         tensors: path -> (change, distance from the weight, rounding error of the change), in float64.
-        stuck: share of the elements far from their weights that did not change.
+        stuck: fraction of the elements far from their weights that did not change.
     """
 
     tensors: dict[str, tuple[Tensor, Tensor, float]]
@@ -83,7 +83,7 @@ class Move:
         Args:
             before, after: tensors of the averages before and after the step, by path.
             weights: weights by name.
-            paths: names of parameters with the paths of the tensors that follow them.
+            paths: names of parameters with the paths of the tensors that average them.
         """
         tensors, n_far, n_stuck = {}, 0, 0
         for name, path in paths.items():
@@ -92,7 +92,7 @@ class Move:
             old, new = before[path].double(), after[path].double()
             eps = torch.finfo(after[path].dtype).eps
             distance = weights[name].to(old) - old
-            # The weights may be rounded more than their average, as with masters in float32.
+            # Weights may have larger rounding errors than their average, such as a float32 average.
             widest = max(eps, torch.finfo(weights[name].dtype).eps)
             rounding = _ROUNDINGS * widest * float(new.norm())
             far = distance.abs() > _FAR * eps * old.abs()
@@ -103,27 +103,27 @@ class Move:
 
     @property
     def share(self) -> float:
-        """Return the median share of the tensors that move. 0: the average does not move."""
+        """Return the median fraction over the tensors that move. 0: the average does not move."""
         shares = [share for share in self.shares.values() if share]
         return median(shares) if shares else 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the share of each tensor, by path."""
+        """Return the fraction of the distance by which each tensor moves, by path."""
         return {path: float((c * d).sum() / d.square().sum()) for path, (c, d, _) in self.tensors.items()}
 
     @property
     def rounding(self) -> float:
-        """Return the median rounding error of the share, relative to it. inf: the average does not move."""
+        """Return the median rounding error relative to the fraction. inf: the average does not move."""
         share = abs(self.share)
         errors = [r / (share * float(d.norm())) for _, d, r in self.tensors.values()] if share else []
         return median(errors) if errors else math.inf
 
     def gaps(self, shares: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return the relative difference of each change from a share, without rounding.
+        """Return the relative difference of each change from a fraction of the distance, without rounding.
 
         Args:
-            shares: share of each tensor. None: all tensors have the common share.
+            shares: fraction for each tensor. None: the median fraction for all tensors.
         """
         gaps = {}
         for path, (change, distance, rounding) in self.tensors.items():
@@ -142,7 +142,7 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}
     shapes = Counter(p.shape for p in run.model.parameters())
-    # The optimizer may train other tensors, such as masters in float32.
+    # The optimizer may update tensors outside the model, such as float32 master weights.
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
     own = {p.data_ptr() for p in (*run.model.parameters(), *trained)}
 

@@ -1,7 +1,7 @@
 """Replay: the updates of one parameter, repeated by a new optimizer that holds only this parameter.
 
-The new optimizer has the class, the options and the gradients of the recorded one, and a state of its own. A
-state or a counter that parameters share by mistake shows as a different update.
+The new optimizer has the class, the options and the gradients of the recorded optimizer, but a new state. If
+parameters share a state or a counter by mistake, the new optimizer makes a different update.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["Recording", "Replayed", "options_without_effect", "recorded", "replayed"]
 
-# Options of a group that choose an implementation.
+# Options of a parameter group that select an implementation.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 # Options that change every update of a parameter with gradients, if they are above 0.
 _OPTIONS = ("momentum", "betas", "beta", "beta1", "beta2", "weight_decay")
-# Updates after which an option must have an effect.
+# Smallest number of updates after which an option must have an effect.
 _LEAST_CHANGES = 3
-# Parameters whose options are compared.
+# Largest number of parameters whose options are compared.
 _MOST_COMPARED = 6
-# Roundings of a parameter in one update, in multiples of the eps of its dtype.
+# Largest rounding error of a parameter in one update, in multiples of the eps of its dtype.
 _ROUNDINGS = 4.0
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -84,7 +84,7 @@ class Recording:
         """
         for name, value in vars(self.optimizer).items():
             if name not in ("param_groups", "state", *_HOOKS) and _has_tensors(value):
-                raise ValueError(f"it keeps tensors in the attribute {name}")
+                raise ValueError(f"the optimizer keeps tensors in the attribute {name}")
         optimizer = type(self.optimizer).__new__(type(self.optimizer))
         parameter = nn.Parameter(start.clone())
         vars(optimizer).update(_copied(self.attributes))
@@ -99,10 +99,10 @@ class Replayed:
 
     Attributes:
         name: name of the parameter.
-        gap: L2 norm of the difference over that of the update of the isolated optimizer. inf: an update is
-            not finite, although its gradient is.
+        gap: L2 norm of the difference, divided by the norm of the update of the isolated optimizer. inf: an
+            update is not finite, although its gradient is finite.
         update: number of the update, from 0.
-        length: norm of the update over that of the update of the isolated optimizer.
+        length: norm of the update, divided by the norm of the update of the isolated optimizer.
     """
 
     name: str
@@ -118,7 +118,7 @@ def recorded(run: TrainingRun) -> Iterator[list[Recording]]:
     recordings: list[Recording] = []
     with ExitStack() as stack:
         for optimizer in optimizers_in(run.optimizer):
-            # A wrapper calls the step of the optimizer inside it.
+            # A wrapper calls the step of the optimizer inside it, which is recorded itself.
             is_wrapper = any(each is not optimizer for each in optimizers_in(optimizer))
             if isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper:
                 recordings.append(Recording(optimizer, _plain_attributes(optimizer)))
@@ -147,14 +147,14 @@ def options_without_effect(recording: Recording) -> list[str]:
 
     long = [each for each in recording.changes.values() if len(each) >= _LEAST_CHANGES]
     moved = [each for each in long if all(map(is_moved, each))]
-    # Norms and biases may have no weight decay.
+    # Norms and biases, which have few dimensions, may have no weight decay.
     chosen = sorted(moved, key=lambda changes: -changes[0].before.ndim)[:_MOST_COMPARED]
     effects = {name: [_has_effect(recording, changes, name) for changes in chosen] for name in _OPTIONS}
     return [name for name, each in effects.items() if False in each and True not in each]
 
 
 def _has_effect(recording: Recording, changes: list[_Change], name: str) -> bool | None:
-    """Return True if half of an option gives other updates. None: the option is 0, or there is no update."""
+    """Return True if half of an option gives different updates. None: it is 0, or there is no update."""
     value = changes[0].options.get(name)
     other: Any = None
     if isinstance(value, float) and value > 0:
@@ -168,8 +168,8 @@ def _has_effect(recording: Recording, changes: list[_Change], name: str) -> bool
 
 
 def _end_of(recording: Recording, changes: list[_Change], options: dict[str, Any]) -> Tensor:
-    """Return a parameter after the recorded gradients, with some other options."""
-    # In float64, a small weight decay is more than rounding.
+    """Return a parameter after updates with the recorded gradients, with some options replaced."""
+    # In float64, the effect of a small weight decay is larger than rounding errors.
     optimizer, parameter = recording.isolated(changes[0].before.double())
     for change in changes:
         _step(optimizer, parameter, change, options)
@@ -179,7 +179,7 @@ def _end_of(recording: Recording, changes: list[_Change], options: dict[str, Any
 def _step(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, change: _Change, options: dict[str, Any]
 ) -> None:
-    """Make one update with the recorded gradient and options, and some other options."""
+    """Make one update with the recorded gradient and options, with some options replaced."""
     plain = {each: False for each in _IMPLEMENTATIONS if each in change.options}
     optimizer.param_groups[0] |= change.options | plain | options
     parameter.grad = None if change.gradient is None else change.gradient.to(parameter)
@@ -188,7 +188,7 @@ def _step(
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return copies of attributes that an isolated optimizer needs."""
-    # A scheduler replaces `step` by a function that counts.
+    # A scheduler replaces `step` by a function that counts its calls.
     skipped = ("param_groups", "state", "step", *_HOOKS)
     named = ((name, value) for name, value in vars(optimizer).items() if name not in skipped)
     return _copied({name: value for name, value in named if not _has_tensors(value)})
@@ -262,7 +262,7 @@ def _record(recording: Recording, names: dict[int, str]) -> Callable[[], None]:
 
 
 def _gradient_of(p: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the gradient that is used: a fused optimizer divides by a scale, and may skip the update."""
+    """Return the gradient that the optimizer uses. A fused one divides by a scale, or skips the update."""
     scale, is_skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if p.grad is None or (is_skipped is not None and bool(is_skipped)):
         return None

@@ -1,7 +1,7 @@
-"""Sequence: a training run with other operations between its steps, compared with the straight run.
+"""Sequence: a training run with other operations between its steps, compared with an uninterrupted run.
 
-A straight run makes steps only. Saving, loading and evaluating between two steps must not change the steps
-that follow.
+An uninterrupted run only makes steps. Saving, loading and evaluating between two steps must not change the
+steps that follow.
 """
 
 from __future__ import annotations
@@ -53,21 +53,24 @@ __all__ = [
 STEP = "step"
 # Operation -> (members of the run that it needs, text).
 OPERATIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "evaluate": (("evaluate",), "it is evaluated"),
-    "save": (("save",), "it is saved"),
-    "resume": (("save", "load"), "it is saved, and a new run loads the checkpoint and continues"),
+    "evaluate": (("evaluate",), "the run is evaluated"),
+    "save": (("save",), "the run is saved"),
+    "resume": (("save", "load"), "the run is saved, and a new run loads the checkpoint and continues"),
     "resume later": (
         ("save", "load"),
-        "it is saved, steps, is saved elsewhere, steps, and a new run continues from the first checkpoint",
+        (
+            "the run is saved, makes a step, is saved in a different folder, makes a step, and a new run "
+            "loads the first checkpoint and continues"
+        ),
     ),
-    "rewind": (("save", "load"), "it is saved, makes two further steps, and loads the checkpoint"),
+    "rewind": (("save", "load"), "the run is saved, makes two more steps, and loads the checkpoint"),
 }
 INTERRUPTIONS = ("resume", "resume later", "rewind")
-# Operation -> a simpler one that it contains.
+# Operation -> a simpler operation that it contains.
 _SIMPLER = {"resume later": "resume", "rewind": "resume", "resume": "save"}
-# Steps of a run without own data, the smallest number of steps, and steps after the end of the first epoch.
+# Numbers of steps: of a run without its own data, at least, and after the end of the first epoch.
 _STEPS, _LEAST_STEPS, _AFTER_EPOCH = 6, 3, 4
-# Batches of an epoch above which a run does not reach the end of the epoch.
+# A run goes beyond the end of its first epoch if the epoch has at most this number of batches.
 _LONGEST_EPOCH = 24
 _RANDOM_SEQUENCES = 2
 _SHRINKING = 40
@@ -80,7 +83,7 @@ Operations = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """Shortest sequence found whose run differs from the straight run.
+    """Shortest sequence found whose run differs from an uninterrupted run.
 
     Attributes:
         sequence: the operations.
@@ -110,7 +113,7 @@ def compare_runs(trainer: Any, sequence: list[str], *, device: str = "cpu", seed
     """Compare a run that executes a sequence of operations with one that only makes the steps.
 
     Args:
-        trainer: anything that `TrainerSpec.of` understands.
+        trainer: anything that `TrainerSpec.of` accepts.
         sequence: "step" and the operations between the steps: "evaluate", "save", "resume", "resume later"
             and "rewind".
         device: device of the model.
@@ -133,7 +136,7 @@ def compare_runs(trainer: Any, sequence: list[str], *, device: str = "cpu", seed
 
 
 class Sequences:
-    """Sequences of a training run, each executed on a run of its own.
+    """Sequences of operations, each executed on a new run.
 
     Args:
         subject: the training run.
@@ -153,7 +156,7 @@ class Sequences:
 
     @cached_property
     def n_steps(self) -> int:
-        """Return the number of steps of a run, which goes beyond the end of a short epoch if the run can."""
+        """Return the number of steps of each run. If possible, they go beyond the end of a short epoch."""
         length, total = self.epoch_length, self.subject.spec.total_steps
         counts = [_STEPS] if length is None else [length + _AFTER_EPOCH, length - _FURTHER_STEPS, _STEPS]
         most = max(counts) if total is None else total - _FURTHER_STEPS
@@ -161,7 +164,7 @@ class Sequences:
         return next((n for n in counts if self._can_make(n + _FURTHER_STEPS)), _LEAST_STEPS)
 
     def _can_make(self, n: int) -> bool:
-        """Return True if a straight run can make `n` steps: data and schedule may end before."""
+        """Return True if an uninterrupted run can make `n` steps. Data or schedule may end earlier."""
         try:
             return len(self._straight_run(n).batches) == n
         except Exception as error:
@@ -170,7 +173,7 @@ class Sequences:
 
     @cached_property
     def epoch_length(self) -> int | None:
-        """Return the number of batches of the first epoch. None: no own data, or too many batches."""
+        """Return the number of batches of the first epoch. None: the run has no data, or too many batches."""
         run: Any = self.subject.run()
         with self.subject.fixed_randomness():
             if next_batches(run) is None:
@@ -180,14 +183,14 @@ class Sequences:
 
     @cached_property
     def repeats(self) -> bool:
-        """Return True if two straight runs with one seed agree."""
+        """Return True if two uninterrupted runs with the same seed agree."""
         again = self._executed((STEP,) * self.n_steps)
         return not self._straight_run(self.n_steps).differs(again, rounding=ROUNDING)
 
     def find(self, operations: tuple[str, ...]) -> tuple[Finding | None, int]:
         """Return the first difference of sequences with some operations, and the number of sequences.
 
-        Operations that raise after the first step already are left to the checks of the single methods.
+        Operations that raise an exception after the first step are skipped: other checks report them.
         """
         count = 0
         possible = [each for each in self.possible if each in operations and self._runs(each)]
@@ -199,7 +202,7 @@ class Sequences:
         return None, count
 
     def difference(self, sequence: Operations) -> str:
-        """Return the first difference between a sequence and the straight run in words, or "".
+        """Return the first difference between a sequence and an uninterrupted run in words, or "".
 
         Raises:
             Exception: an operation raises.
@@ -232,12 +235,12 @@ class Sequences:
             return self.difference(sequence)
         except Exception as error:
             reraise_if_out_of_memory(error)
-            return f"it raises {reason_of(error)}"
+            return f"the sequence raises {reason_of(error)}"
 
     def _planned(self, operations: list[str]) -> Iterator[Operations]:
         """Yield each operation at several places, pairs of operations, then random sequences of three.
 
-        Operations that contain another one differ from it at a few places only.
+        An operation that contains a simpler one is executed at fewer places.
         """
         n, length = self.n_steps, self.epoch_length
         ends = [] if length is None else [length - 1, length, length + 2]
@@ -280,14 +283,14 @@ class Sequences:
         return self._straight[n]
 
     def _rounded_run(self, n: int) -> Trace:
-        """Return the record of a straight run whose first weights differ by rounding."""
+        """Return the record of an uninterrupted run whose first weights differ by rounding."""
         if n not in self._rounded:
             self._rounded[n] = self._executed((STEP,) * n, rounded=True)
         return self._rounded[n]
 
     @cached_property
     def _moving_averages(self) -> set[str]:
-        """Return the paths of averages that training changes, which is not true of a reference model."""
+        """Return the paths of the averages that training changes. A reference model does not change."""
         before, after = averages_of(self.subject.run()), self._straight_run(self.n_steps).averages
         return set(different(before, after))
 
@@ -322,7 +325,7 @@ class Sequences:
         return [self.subject.batch(101), self.subject.batch(102)]
 
     def _batches(self, run: TrainingRun, n_steps: int) -> Iterator[Any]:
-        """Return the batches of the run after some steps: its own from its position on, or given ones."""
+        """Return the batches after some steps: the run's own data from its position on, or random ones."""
         own = next_batches(run)
         return own if own is not None else _numbered(self.subject.batch, n_steps)
 
@@ -334,7 +337,7 @@ class Sequences:
                 save(run, Path(folder))
 
     def _interrupted(self, run: Any, operation: str, batches: Iterator[Any]) -> Any:
-        """Save, and return the run that loads the checkpoint. The random states are those of the save."""
+        """Save, and return the run that loads the checkpoint. Restore the random states of the save."""
         subject = self.subject
         with TemporaryDirectory() as folder, TemporaryDirectory() as second:
             saved = run.save(Path(folder))
@@ -354,7 +357,7 @@ class Sequences:
         return run
 
     def _spoil_averages(self, run: Any) -> None:
-        """Change the averages of a new run, which a checkpoint must replace."""
+        """Change the averages of a new run. Loading a checkpoint must replace them."""
         moving = self._moving_averages
         with torch.no_grad():
             for path, tensor in averages_in(run).items():

@@ -1,1 +1,1 @@
-"""Questions about a training step, one family a file."""
+"""Checks of a training loop, one file for each family."""

@@ -22,7 +22,7 @@ _ROWS = 2
 _MICRO_BATCHES = 3
 _EXACT = 1e-5
 _ROUNDINGS = 16.0
-# Gradients are multiplied by this factor, so that clipping does not hide their size.
+# Gradients are multiplied by this factor, so that their norm is below the limit of clipping.
 _SHRUNK = 1e-3
 _PARALLEL = 1e-3
 _EXPLAINED = 0.1
@@ -34,7 +34,7 @@ class _Comparison:
 
     Attributes:
         value: distance of the two, relative to the norm of the second.
-        limit: largest distance that is rounding.
+        limit: largest distance that rounding may cause.
         ratio: ratio of their norms.
         parallel: True if they differ by a factor only.
         updates: number of updates during the accumulation.
@@ -86,14 +86,14 @@ def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def accumulation_window(subject: TrainerSubject) -> CheckResult:
-    """If the last window of an epoch has fewer micro-batches, is its gradient that of the smaller batch?"""
+    """Does an update from fewer micro-batches, as at the end of an epoch, get the gradient of its batch?"""
     if (reason := _unasked(subject)) is not None:
         return subject.not_applicable(reason)
     micro_batches = _micro_batches(subject)
     worst: CheckResult | None = None
     for n in range(1, len(micro_batches)):
         compared = _compared(subject, micro_batches[:n])
-        result = _judged(subject, compared, f"a window of {n} micro-batch" + ("es" if n > 1 else ""))
+        result = _judged(subject, compared, f"an update from {n} micro-batch" + ("es" if n > 1 else ""))
         if worst is None or (result.value or 0.0) > (worst.value or 0.0) or not result.ok:
             worst = result
     assert worst is not None
@@ -106,8 +106,8 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.updates,
             1.0,
             where=where,
-            meaning=f"The run does {compared.updates} updates instead of one.",
-            advice="Step the optimizer only after the last micro-batch of a window.",
+            meaning=f"The run makes {compared.updates} updates instead of one.",
+            advice="Call optimizer.step() only after the last micro-batch of an update.",
         )
     if not compared.real:
         return subject.passed(compared.value, compared.limit)
@@ -120,9 +120,9 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            correct_if="the loss does not add up over micro-batches, as with batch statistics, a contrastive "
-            "or a routing loss",
-            advice="Look for state that is carried from one micro-batch to the next.",
+            correct_if="the loss of a batch is not the mean of the losses of its parts, as with batch "
+            "statistics, a contrastive loss or a routing loss",
+            advice="Look for state that one micro-batch leaves for the next one.",
         )
     if "targets" in where and subject.averages_batches(subject.run(), "accumulate"):
         return subject.warned(
@@ -130,20 +130,20 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             compared.limit,
             where=where,
             meaning=meaning,
-            correct_if="each micro-batch is meant to have the same weight: this trainer divides each loss by "
-            "their number",
-            advice="Let the loss be a sum over targets, divided by a number that does not depend on the "
-            "micro-batch.",
+            correct_if="each micro-batch has the same weight on purpose: this trainer divides each loss by "
+            "the number of micro-batches",
+            advice="Sum the losses of all targets, and divide the sum by a number that does not depend on "
+            "the micro-batch.",
         )
     return subject.failed(
         compared.value,
         compared.limit,
         where=where,
         meaning=meaning,
-        advice="Divide the summed loss by the number of targets of the window, not each micro-batch by its "
-        "own number."
+        advice="Divide the sum of the losses by the number of targets of all micro-batches of the update, "
+        "not each loss by the number of targets of its micro-batch."
         if "targets" in where
-        else "Divide by the number of micro-batches that the window really has, once.",
+        else "Divide once, by the actual number of micro-batches of the update.",
     )
 
 
@@ -151,8 +151,8 @@ def _adds_up(subject: TrainerSubject, value: float) -> bool:
     """Return True if the gradient of a batch is the mean of the gradients of its parts in separate steps.
 
     Args:
-        value: relative error of the accumulation. If the loss does not add up, only an error of about the
-            same size is excused.
+        value: relative error of the accumulation. The mean may differ from the gradient by a small fraction
+            of this error.
     """
     micro_batches = _micro_batches(subject)
     whole, _ = _gradient(subject, joined(micro_batches, _ROWS))

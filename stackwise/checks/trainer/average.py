@@ -16,20 +16,20 @@ from stackwise.checks.runs.averages import Move, averages_of, followers
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
 
-# Steps in which an average changes. Some are updated in each fifth or tenth step.
+# Steps in which an average must change. Some averages are updated in every fifth or tenth step.
 _STEPS = 12
-# Largest difference of a change from the common share of the distance, relative to it.
+# Largest relative difference of a change from the common fraction of the distance.
 _LIMIT = 0.1
-# The same for the choice between the weights after and before an update of the optimizer.
+# Largest relative difference if an average follows the weights from before the update.
 _EXACT = 0.01
 # Fraction above which an update copies the weights.
 _COPY = 0.999
-# Share of elements that rounding may keep from changing.
+# Largest fraction of the elements that do not change because of rounding.
 _MOST_STUCK = 0.5
 _MICRO_BATCHES = 3
 # Largest difference of the norm of a unit vector from 1.
 _UNIT = 1e-3
-# Largest difference of the share from the declared one, relative to it.
+# Largest relative difference of the fraction from the declared 1 - decay.
 _DECAY_LIMIT = 0.02
 _NEEDS = "needs a copy of the weights in an attribute of the run"
 
@@ -52,13 +52,13 @@ def average_follows(subject: TrainerSubject) -> CheckResult:
     moving = {name.partition(".")[0] for name in before.keys() - set(still)}
     still = [name for name in still if name.partition(".")[0] not in moving]
     if not still:
-        return subject.passed(meaning=f"{len(before)} tensors.")
+        return subject.passed(meaning=f"Number of averaged tensors: {len(before)}.")
     return subject.warned(
         0.0,
         where=listed(still),
         meaning=f"A copy of the weights did not change in {_STEPS} steps, but the weights changed.",
-        correct_if="it is a reference model, or it is updated less often",
-        advice="Look for a decay of 1, and for a copy without parameters that the update could change.",
+        correct_if="the copy is a reference model, or is updated less often",
+        advice="Look for a decay of 1, and for an update over parameters() of a copy that has no parameters.",
     )
 
 
@@ -68,7 +68,7 @@ def average_share(subject: TrainerSubject) -> CheckResult:
     averages = _moves(subject)
     if not averages:
         return subject.not_applicable(
-            "needs a copy of the weights, with a tensor for each of them, that changes"
+            "needs a copy of the weights that changes, with a tensor for each weight"
         )
     for updates in averages.values():
         result = _uneven(subject, updates) or _late(subject, updates) or _stuck(subject, updates)
@@ -79,8 +79,8 @@ def average_share(subject: TrainerSubject) -> CheckResult:
             difference[0] / difference[1] - 1,
             _LIMIT,
             where=f"accumulate() of {_MICRO_BATCHES} micro-batches",
-            meaning=f"An update moves the average by {difference[0]:.4g} of the distance to the weights, and "
-            f"by {difference[1]:.4g} with one batch.",
+            meaning=f"Several micro-batches move the average by {difference[0]:.4g} of its distance from the "
+            f"weights. One batch moves the average by {difference[1]:.4g} of this distance.",
             advice="Update the average once for each optimizer step, and not for each micro-batch.",
         )
     if name := _averaged_vector(subject):
@@ -88,9 +88,9 @@ def average_share(subject: TrainerSubject) -> CheckResult:
             1.0,
             0.0,
             where=name,
-            meaning="This buffer has norm 1 in the model, such as a vector of spectral norm, but not in the "
-            "average.",
-            advice="Copy buffers to the average: the mean of unit vectors is no unit vector.",
+            meaning="In the model, this buffer has norm 1, as vectors of spectral normalization do. In the "
+            "average, its norm is different.",
+            advice="Copy buffers to the average: the mean of unit vectors does not have norm 1.",
         )
     if subject.spec.average_decay is not None:
         results = [_declared(subject, subject.spec.average_decay, updates) for updates in averages.values()]
@@ -98,7 +98,7 @@ def average_share(subject: TrainerSubject) -> CheckResult:
     shares = [update.after.share for updates in averages.values() for update in updates]
     return subject.passed(
         max(shares),
-        meaning=f"{len(shares)} updates with fractions of {min(shares):.4g} to {max(shares):.4g}.",
+        meaning=f"Updates: {len(shares)}, with fractions from {min(shares):.4g} to {max(shares):.4g}.",
     )
 
 
@@ -119,7 +119,7 @@ class _Update:
 
 
 def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
-    """Return a finding if some tensors of an average move by another fraction than the others."""
+    """Return a finding if some tensors of an average move by a different fraction than the others."""
     still: dict[str, int] = {}
     for update in updates:
         moves = [each for each in (update.after, update.middle, update.before) if each.share]
@@ -139,19 +139,19 @@ def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | No
                 max(gaps[path] for path in own or tied),
                 _LIMIT,
                 where=f"{listed(own or tied)}, step {update.step}",
-                meaning="These tensors of the average do not move towards their weights, and the others do."
+                meaning="These tensors of the average do not move towards their weights; the others do."
                 if own
                 else "These tensors of the average move as if they were updated twice in a step.",
-                advice="Look for pairs of tensors in another order, and for an update of tied weights under "
-                "each of their names.",
+                advice="Look for pairs of tensors in a different order, and for an update of tied weights "
+                "under each of their names.",
             )
         if different := [path for path in wrong if shares[path] and shares[path] < _COPY]:
             return subject.warned(
                 max(gaps[path] for path in different),
                 _LIMIT,
                 where=f"{listed(different)}, step {update.step}",
-                meaning="These tensors of the average move by other fractions of their distance from the "
-                f"weights than {move.share:.4g}.",
+                meaning="These tensors of the average do not move by the same fraction of their distance "
+                f"from the weights as the other tensors. The fraction of the others is {move.share:.4g}.",
                 correct_if="these weights have a decay of their own",
                 advice="Use one decay for all weights.",
             )
@@ -160,7 +160,7 @@ def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | No
             1.0,
             _LIMIT,
             where=listed(never),
-            meaning="These tensors of the average never move, and the others do.",
+            meaning="These tensors of the average never move, but the other tensors do.",
             advice="Look for parameters that were frozen when the average was created, and for a filter of "
             "names.",
         )
@@ -234,7 +234,7 @@ def _more_in_accumulation(
 
 
 def _averaged_vector(subject: TrainerSubject) -> str:
-    """Return the path of a buffer that has norm 1 in the model and another norm in an average, or ""."""
+    """Return the path of a buffer whose norm is 1 in the model and different in an average, or ""."""
     run = subject.run()
     with subject.fixed_randomness():
         for number in range(_STEPS):
@@ -255,7 +255,7 @@ def _has_unit_norm(x: Tensor) -> bool:
 def _moves(subject: TrainerSubject, n_micro_batches: int = 0) -> dict[str, list[_Update]]:
     """Return the updates of each average, by its path.
 
-    Each update is from several micro-batches, if their number is above 0.
+    If `n_micro_batches` is above 0, each update is from this number of micro-batches.
     """
     run: Any = subject.run()
     start, copies = _weights_of(run), averages_of(run)

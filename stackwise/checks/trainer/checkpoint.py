@@ -1,4 +1,4 @@
-"""Checkpoint: a run that is saved and loaded continues exactly as one without interruption."""
+"""Checkpoint: a run that is saved and loaded continues exactly like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from stackwise.support.system_errors import is_out_of_memory
 _NEEDS = "needs save(folder) and load(folder)"
 _PLACE = (
     "Save the position in the data, which is the epoch and the batch, and pass the epoch to the sampler "
-    "(set_epoch). An order drawn from the global generator needs its state at the start of the epoch."
+    "(set_epoch). If the global generator draws the order, save its state at the start of the epoch."
 )
 _LONGEST_EPOCH = 8  # batches; with shorter data, the run is saved in the second epoch
 _N_STEPS = 3
@@ -56,7 +56,7 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
             save(run, Path(folder))
             saved = state_of(run)
         for trained in (False, True):
-            # Other initial weights show which values the checkpoint lacks.
+            # A run with different initial weights shows which values are missing in the checkpoint.
             other = subject.spec.create(subject.device, subject.seed + 1)
             with seeded(subject.seed + 1, subject.device):
                 if trained:
@@ -67,14 +67,14 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
                     if is_out_of_memory(error):
                         raise
                     return _unloadable(subject, error)
-            # A step may freeze parameters by its number: the next step shows if it does so after loading.
+            # A step may freeze parameters depending on its number. The next step shows a difference.
             changed = different(saved, state_of(other))
             lost = [name for name in changed if not name.endswith("takes gradients")]
             if lost:
                 return subject.failed(
                     float(len(lost)),
                     0.0,
-                    where=listed(lost) + (", loaded into a run that has trained" if trained else ""),
+                    where=listed(lost) + (", loaded into a run that had made a step" if trained else ""),
                     meaning=_how(saved, state_of(other), lost[0]),
                     advice=_advice(lost[0], saved, state_of(other), trained),
                 )
@@ -87,9 +87,9 @@ def checkpoint_round_trip(subject: TrainerSubject) -> CheckResult:
 def _hidden(
     subject: TrainerSubject, run: TrainingRun, others: list[TrainingRun], n_entries: int
 ) -> CheckResult:
-    """Compare the next step, which may depend on more state than was compared.
+    """Compare the next step, which may depend on state that `state_of` does not contain.
 
-    One of the other runs may agree: a frozen teacher that is created from the seed needs no checkpoint.
+    One other run that agrees is enough: a frozen teacher that is created from the seed needs no checkpoint.
     """
     batch = [subject.batch(5)]
     traces = []
@@ -100,18 +100,19 @@ def _hidden(
     gap = min((wanted.differs(got) for got in found), key=len)
     if gap and not _repeats(subject):
         return subject.passed(
-            0.0, 0.0, meaning="Only the stored state was compared: two runs with one seed differ."
+            0.0, 0.0, meaning="Only the saved state was compared: two runs with the same seed differ."
         )
     if gap:
         return subject.failed(
             1.0,
             0.0,
             where=gap,
-            meaning="All that is stored is back, yet the next step on the same batch is another one.",
-            advice="The step depends on something that is not saved: an average of weights, a counter, a "
-            "buffer that the model leaves out of its state_dict, a gradient left from before.",
+            meaning="The saved state is restored, but the next step on the same batch gives a different "
+            "result.",
+            advice="The step depends on something that is not saved: an average of weights, a counter, "
+            "a buffer that is missing in the state_dict of the model, or a gradient of an earlier step.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{n_entries} entries, and the next step.")
+    return subject.passed(0.0, 0.0, meaning=f"Compared: the next step, and {n_entries} entries of the state.")
 
 
 @trainer_check
@@ -130,10 +131,10 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
     recipe = Recipe.of(subject.spec)
     if recipe is None:
         return subject.not_applicable(
-            "needs TrainerSpec.factory, or a build function that can be pickled (at a module's top level)"
+            "needs TrainerSpec.factory, or a build function that can be pickled (at top level of a module)"
         )
     if _resumed(subject, _in_this_process).status != "passed":
-        return subject.not_applicable("needs a run that resumes in the same process: see resume")
+        return subject.not_applicable("needs a run that passes resume")
 
     def elsewhere(
         subject: TrainerSubject,
@@ -195,20 +196,22 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
         except _LoadError as error:
             return _unloadable(subject, error)
         if not straight.differs(trace):
-            kind = "of its own data" if own else "of given batches"
+            kind = "on its own data" if own else "on random batches"
             return subject.passed(
-                0.0, 0.0, meaning=f"{_N_STEPS} steps {kind} after {n_before}, losses and state the same."
+                0.0,
+                0.0,
+                meaning=f"After {n_before} steps, {_N_STEPS} steps {kind} agree in losses and state.",
             )
         repeated, *_ = _straight(subject, folder=None)
         if unsteady := straight.differs(repeated):
             return subject.not_applicable(
-                f"needs a step that repeats itself: two runs of one seed differ in {unsteady}"
+                f"needs a deterministic step: two runs with the same seed differ in {unsteady}"
             )
         if Sequences(subject).is_rounding(straight, trace, n_before):
             return subject.passed(0.0, 0.0, meaning="Equal up to rounding.")
         lost = different(before.state, after)
         gap = straight.differs(trace)
-        # The random state differs by construction. A second run with the saved one shows if it matters.
+        # The new run starts with a different random state. A second run with the saved one shows its effect.
         restored = gap
         if not lost and different(before.randomness, randomness):
             *_, second = go_on(subject, folder, rest, before.randomness)
@@ -227,14 +230,14 @@ def _resumed(subject: TrainerSubject, go_on: _GoOn) -> CheckResult:
     else:
         advice = (
             "The step depends on something that is not saved: the number of the step, an average of weights, "
-            "gradients that earlier steps have left."
+            "or gradients of earlier steps."
         )
     return subject.failed(
         float(max(1, len(lost))),
         0.0,
         where=f"{gap} (steps counted from the resume)",
-        meaning="A resumed run differs from the run without interruption"
-        + (f": {listed(lost)} has changed after loading." if lost else "."),
+        meaning="A resumed run differs from an uninterrupted run"
+        + (f". State that differs after loading: {listed(lost)}." if lost else "."),
         advice=advice,
     )
 
@@ -247,7 +250,7 @@ class _Before:
 
 
 def _straight(subject: TrainerSubject, folder: str | None) -> tuple[Trace, _Before, int, bool]:
-    """Run the steps after the save without interruption. With a folder, save there and stop."""
+    """Run an uninterrupted run to its end. With a folder, save there and stop."""
     run = subject.run()
     with subject.fixed_randomness():
         batches = next_batches(run)
@@ -306,7 +309,7 @@ def _go_on(
     wanted: dict[str, Any] | None,
 ) -> _Resumed:
     run = create(device, seed)
-    # Another random state than the run had: whoever needs that one has to bring it along.
+    # A new process has a different random state, so load() must restore the saved one if steps use it.
     with seeded(seed + 1, device):
         run.load(Path(folder))  # type: ignore[attr-defined]
         state, randomness = state_of(run), random_states()
@@ -340,22 +343,22 @@ def saving_disturbs_nothing(subject: TrainerSubject) -> CheckResult:
     if not gap:
         return subject.passed(0.0, 0.0)
     if wanted.differs(trained(saves=False)[0]):
-        return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
+        return subject.not_applicable("needs a deterministic step: two runs with the same seed differ")
     return subject.failed(
         1.0,
         0.0,
         where=f"{gap} (steps counted from the save)",
-        meaning="Training that is saved on its way takes another course.",
-        advice="Saving has drawn from a random generator or left the model in another mode."
+        meaning="A run that saves a checkpoint during training gives different results.",
+        advice="Look for random numbers that saving draws, and for a mode of the model that saving changes."
         if not quiet
-        else "Look for what saving moves, casts or replaces in place: model.half(), .cpu(), a swap of "
-        "averaged weights that is not undone.",
+        else "Look for weights that saving moves, casts or replaces in place: model.half(), .cpu(), or a "
+        "swap of averaged weights that is not undone.",
     )
 
 
 @trainer_check
 def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
-    """Is the checkpoint with the highest step number retained, and found as the latest?"""
+    """Is the checkpoint with the highest step number kept, and does latest() return it?"""
     run: Any = subject.run()
     if not subject.has(run, "checkpoint", "latest"):
         return subject.not_applicable("needs checkpoint(folder, step) and latest(folder)")
@@ -370,7 +373,7 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     float(step),
                     float(step),
                     where=f"checkpoint {step}, written last",
-                    meaning=f"The newest checkpoint was removed at once; kept: {kept or 'none'}.",
+                    meaning=f"The newest checkpoint was removed immediately. Kept: {kept or 'none'}.",
                     advice="Look for an order by name: sort by the number of the step, not by text.",
                 )
             found = _found(run, folder, paths)
@@ -379,7 +382,7 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     -1.0 if found is None else float(found),
                     float(step),
                     where=f"of the checkpoints {', '.join(map(str, kept))}",
-                    meaning=f"It is {found or 'none'}, and {step} is the newest.",
+                    meaning=f"Method latest() returns {found or 'none'}; the newest checkpoint is {step}.",
                     advice="Sort by the number of the step, not by text, in which '900' follows '1000'.",
                 )
         used = Path(name) / "used"
@@ -390,7 +393,7 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
         try:
             first = Path(subject.run().checkpoint(used, 100))  # type: ignore[attr-defined]
         except Exception as error:
-            # A run may refuse the folder, if it does not touch it.
+            # A run may refuse the folder by an exception if it does not change the files.
             if is_out_of_memory(error) or sorted(used.rglob("*")) != files:
                 raise
             first = used
@@ -399,11 +402,11 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                 100.0,
                 100.0,
                 where="checkpoint 100, written last, after those of an earlier run",
-                meaning="In a folder that an earlier run has used, the new checkpoint was removed at once.",
-                advice="Never remove the checkpoint that was just written, or refuse a used folder.",
+                meaning="In the folder of an earlier run, the new checkpoint was removed immediately.",
+                advice="Keep the checkpoint that was just written, or raise an exception for a used folder.",
             )
         kept = [step for step in paths if paths[step].exists()]
-        # A copied folder has another time, and the same step.
+        # Copying a folder changes its modification time, but not its step.
         os.utime(paths[kept[0]], (2e9, 2e9))
         found = _found(run, folder, paths)
     if found != _STEP_NUMBERS[-1] or kept != list(_STEP_NUMBERS[-len(kept) :]):
@@ -411,11 +414,11 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
             -1.0 if found is None else float(found),
             float(_STEP_NUMBERS[-1]),
             where=f"kept: {', '.join(map(str, kept))}; latest() after {kept[0]} was touched: {found}",
-            meaning="The newest checkpoint is not chosen by its step number, but by a time.",
-            correct_if="folders are never copied or touched, which changes their times",
-            advice="Choose by step number.",
+            meaning="The newest checkpoint is not chosen by its step number, but by a modification time.",
+            correct_if="folders are never copied or changed, which changes their modification times",
+            advice="Choose the checkpoint with the highest step number.",
         )
-    return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"{len(kept)} kept.")
+    return subject.passed(float(found), float(_STEP_NUMBERS[-1]), meaning=f"Kept checkpoints: {len(kept)}.")
 
 
 def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
@@ -441,7 +444,7 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
         files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size > 1]
         files = sorted(files, key=lambda path: path.stat().st_size, reverse=True)[:_MOST_FILES]
         if not files:
-            return subject.not_applicable("needs a checkpoint that is files in its folder")
+            return subject.not_applicable("needs a checkpoint that consists of files in its folder")
         for path in files:
             for cut in (True, False):
                 shutil.copytree(whole, broken)
@@ -458,8 +461,8 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
                         0.0,
                         where=f"{path.relative_to(whole)}, cut in half: {listed(lost)}",
                         meaning="An incomplete checkpoint was loaded without an error.",
-                        advice="Do not catch the exception of a damaged file. Write under a temporary name, "
-                        "and rename it.",
+                        advice="Do not catch the exception of a damaged file. Write the file under a "
+                        "temporary name, and rename it when it is complete.",
                     )
                 if lost:
                     silent.append(f"without {path.relative_to(whole)}: {listed(lost)}")
@@ -472,11 +475,11 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
             correct_if="the file is optional",
             advice="Refuse an incomplete checkpoint, or report what was not restored.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each cut in half and removed.")
+    return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each truncated and removed.")
 
 
 def _accepted(subject: TrainerSubject, folder: Path, saved: dict[str, Any]) -> list[str]:
-    """Return the state that was lost on loading, without an exception."""
+    """Return the state that differs after loading. If loading raises an exception, return nothing."""
     other: Any = subject.spec.create(subject.device, subject.seed + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -496,7 +499,7 @@ def _given(subject: TrainerSubject) -> Iterable[Any]:
 
 
 def _repeats(subject: TrainerSubject) -> bool:
-    """Return True if two runs with one seed are equal."""
+    """Return True if two runs with the same seed are equal."""
     traces = []
     for _ in range(2):
         run = subject.run()
@@ -511,8 +514,8 @@ def _unloadable(subject: TrainerSubject, error: Exception) -> CheckResult:
         1.0,
         0.0,
         where="load(folder)",
-        meaning=f"A run of the same kind cannot load the new checkpoint: {said.splitlines()[0]}",
-        advice="Look for names that change on saving (wrappers, compile), and for state that training adds.",
+        meaning=f"A new run cannot load the checkpoint that was just saved: {said.splitlines()[0]}",
+        advice="Look for names that a wrapper or torch.compile changes, and for state that training adds.",
     )
 
 
@@ -520,10 +523,10 @@ def _how(saved: dict[str, Any], got: dict[str, Any], name: str) -> str:
     a, b = saved.get(name, "missing"), got.get(name, "missing")
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{name} was {a.dtype} {tuple(a.shape)}, and is {b.dtype} {tuple(b.shape)}."
+            return f"{name} was {a.dtype} {tuple(a.shape)}, and is {b.dtype} {tuple(b.shape)} after loading."
         share = (a != b.to(a.device)).double().mean().item()
         return f"{share:.0%} of the elements of {name} differ from the saved ones."
-    return f"{name} was {_brief(a)}, and is {_brief(b)}."
+    return f"{name} was {_brief(a)}, and is {_brief(b)} after loading."
 
 
 def _brief(value: Any) -> str:
@@ -532,7 +535,7 @@ def _brief(value: Any) -> str:
 
 def _advice(name: str, saved: dict[str, Any], got: dict[str, Any], trained: bool) -> str:
     if trained:
-        return "State from before the load remains: clear or replace it."
+        return "After loading, state of the earlier training remains: clear or replace it."
     if name == "model: weights that share memory":
         return (
             "Tied weights are two tensors after loading: tie them after the load, and do not use assign=True."
@@ -550,14 +553,14 @@ def _advice(name: str, saved: dict[str, Any], got: dict[str, Any], trained: bool
                 "back if its dtype was wider."
             )
         if a.shape == b.shape and torch.equal(_rounded(a), _rounded(b)):
-            return "The values are rounded to 16 bits: save in the dtype that is trained."
+            return "The values are rounded to 16 bits: save them in the dtype in which the run trains."
     if part == "position()":
         return _PLACE
     if part == "optimizer":
         return "Save and load the optimizer's state_dict, after its parameter groups are restored."
     return (
         "Look for names that strict=False skips (a prefix of a wrapper such as module. or _orig_mod.), for a "
-        "copy from before the step of the optimizer, and for frozen or tied weights that are not saved."
+        "copy that is older than the last optimizer step, and for frozen or tied weights that are not saved."
     )
 
 

@@ -48,7 +48,7 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             advice="Each tensor or each group is clipped separately: pass all parameters to clip_grad_norm_ "
             "in one call."
             if apart
-            else "Look for clipping that is skipped or follows the update, and for an iterator that is "
+            else "Look for clipping that is skipped or comes after the update, and for an iterator that is "
             "exhausted, such as a stored model.parameters().",
         )
     if value < max_norm * (1 - 5 * _tolerance(run) - 0.05):
@@ -56,9 +56,9 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"Clipping is stronger than max_norm: a gradient {_ABOVE:g} times over the limit is "
-            f"clipped to {value:.3g}.",
-            correct_if="there is a second limit on purpose, such as one on values",
+            meaning=f"Clipping is stronger than max_norm: a gradient of {_ABOVE:g} times the limit is "
+            f"clipped to norm {value:.3g}.",
+            correct_if="there is a second limit on purpose, such as a limit of each value",
             advice="Look for gradients that are clipped before they are unscaled, or twice.",
         )
     return subject.passed(value, limit)
@@ -78,7 +78,7 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient of {_BELOW:g} times the limit was scaled up to {value:.3g} times.",
+            meaning=f"A gradient of {_BELOW:g} times the limit was scaled up to {value:.3g} times the limit.",
             advice="The gradient is normalised: the factor limit / norm must be at most 1.",
         )
     if abs(value - _BELOW) > limit - _BELOW:
@@ -86,9 +86,9 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient below the limit is changed: {_BELOW:g} times the limit reaches the optimizer"
-            f" as {value:.3g} times.",
-            correct_if="there is a second limit on purpose, such as one on values",
+            meaning=f"A gradient below the limit is changed: its norm is {_BELOW:g} times the limit, and "
+            f"{value:.3g} times the limit when the optimizer gets the gradient.",
+            correct_if="there is a second limit on purpose, such as a limit of each value",
             advice="Look for a factor between backward and the update: max_norm then limits something else.",
         )
     return subject.passed(value, limit)
@@ -96,10 +96,10 @@ def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def loss_scale(subject: TrainerSubject) -> CheckResult:
-    """Does the gradient that the optimizer gets not depend on the loss scale?"""
+    """Is the gradient that the optimizer gets independent of the loss scale?"""
     run = subject.run()
     if not subject.scales(run):
-        return subject.not_applicable("needs a gradient scaler that is switched on")
+        return subject.not_applicable("needs an enabled gradient scaler")
     gradients = []
     for factor in (1.0, _SCALES):
         run = subject.run()
@@ -108,7 +108,7 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
         with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_AMPLIFIED) as seen:
             run.step(subject.batch())
         if not seen.updates:
-            return subject.not_applicable("needs an update in the first step; the scaler skipped it")
+            return subject.not_applicable("needs an update in the first step; the scaler skipped the update")
         gradients.append(seen.updates[0].gradients)
     plain, scaled = gradients
     return subject.at_most(
@@ -130,24 +130,24 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs accumulate(batches)")
     pair = _windows(subject, _MICRO_BATCHES, max_norm)
     if pair is None:
-        return subject.not_applicable("needs an update with a finite gradient in the first window")
+        return subject.not_applicable("needs an update with a finite gradient in the first accumulate()")
     free, clipped = pair
     value, limit = _turned(free, clipped), max(_TURNED, 2 * _tolerance(run))
-    size, where = norm(clipped.values()), f"a window of {_MICRO_BATCHES} micro-batches"
+    size, where = norm(clipped.values()), f"an update from {_MICRO_BATCHES} micro-batches"
     if value > limit:
         single = _windows(subject, 1, max_norm)
         if single is None or _turned(*single) > limit:
             return subject.not_applicable(
-                "needs a step that divides all gradients by one number; it does not with one batch either"
+                "needs a step that divides all gradients of one batch by the same number"
             )
         return subject.failed(
             value,
             limit,
             where=where,
-            meaning=f"If the gradient is {_ABOVE:g} times over the limit, its direction at the optimizer "
-            f"changes, by {100 * value:.3g} % of its length. With one batch, only its length changes.",
-            advice="Clipping is inside the loop over micro-batches, so that the last one has the largest "
-            "weight: clip once, after the last backward pass.",
+            meaning=f"If the gradient is {_ABOVE:g} times the limit, clipping changes its direction, by "
+            f"{100 * value:.3g} % of its length. With one batch, clipping changes only its length.",
+            advice="Clip once, after the last backward pass. If clipping is inside the loop over "
+            "micro-batches, the last micro-batch has the largest weight.",
         )
     if not size <= max_norm * (1 + _tolerance(run)):
         return subject.failed(
@@ -155,7 +155,7 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
             max_norm * (1 + _tolerance(run)),
             where=where,
             meaning=f"The gradient reached the optimizer with norm {size:.3g}.",
-            advice="Clip once, after the last backward pass of the window and before the update.",
+            advice="Clip once, after the last backward pass and before the update.",
         )
     return subject.passed(value, limit)
 

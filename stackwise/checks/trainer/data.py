@@ -43,9 +43,9 @@ def data_repeats(subject: TrainerSubject) -> CheckResult:
             float(moved),
             0.0,
             where=f"of the first {len(one)} rows of epoch 0",
-            meaning="Two runs of one seed are trained on different data.",
+            meaning="Two runs with the same seed read different data.",
             advice="Look for set() and dict order of strings, os.listdir, the time, and a generator that "
-            "no seed reaches (numpy's default_rng(), random.SystemRandom).",
+            "has no fixed seed (numpy's default_rng(), random.SystemRandom).",
         )
     return subject.passed(0.0, 0.0, meaning=f"{len(one)} rows compared.")
 
@@ -61,23 +61,25 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs at least two examples that differ")
     same = sum(a == b for a, b in zip(one, two, strict=False)) / max(len(one), 1)
     if one != two:
-        return subject.passed(same, 1.0, meaning="Share of the rows that keep their place.")
+        return subject.passed(same, 1.0, meaning="The value is the fraction of rows that keep their place.")
     text = {
         "where": "epochs 0 and 1",
         "meaning": "Every example keeps its place from one epoch to the next.",
-        "advice": "Call set_epoch(epoch) of the sampler before each epoch, and let the order's seed "
-        "depend on it.",
+        "advice": "Call set_epoch(epoch) of the sampler before each epoch, and let the seed of the "
+        "order depend on the epoch.",
     }
     shuffles = getattr(run, "shuffles", None)
     if shuffles is False:
-        return subject.passed(same, 1.0, meaning="The run claims a fixed order.")
+        return subject.passed(same, 1.0, meaning="The run declares a fixed order.")
     if shuffles or _order_has_a_seed(subject, one):
         return subject.failed(same, 1.0, **text)
-    return subject.warned(same, 1.0, correct_if="a fixed order is meant (then set shuffles = False)", **text)
+    return subject.warned(
+        same, 1.0, correct_if="a fixed order is intended (then set shuffles = False)", **text
+    )
 
 
 def _order_has_a_seed(subject: TrainerSubject, order: list[bytes]) -> bool:
-    """Return True if another seed gives the same examples in another order, so that they are shuffled."""
+    """Return True if a different seed gives the same examples in a different order."""
     other = subject.spec.create(subject.device, subject.seed + 1)
     with seeded(subject.seed + 1, subject.device):
         marks = [mark for batch in islice(other.epoch(0), _MOST_BATCHES) for mark in _row_marks(batch)]  # type: ignore[attr-defined]
@@ -98,7 +100,7 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
     rows = max((len(_row_marks(batch)) for batch in batches), default=0)
     n_examples = getattr(run, "n_examples", None)
     if n_examples is not None:
-        # The last, incomplete batch may be left out, or filled up.
+        # The last, incomplete batch may be dropped, or filled up.
         for number, count in enumerate((one, two)):
             gap = abs(count.total() - n_examples)
             if gap >= max(rows, 1):
@@ -107,23 +109,22 @@ def epoch_coverage(subject: TrainerSubject) -> CheckResult:
                     float(gap),
                     float(rows - 1),
                     where=f"epoch {number}: {count.total()} rows of {n_examples} examples",
-                    meaning=f"Examples come {many}; as many as would fill a batch, at least.",
-                    advice="Each worker and each rank has to take its own part of an iterable dataset; "
-                    "look for "
-                    "a length that is divided and rounded down, and for parts that overlap.",
+                    meaning=f"At least as many examples as fill a batch come {many}.",
+                    advice="Each worker and each rank has to take its own part of an iterable dataset. "
+                    "Look for a length that is divided and rounded down, and for parts that overlap.",
                 )
     if not one.keys() & two.keys():
         return subject.not_applicable("needs rows that two epochs have in common")
-    # Equal rows of the data set count once.
+    # Equal rows of the data set are counted once.
     missed = len(one.keys() | two.keys()) - min(len(one), len(two))
     left_out = max(rows - 1, 0)
     text = {
         "where": "epochs 0 and 1",
-        "meaning": "Examples of one epoch are missing in the other, more than an incomplete batch holds.",
+        "meaning": "More examples of one epoch are missing in the other one than an incomplete batch has.",
         "advice": "Look for sampling with replacement, and for parts of workers or ranks that overlap.",
     }
     if missed > left_out:
-        exempt = "each epoch is meant to draw its own examples" if n_examples is None else None
+        exempt = "each epoch draws its own examples on purpose" if n_examples is None else None
         return subject.failed_unless(exempt, float(missed), float(left_out), **text)
     times = min(one.values())
     if times > 1 and n_examples is None:
@@ -151,7 +152,7 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
     for name, patterns in _patterns(batches).items():
         if len(patterns) < 3 or any(p.shape != patterns[0].shape for p in patterns):
             continue
-        # Equal rows are no random draw, and neither are values that all batches have in common.
+        # If all rows or all batches have the same values, the values are not random.
         if any(len(p) < 2 or bool((p == p[:1]).all()) for p in patterns):
             continue
         pairs = [(i, j) for i in range(len(patterns)) for j in range(i)]
@@ -168,15 +169,14 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
                 float(len(same)),
                 0.0,
                 where=f"{name} of batches {j} and {i} of epoch 0",
-                meaning=f"Different examples have the same random part, where other batches share "
-                f"{share:.0%}.",
+                meaning="Different examples have the same random part. In other batches, "
+                f"{share:.0%} of its elements are equal.",
                 advice="Workers that are copies of one process draw the same numbers: seed each generator "
-                "from "
-                "torch.initial_seed() in worker_init_fn, and make a dataset's own generator in the worker.",
+                "from torch.initial_seed() in worker_init_fn, and create a dataset's generator there.",
             )
     if not asked:
-        return subject.not_applicable("needs batches with a part that differs by row and by batch")
-    return subject.passed(0.0, 0.0, meaning=f"{asked} parts of {len(batches)} batches compared.")
+        return subject.not_applicable("needs a part of the batches that differs between rows and batches")
+    return subject.passed(0.0, 0.0, meaning=f"Compared parts of {len(batches)} batches: {asked}.")
 
 
 def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:
@@ -207,14 +207,14 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
     with subject.fixed_randomness(), TemporaryDirectory() as folder:
         own = next_batches(run)
         if own is None:
-            return subject.not_applicable("needs a position() of two integers: epoch, next batch in it")
+            return subject.not_applicable("needs a position() of two integers: epoch, next batch")
         start = run.position()
         length = len(_read(subject, run, start[0], _MOST_BATCHES))
         n_before = length + 2 if 2 <= length <= 2 * _N_BATCHES else 3
         drive(run, own, n_before)
         place = run.position()
         if place == start:
-            return subject.not_applicable("needs a position() that moves as the run is trained")
+            return subject.not_applicable("needs a position() that changes during training")
         save(run, Path(folder))
         wanted = [_row_marks(batch) for batch in islice(own, 2)]
         other: Any = subject.run()
@@ -224,24 +224,23 @@ def data_resumes(subject: TrainerSubject) -> CheckResult:
             assert resumed is not None
             got = [_row_marks(batch) for batch in islice(resumed, 2)]
     if wanted == got:
-        return subject.passed(0.0, 0.0, meaning=f"After {n_before} batches, at {tuple(place)}.")
+        return subject.passed(0.0, 0.0, meaning=f"After {n_before} batches, position() is {tuple(place)}.")
     first = [_row_marks(batch) for batch in _read(subject, subject.run(), start[0], _MOST_BATCHES)]
     replayed = got[0] in first and wanted[0] not in first
     return subject.failed(
         float(sum(a != b for a, b in zip(wanted, got, strict=True))),
         0.0,
-        where=f"batch {place[1]} of epoch {place[0]}; the resumed run says {tuple(other.position())}",
-        meaning="The resumed run continues with other data"
+        where=f"batch {place[1]} of epoch {place[0]}; resumed at {tuple(other.position())}",
+        meaning="The resumed run continues with different data"
         + (f": with a batch of epoch {start[0]}, a second time." if replayed else "."),
-        advice="Save the epoch and the batch in it, give the epoch to what shuffles, and skip what was "
-        "used; an "
-        "order drawn from the global generator needs its state of the epoch's start.",
+        advice="Save the epoch and the number of its used batches, pass the epoch to the sampler, and skip "
+        "the used batches. If the global generator draws the order, save its state at the epoch's start.",
     )
 
 
 @trainer_check
 def position_in_epoch(subject: TrainerSubject) -> CheckResult:
-    """Does position() name a batch that the epoch has, at the start and after some steps?"""
+    """Does position() refer to a batch that exists, at the start and after some steps?"""
     run: Any = subject.run()
     if not subject.has(run, "epoch", "position"):
         return subject.not_applicable("needs epoch(number) and position()")
@@ -249,7 +248,7 @@ def position_in_epoch(subject: TrainerSubject) -> CheckResult:
         with subject.fixed_randomness():
             own = next_batches(run)
             if own is None:
-                return subject.not_applicable("needs a position() of two integers: epoch, next batch in it")
+                return subject.not_applicable("needs a position() of two integers: epoch, next batch")
             drive(run, own, _N_BATCHES)
             later = next_batches(run)
             assert later is not None
@@ -260,7 +259,7 @@ def position_in_epoch(subject: TrainerSubject) -> CheckResult:
             where="position()",
             advice="Return the epoch, and the number of batches of this epoch that were used.",
         )
-    return subject.passed(meaning=f"At {tuple(run.position())} after {_N_BATCHES} batches.")
+    return subject.passed(meaning=f"After {_N_BATCHES} batches, position() is {tuple(run.position())}.")
 
 
 @trainer_check
@@ -284,9 +283,9 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
             float(len(stuck)),
             0.0,
             where=", ".join(stuck),
-            meaning="It holds data, yet has the same shape for 6 examples as for 2.",
-            advice="Look at what makes a batch of examples: a squeeze(), a [0], or a list that is joined "
-            "to one row.",
+            meaning="This part of a batch contains data, but has the same shape for 6 examples as for 2.",
+            advice="Look in the collate function for a squeeze(), an index [0], or a list that is joined to "
+            "one row.",
         )
     rows = {name: leaf.shape[0] for name, leaf in named_tensors(large) if name in shapes}
     if len(set(rows.values())) > 1:
@@ -296,7 +295,7 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
             where=", ".join(f"{name}: {count}" for name, count in rows.items()),
             meaning="The parts of a batch have different numbers of rows.",
             correct_if="an example has several parts, such as images or documents",
-            advice="Look at the function that joins examples to a batch.",
+            advice="Look at the collate function, which joins examples to a batch.",
         )
     return subject.passed(0.0, 0.0, meaning=", ".join(shapes))
 

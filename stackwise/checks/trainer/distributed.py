@@ -26,16 +26,16 @@ _PLACES = {
     "final": (
         "after two steps",
         (
-            "Look for a model that is called past its wrapper, for parameters that were replaced after "
+            "Look for a model that is called without its wrapper, for parameters that were replaced after "
             "wrapping, which removes the hooks, for clipping on one rank, and for hardware that loses data."
         ),
     ),
     "accumulated": (
         "after an update from two micro-batches",
-        "Reduce the gradients in the backward pass of the last micro-batch: `no_sync()` is for the others.",
+        "Reduce the gradients in the backward pass of the last micro-batch: use `no_sync()` for the others.",
     ),
 }
-_UNFINISHED = "needs ranks that finish: see collectives_agree"
+_UNFINISHED = "needs a run that passes collectives_agree"
 
 
 @trainer_check(suite="full")
@@ -49,10 +49,10 @@ def collectives_agree(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             float(place),
             where=_place_text(ranks, place),
-            meaning=f"Collective {place} of two steps is not the same on all ranks: they hang, or mix up "
-            f"data.",
-            advice="Look for a collective behind a condition that ranks see differently: an empty batch, an "
-            "unused expert, a log on rank 0, an early stop.",
+            meaning=f"Collective {place} of two steps is not the same on all ranks: the ranks wait for each "
+            "other for ever, or exchange wrong data.",
+            advice="Look for a collective under a condition that is not the same on all ranks: an empty "
+            "batch, an unused expert, a log on rank 0, an early stop.",
         )
     if ranks.errors:
         rank, error = next(iter(ranks.errors.items()))
@@ -60,9 +60,10 @@ def collectives_agree(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             float(max(counts) - min(counts)),
             0.0,
-            where=f"rank {rank}, after {counts[rank]} collectives; of the ranks: {counts}",
-            meaning=f"It did not finish two steps: {error}",
-            advice="The other ranks wait for one that raised, or that calls fewer collectives.",
+            where=f"rank {rank}, after {counts[rank]} collectives; numbers of all ranks: {counts}",
+            meaning=f"A rank did not finish two steps: {error}",
+            advice="Look for an exception on one rank, and for a rank that calls fewer collectives: the "
+            "other ranks wait for this rank.",
         )
     return subject.passed(0.0, 0.0, meaning=f"{len(ranks.collectives[0]) - 1} collectives in two steps.")
 
@@ -78,7 +79,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
         if not copies[0] and when == "accumulated":
             continue
         if not copies[0]:
-            return subject.not_applicable("needs weights that are the same on all ranks; all are in parts")
+            return subject.not_applicable("needs weights that are complete on all ranks; all are sharded")
         apart = different(*copies)
         if apart:
             share = (copies[0][apart[0]] != copies[1][apart[0]]).double().mean().item()
@@ -89,25 +90,27 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
                 meaning=f"{share:.1%} of the elements of this weight differ between the ranks.",
                 advice=advice,
             )
-    return subject.passed(0.0, 0.0, meaning=f"{len(_replicas(subject, ranks, 'final')[0])} parameters.")
+    return subject.passed(
+        0.0, 0.0, meaning=f"Compared parameters: {len(_replicas(subject, ranks, 'final')[0])}."
+    )
 
 
 @trainer_check(suite="full")
 def non_finite_rank(subject: TrainerSubject) -> CheckResult:
-    """Do all ranks do the same, if the loss of one rank is not finite?"""
+    """If the loss of one rank is not finite, do all ranks skip the update, or none?"""
     equal = _finished(subject)
     if isinstance(equal, CheckResult):
         return equal
     if any(record.n_parts == 1 for record in equal.records):
         return subject.not_applicable("needs ranks with different batches")
     if replicas_agree(subject).status != "passed":
-        return subject.not_applicable("needs weights that are the same on all ranks: see replicas_agree")
+        return subject.not_applicable("needs a run that passes replicas_agree")
     ranks = run_ranks(subject, spoiled=True)
     if isinstance(ranks, str):
         return subject.not_applicable(ranks)
     place = ranks.disagreement()
     if place is None and ranks.errors:
-        return subject.passed(meaning=f"It ends the training: {ranks.errors[max(ranks.errors)]}")
+        return subject.passed(meaning=f"The run ends with an error: {ranks.errors[max(ranks.errors)]}")
     if place is None and not ranks.records[-1].is_spoiled:
         return subject.not_applicable("needs a model whose first layer returns a tensor")
     if place is None:
@@ -116,7 +119,7 @@ def non_finite_rank(subject: TrainerSubject) -> CheckResult:
             return subject.passed(0.0, 0.0, meaning="The weights are the same on all ranks.")
         where, effect = listed(apart), "the ranks have different weights afterwards"
     else:
-        where, effect = _place_text(ranks, place), "the ranks call different collectives: they hang"
+        where, effect = _place_text(ranks, place), "the ranks call different collectives and hang"
     return subject.failed(
         1.0,
         0.0,
@@ -148,23 +151,23 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             meaning=f"The gradient has the right direction and {ratio:.3g} times the length."
             if aligned
             else "The gradient at the optimizer differs from that of one process on the joint batch.",
-            advice="Summed instead of averaged, or clipped by a norm that counts what is replicated "
-            "several times or leaves parameters out."
+            advice="Look for gradients that are summed instead of averaged, and for a norm that counts "
+            "replicated parameters several times or skips parameters."
             if aligned
-            else "Look for parameters that are left out of the reduction, a wrapper that is bypassed, and "
-            "data that is lost on the way.",
+            else "Look for parameters that are not reduced, for a model that is called without its wrapper, "
+            "and for communication that loses data.",
         )
     return subject.passed(gaps[worst], limit, where=worst)
 
 
 @trainer_check(suite="full")
 def unequal_targets(subject: TrainerSubject) -> CheckResult:
-    """Has each target the same weight, if one rank has many targets and the other one few?"""
+    """Does each target have the same weight if one rank has many targets and the other one few?"""
     equal = _finished(subject)
     if isinstance(equal, CheckResult):
         return equal
     if gradients_equal_dense(subject).status != "passed":
-        return subject.not_applicable("needs the gradient of one process: see gradients_equal_dense")
+        return subject.not_applicable("needs a run that passes gradients_equal_dense")
     ranks = run_ranks(subject, unequal=True)
     if isinstance(ranks, str):
         return subject.not_applicable(ranks)
@@ -208,16 +211,16 @@ def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
         gaps[rank],
         _limit(whole),
         where=f"rank {rank}",
-        meaning=f"The run's grad_norm is {ranks.records[rank].norm:.4g}; that of the joint batch is "
-        f"{whole.norm:.4g}.",
-        advice="Count what is replicated once and sum the squares of parts over ranks; leave out no "
-        "parameter, and take the norm after the reduction.",
+        meaning=f"The grad_norm of this rank is {ranks.records[rank].norm:.4g}; the norm of the joint batch "
+        f"is {whole.norm:.4g}.",
+        advice="Compute the norm of all parameters after the reduction. Count replicated parameters once, "
+        "and sum the squares of sharded ones over the ranks.",
     )
 
 
 @trainer_check(suite="full")
 def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss of all ranks that of one process on their joint batches?"""
+    """Is the evaluation loss of all ranks equal to that of one process on their joint batches?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
@@ -240,9 +243,9 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
         abs(ratio - 1),
         _limit(whole),
         where="the result of evaluate(batches)",
-        meaning=f"It is {loss:.6g} on two ranks, and {whole.evaluation:.6g} in one process.",
-        advice="Sum the losses and the numbers of targets of all ranks, and divide once. A factor for the "
-        "average of gradients does not belong here.",
+        meaning=f"The loss is {loss:.6g} on two ranks, and {whole.evaluation:.6g} in one process.",
+        advice="Sum the losses and the numbers of targets of all ranks, and divide once. Do not multiply by "
+        "the number of ranks, as for averaged gradients.",
     )
 
 
@@ -255,7 +258,7 @@ def ranks_share_data(subject: TrainerSubject) -> CheckResult:
     rows = [record.rows for record in ranks.records]
     whole = dense(subject).rows
     if not whole or any(not each for each in rows) or rows[0] == rows[1]:
-        return subject.not_applicable("needs an epoch of at most 200 batches that the ranks divide")
+        return subject.not_applicable("needs an epoch of at most 200 batches that is divided among ranks")
     read = Counter(row for each in rows for row in each or ())
     if len(set(whole)) < len(whole) or not set(read) <= set(whole):
         return subject.not_applicable("needs the same examples in one process as on the ranks, each once")
@@ -266,8 +269,8 @@ def ranks_share_data(subject: TrainerSubject) -> CheckResult:
         float(max(twice, left_out)),
         allowed,
         where="epoch(0)",
-        meaning=f"Of {len(whole)} examples, {twice} are read twice and {left_out} by no rank.",
-        advice="Use the same seed of the order on all ranks: each rank takes its part of one permutation.",
+        meaning=f"Of {len(whole)} examples, the ranks read {twice} twice and {left_out} not at all.",
+        advice="Shuffle with the same seed on all ranks: each rank takes its part of the same permutation.",
     )
 
 
@@ -287,10 +290,10 @@ def buffers_agree(subject: TrainerSubject) -> CheckResult:
             0.0,
             where=apart[0],
             meaning="A buffer has different values on the ranks.",
-            correct_if="it is shared before it is used, and the rank that saves has the right values",
+            correct_if="ranks share the buffer before its use, and the rank that saves has the right values",
             advice="Broadcast the buffer, or reduce it over the ranks.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(buffers[0])} buffers.")
+    return subject.passed(0.0, 0.0, meaning=f"Compared buffers: {len(buffers[0])}.")
 
 
 def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
@@ -310,7 +313,7 @@ def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Ten
         if got is None:
             gaps[name] = float("inf")
             continue
-        # Each rank has a copy, and any of them may be wrong.
+        # Each rank may have a full copy, and any of them may be wrong.
         copies = [part for part in there if part.shape == wanted.shape] or [got]
         apart = max(copies, key=lambda copy: norm([copy.double() - wanted.double()]))
         gaps[name] = norm([apart.double() - wanted.double()]) / scale
@@ -347,16 +350,16 @@ def _not_comparable(subject: TrainerSubject, ranks: Ranks, whole: Record) -> str
         got = assembled([part for part in parts if part is not None], wanted.shape)
         if got is None:
             return f"needs parameters that are divided along one dimension; {name} is not"
-        # A rank that received other weights is replicas_agree's to find.
+        # If the ranks received different weights, replicas_agree reports this.
         if not torch.equal(got, wanted):
             return f"needs the same weights in one process as on the ranks; {name} differs"
     again = dense(TrainerSubject(subject.spec, subject.device, subject.seed))
     gap = max((again.gradients[name] - g).abs().max().item() for name, g in whole.gradients.items())
-    return None if gap == 0 else "needs a step that repeats itself without dropout"
+    return None if gap == 0 else "needs a deterministic step without dropout"
 
 
 def _direction(pairs: list[tuple[Tensor, Tensor]], *, complete: bool) -> tuple[float, bool]:
-    """The length of one gradient over that of the other, and whether they point the same way."""
+    """Return the ratio of the lengths of two gradients, and True if they have the same direction."""
     if not complete:
         return 0.0, False
     got, wanted = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
@@ -365,6 +368,10 @@ def _direction(pairs: list[tuple[Tensor, Tensor]], *, complete: bool) -> tuple[f
 
 
 def _limit(whole: Record) -> float:
-    """Sums are taken in another order; 1 % of the elements lost is 0.1."""
+    """Return the largest allowed difference, relative to the norm of all gradients.
+
+    Ranks and one process add numbers in different orders, which causes rounding errors. If 1 % of the
+    elements is missing, the difference is about 0.1.
+    """
     eps = max(torch.finfo(g.dtype).eps for g in whole.gradients.values())
     return max(1e-4, 8 * eps)

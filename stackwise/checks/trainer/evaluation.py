@@ -1,4 +1,4 @@
-"""Evaluation: it has no side effects, is repeatable, and gives each target the same weight."""
+"""Evaluation: evaluate() has no side effects, is repeatable, and gives each target the same weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAME = 1e-6
 _OTHER_STEP = 1e-3
 # Label for padding if no label is ignored. No token has it.
 _NO_LABEL = -100
-_UNEQUAL = "1 and 3 rows to a batch"
+_UNEQUAL = "batches of 1 and 3 rows"
 _SAME_SIZE = "all batches have the same number of rows, such as batches that are drawn at random"
 _REASON = "needs evaluate(batches)"
 _AVERAGES = "all batches have the same number of targets: this trainer averages the losses of batches"
@@ -35,7 +35,7 @@ _AVERAGES = "all batches have the same number of targets: this trainer averages 
 
 @trainer_check
 def evaluation_restores(subject: TrainerSubject) -> CheckResult:
-    """Does evaluation leave weights and modes unchanged, and the next training step as well?"""
+    """Does evaluation leave weights, modes and the next training step unchanged?"""
     if not subject.has(subject.run(), "evaluate"):
         return subject.not_applicable(_REASON)
     steps: dict[bool, dict[str, Tensor]] = {}
@@ -52,13 +52,13 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
             changed = different(before, state_of(run))
             if torch.is_grad_enabled() != grad_mode:
                 torch.set_grad_enabled(grad_mode)
-                changed.append("whether gradients are recorded")
+                changed.append("torch.is_grad_enabled()")
             if changed:
                 return subject.failed(
                     len(changed),
                     0.0,
                     where=listed(changed),
-                    meaning=f"{len(changed)} of {len(before)} tensors and settings changed in an evaluation.",
+                    meaning=f"An evaluation changed {len(changed)} of {len(before)} tensors and settings.",
                     advice="Evaluate in eval mode under torch.no_grad(), and restore the state afterwards.",
                 )
         with subject.fixed_randomness(), observed(run) as seen:
@@ -72,7 +72,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
             len(wrong),
             0.0,
             where=listed([name or "the model" for name in wrong]),
-            meaning=f"After an evaluation {len(wrong)} modules train on in {mode} mode, unlike without it.",
+            meaning=f"Modules that stay in {mode} mode after an evaluation: {len(wrong)}.",
             advice="Restore the mode of each module after evaluation. Otherwise training continues without "
             "dropout, or frozen parts leave eval mode.",
         )
@@ -81,7 +81,7 @@ def evaluation_restores(subject: TrainerSubject) -> CheckResult:
         value,
         _OTHER_STEP,
         where="gradient of the next step",
-        meaning="It differs from that of the same step without the evaluation before it.",
+        meaning="After an evaluation, the gradient differs from that of the same step without it.",
         advice="Look for gradients or other state that the evaluation does not restore.",
     )
 
@@ -102,8 +102,8 @@ def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
         _apart(other, one),
         _SAME,
         where="the result of evaluate(batches)",
-        meaning=f"{one:.6g} and {other:.6g} nats of the same batches under two seeds.",
-        advice="Dropout is active: call model.eval() before, and train() again after.",
+        meaning=f"With two seeds, the same batches give {one:.6g} and {other:.6g} nats per target.",
+        advice="Call model.eval() before the evaluation and model.train() after it: dropout is active.",
     )
 
 
@@ -117,8 +117,8 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
     whole = evaluated(run, [joined(rows, 1)])
     value, where, found = 0.0, "", whole
     for name, batches in (
-        ("one row to a batch", rows),
-        ("one row to a batch, in reverse order", rows[::-1]),
+        ("batches of one row", rows),
+        ("batches of one row, in reverse order", rows[::-1]),
         (_UNEQUAL, [rows[0], joined(rows[1:], 1)]),
     ):
         other = evaluated(run, batches)
@@ -128,7 +128,7 @@ def evaluation_batches(subject: TrainerSubject) -> CheckResult:
     averages = subject.averages_batches(run, "evaluate")
     declare = (
         " If all batches have the same number of targets, declare it with averages_batches = ("
-        '"evaluate",) on the run. This is then a warning.'
+        '"evaluate",) on the run. The check then warns only.'
     )
     result = subject.at_most(
         value,
@@ -171,11 +171,11 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         else sum(sums) / sum(n_labels)
     )
     mistakes = {
-        "exp of that. Report a perplexity through perplexity(batches)": float(
+        "exp of this mean. Report a perplexity through perplexity(batches)": float(
             torch.tensor(exact, dtype=torch.float64).exp()
         ),
-        "2 to the power of that": float(torch.tensor(exact, dtype=torch.float64).exp2()),
-        "the sum divided by the number of labels. The first label of a row is no target": by_labels,
+        "2 to the power of this mean": float(torch.tensor(exact, dtype=torch.float64).exp2()),
+        "the sum divided by the number of labels. The first label of a row is not a target": by_labels,
     }
     mistake = next(
         (name for name, each in mistakes.items() if _apart(found, each) <= limit * max(1.0, exact)), ""
@@ -186,8 +186,8 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
         where="the result of evaluate(batches)",
         meaning=f"The evaluation loss is {found:.6g}; the mean loss over all targets is {exact:.6g} nats."
         + (f" The evaluation loss is {mistake}." if mistake else ""),
-        advice="Divide by the number of targets: T - 1 of T tokens, less the ignored ones. Count each "
-        "token of overlapping windows once.",
+        advice="Divide by the number of targets: T - 1 of T tokens, without ignored ones. If windows "
+        "of the text overlap, count each token once.",
     )
     if result.ok:
         return result
@@ -200,7 +200,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
             return _warned(
                 subject,
                 result,
-                "it contains the auxiliary loss of the routers on purpose, and no perplexity is made of it",
+                "evaluate() adds the auxiliary loss of the routers on purpose, and gives no perplexity",
             )
     return result
 
@@ -226,26 +226,26 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
     means = [each for each in losses if each is not None] or [exact]
     names = {
         "the mean of the perplexities of batches": sum(map(math.exp, means)) / len(means),
-        "that of the mean of the batches' means": math.exp(sum(means) / len(means)),
+        "exp of the mean of the losses of batches": math.exp(sum(means) / len(means)),
         "2 to the power of a loss in nats": 2**exact,
         "the loss itself": exact,
     }
-    # An error of the loss is so much larger in its exponential.
+    # exp multiplies the relative error of a loss by the loss.
     limit = _limit_of(run, batches, run.perplexity) * max(1.0, exact)  # type: ignore[attr-defined]
     closest = min(names, key=lambda name: _apart(found, names[name]))
     return subject.at_most(
         _apart(found, wanted),
         limit,
         where="the result of perplexity(batches)",
-        meaning=f"It is {found:.6g}; exp of the mean over all targets is {wanted:.6g}."
-        + (f" It is {closest}." if _apart(found, names[closest]) <= limit else ""),
+        meaning=f"The perplexity is {found:.6g}; exp of the mean over all targets is {wanted:.6g}."
+        + (f" The perplexity is {closest}." if _apart(found, names[closest]) <= limit else ""),
         advice="Sum the losses of all targets of all batches in nats, divide once by their number, and take "
         "exp last: a mean of exponentials is too high.",
     )
 
 
 def _warned(subject: TrainerSubject, result: CheckResult, correct_if: str) -> CheckResult:
-    """Return a failure as a warning, because the run may mean it; other results as they are."""
+    """Return a failure as a warning, because it may be intended, and other results unchanged."""
     if result.status != "failed":
         return result
     text = {"where": result.where, "meaning": result.meaning, "advice": result.advice}
@@ -257,12 +257,12 @@ def _apart(found: float, wanted: float) -> float:
 
 
 def evaluated(run: TrainingRun, batches: list[Any]) -> float:
-    """The mean loss of batches, as the run computes it."""
+    """Return the mean loss of batches, as the run computes it."""
     return float(run.evaluate(batches))  # type: ignore[attr-defined]
 
 
 def _ragged_rows(subject: TrainerSubject) -> list[Any]:
-    """Return batches of one row, with fewer targets from row to row if they have labels."""
+    """Return batches of one row. If they have labels, each row has fewer targets than the row before."""
     batch = subject.batch(batch_size=_ROWS)
     rows = [rows_of(batch, _ROWS, slice(index, index + 1)) for index in range(_ROWS)]
     for index, row in enumerate(rows):
@@ -305,7 +305,7 @@ def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) ->
 
 @torch.no_grad()
 def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | None:
-    """Return the training loss of each batch in eval mode. None: no loss, or none with auxiliary terms."""
+    """Return the training loss of each batch in eval mode. None: no auxiliary terms."""
     if getattr(run, "loss", None) is None:
         return None
     modes, losses = _modes(run), []
@@ -328,7 +328,7 @@ def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | N
 
 
 def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
-    """(B, T, V) of a batch with ids and labels of one shape."""
+    """Return logits (B, T, V) of a batch whose ids and labels have the same shape, or None."""
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
         return None
     ids = batch["input_ids"]
@@ -347,12 +347,12 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
 
 
 def _limit(run: TrainingRun, batches: list[Any]) -> float:
-    """Return the largest difference that is rounding: more if weights or outputs are in half precision."""
+    """Return the largest difference by rounding. It is larger if weights or outputs are in half precision."""
     return _limit_of(run, batches, run.evaluate)  # type: ignore[attr-defined]
 
 
 def _limit_of(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]], Any]) -> float:
-    """The same of anything that is computed from batches."""
+    """Return the largest difference by rounding in the result of `evaluate(batches)`."""
     dtypes = {p.dtype for p in run.model.parameters()}
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:

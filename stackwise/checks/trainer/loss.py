@@ -1,4 +1,4 @@
-"""Loss: a step trains on the targets, and on no ignored position."""
+"""Loss: the loss of a step depends on the targets, and on no ignored position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS = 4
 _NO_LABEL = -100
 # Rounding of losses in float32, and of their mean in half precision.
 _EXACT, _NARROW = 1e-5, 1e-2
-# Of two losses, one of which may be computed under autocast.
+# Largest relative difference of two losses, one of which may be computed under autocast.
 _SAME_RATIO = 5e-3
 
 
@@ -35,7 +35,7 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
     if (labels := labels_in(batch)) is None:
         return subject.not_applicable("needs batches with labels")
     if (ignored := subject.spec.ignored_label) is None:
-        return subject.not_applicable("needs ignored_label, of positions that are not to be predicted")
+        return subject.not_applicable("needs ignored_label, the label of positions without a target")
     if labels.is_floating_point() or len(labels) != _ROWS:
         return subject.not_applicable(f"needs integer labels, one row of them for each of {_ROWS} rows")
 
@@ -64,36 +64,36 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
         return subject.warned(
             value,
             limit,
-            meaning=f"Ignored rows change the loss: with half of the rows ignored it is {found:.6g}; of the "
-            f"other rows alone it is {kept:.6g}.",
-            correct_if="a part of the loss does not come from targets",
+            meaning=f"Ignored rows change the loss. If half of the rows are ignored, the loss is {found:.6g}"
+            f"; the loss of the other rows is {kept:.6g}.",
+            correct_if="a part of the loss does not depend on targets",
             advice="Look at the number that the loss is divided by.",
         )
     meaning = (
-        f"Targets that are to be ignored are trained on as token {tokens[0]}."
+        f"The loss treats ignored targets as token {tokens[0]}."
         if tokens
-        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets, so it counts them."
+        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets, so they are counted."
     )
     return subject.failed(
         value,
         limit,
         where=f"labels of {ignored}",
         meaning=meaning,
-        advice="Give cross_entropy the labels as they are, with their ignore_index (no clamp, no remainder), "
-        "and divide a sum by the number of targets that are left.",
+        advice="Pass the unchanged labels and their ignore_index to cross_entropy (no clamp, no remainder), "
+        "and divide a sum by the number of targets that are not ignored.",
     )
 
 
 @trainer_check
 def loss_derivative(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of loss(batch) its derivative, in train mode with dropout?"""
+    """In train mode with dropout, is the gradient of loss(batch) equal to finite differences?"""
     run: Any = subject.run()
     if not subject.has(run, "loss"):
         return subject.not_applicable("needs loss(batch)")
     try:
         model = run.model.double().train()
         found = compared(subject, model, lambda _: run.loss(subject.batch()))
-    except Exception as error:  # any exception means: not in float64
+    except Exception as error:  # the loss does not run in float64
         reraise_if_out_of_memory(error)
         return subject.not_applicable(f"needs a loss in float64: {reason_of(error)}")
     if not found.has_gradient or not found.is_smooth or found.uses_steps or found.truncates:
@@ -104,25 +104,25 @@ def loss_derivative(subject: TrainerSubject) -> CheckResult:
         with WithoutDropout():
             plain = compared(subject, model, lambda _: run.loss(subject.batch()))
         is_detached = plain.value > plain.limit
-    except Exception as error:  # recomputation that keeps no random state runs outside of the context
+    except Exception as error:  # recomputation in the backward pass is outside of the context
         reraise_if_out_of_memory(error)
         is_detached = False
     if is_detached:
-        return subject.not_applicable("needs a loss without parts that are detached, as targets often are")
+        return subject.not_applicable("needs a loss without detached parts, such as detached targets")
     name, slope, measured = found.wrong[0] if found.wrong else ("all parameters together", math.nan, math.nan)
     return subject.failed(
         found.value,
         found.limit,
         where=f"{name}: gradient {slope:.3g}, finite differences {measured:.3g}",
-        meaning="With dropout, the gradient of the loss along a random direction is not its derivative.",
-        advice="Look for recomputation that draws other dropout masks (preserve_rng_state), and for a "
+        meaning="With dropout, the gradient differs from finite differences along a random direction.",
+        advice="Look for recomputation that draws different dropout masks (preserve_rng_state), and a "
         "backward function that does not use the mask of the forward pass.",
     )
 
 
 @trainer_check
 def loss_divisor(subject: TrainerSubject) -> CheckResult:
-    """Is the loss of a batch the mean over its targets, and not over another number?"""
+    """Is the loss of a batch divided by its number of targets, and not by a different number?"""
     ratios, exact = [], 0.0
     batches = [subject.batch(number) for number in range(2)]
     for batch in batches:
@@ -151,8 +151,8 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
         return abs(number - divisor) <= limit * divisor
 
     advice = (
-        "Divide a sum by the number of targets in the batches of this update: a norm for clipping and an "
-        "epsilon depend on the size of the gradient."
+        "Divide a sum by the number of targets in the batches of this update: clipping and the epsilon of "
+        "the optimizer depend on the size of the gradient."
     )
     numbers = {name: int(tensor) for name, tensor in named_tensors(batches[0]) if tensor.numel() == 1}
     if name := next((name for name, number in numbers.items() if is_divisor(number)), ""):
@@ -166,13 +166,13 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
     counts = {1, *labels.shape, labels.numel(), *(n_targets * k for k in range(2, 9))}
     counts |= {n_targets / k for k in range(2, 9)}
     if not any(map(is_divisor, counts)):
-        return subject.not_applicable("needs a mean over targets, up to a ratio of counts")
+        return subject.not_applicable("needs a loss that is the mean over targets, times a ratio of counts")
     return subject.warned(
         value,
         limit,
         where="the loss of a batch",
         meaning=f"The loss is {ratios[0]:.6g} times the mean over the {n_targets} targets of the batch.",
-        correct_if="the factor is meant, and the learning rate and the limit of the norm are chosen for it",
+        correct_if="the factor is intended, and the learning rate and the clipping norm are chosen for it",
         advice=advice,
     )
 

@@ -1,4 +1,4 @@
-"""Non-finite gradients: a step without an update leaves everything unchanged, and later steps train."""
+"""Non-finite gradients: a step without an update leaves everything unchanged, and later ones make updates."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 
 # First and later step whose gradients are NaN: some loops collect a history before they skip a step.
 _FIRST, _LATER = 2, 13
-# Steps after it, one of which must make an update.
+# Steps after the step with NaN gradients. One of them must make an update.
 _STEPS_AFTER = 10
-_UNPROTECTED = "needs a run that makes no update with non-finite gradients: see non_finite_gradient"
+_UNPROTECTED = "needs a run that skips updates with non-finite gradients and passes non_finite_gradient"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Outcome:
     Attributes:
         step: number of this step, from 0. The step makes an update if its gradients are finite.
         before, after: state before and after this step.
-        earlier: weights before the earlier steps.
+        earlier: weights before each earlier step.
         end: state after the later steps.
         names: names of the parameters with a NaN gradient.
     """
@@ -68,7 +68,7 @@ def skipped_step(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
-    """Does the run train again after a step with non-finite gradients?"""
+    """Does the run make updates again after a step with non-finite gradients?"""
     outcomes = _outcomes(subject)
     for outcome in outcomes:
         if not _weights_differ(outcome.after, outcome.end):
@@ -79,7 +79,11 @@ def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
                 advice="Keep the NaN out of everything that decides about later updates, such as a history "
                 "of losses or norms: each comparison with NaN is false.",
             )
-    return subject.passed(meaning="Later steps train.") if outcomes else subject.not_applicable(_UNPROTECTED)
+    return (
+        subject.passed(meaning="Later steps make updates.")
+        if outcomes
+        else subject.not_applicable(_UNPROTECTED)
+    )
 
 
 def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckResult:
@@ -89,9 +93,9 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
     averages = [name for name in changed if name.startswith("average.")]
     schedule = [name for name in changed if name not in (*weights, *moments, *averages)]
     parts = [
-        f"{len(names)} {kind}"
+        f"{kind} ({len(names)})"
         for names, kind in (
-            (weights, "weights"),
+            (weights, "weight tensors"),
             (moments, "entries of the optimizer state"),
             (schedule, "entries of the schedule"),
             (averages, "tensors of an average"),
@@ -110,16 +114,16 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
         correct_if = "the average is updated in each step, also without an update of the weights"
         advice = "Update the average only if the optimizer made an update."
     elif not (weights or moments):
-        # If the schedule stays with an optimizer that is not fused, it is meant to.
+        # If the schedule does not change with an unfused optimizer, the run means to skip its step.
         other = _outcome(subject, step, unfused=True)
         is_meant = other is not None and not _changed(subject, other)
-        correct_if = None if is_meant else "the schedule counts steps on purpose, and not updates"
+        correct_if = None if is_meant else "the schedule counts steps instead of updates on purpose"
     return subject.failed_unless(
         correct_if,
         float(len(changed)),
         0.0,
         where=f"step {step}: {listed(weights or moments or schedule or averages)}",
-        meaning=f"No gradient of a step is finite, and the step changes {' and '.join(parts)}.",
+        meaning=f"No gradient of the step is finite, but the step changes {' and '.join(parts)}.",
         advice=advice,
     )
 
@@ -140,7 +144,7 @@ def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
         if kind == "average":
             return True
         if kind == "scheduler" or (name.startswith("optimizer.group") and name.endswith(".lr")):
-            return has_scheduler  # a rate that follows the number of the step needs no scheduler
+            return has_scheduler  # without a scheduler, the rate may depend on the number of the step
         return kind == "optimizer" and rest.rpartition(".")[0] in outcome.names
 
     return [name for name in different(outcome.before, outcome.after, rounding=ROUNDING) if counts(name)]
@@ -199,7 +203,7 @@ def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _O
 
 @contextmanager
 def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
-    """Inside, each gradient is NaN. Yield the names of the parameters with such a gradient."""
+    """Set each gradient to NaN, and yield the names of the parameters with such a gradient."""
     names: set[str] = set()
 
     def hook_of(name: str) -> Callable[[Tensor], Tensor]:
@@ -222,7 +226,7 @@ def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
 
 
 def _unfuse(run: TrainingRun) -> None:
-    """Let each optimizer use an implementation that a GradScaler does not call if it skips an update."""
+    """Make each optimizer unfused. A GradScaler does not call unfused ones if it skips an update."""
     for optimizer in optimizers_in(run.optimizer):
         optimizer.__dict__.pop("_step_supports_amp_scaling", None)
         for group in optimizer.param_groups:

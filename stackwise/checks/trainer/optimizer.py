@@ -1,4 +1,4 @@
-"""Optimizer: it has all trained parameters, decays the right ones, and its updates reach the weights."""
+"""Optimizer: it contains all trained parameters, decays the right ones, and its updates reach the weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stackwise.support.system_errors import is_out_of_memory
 
 _STEPS = 3
 _NARROW = (torch.bfloat16, torch.float16)
-# Expected share of the elements with a gradient that an update changes.
+# Expected fraction of the elements with a gradient that an update changes.
 _USUAL_SHARE = 0.5
-# Smallest tensor that is judged: in smaller ones, possibly no element changes by chance.
+# In tensors with fewer elements, it may be by chance that no element changes.
 _FEW = 16
 _OTHER_UPDATE = 0.1
 _SAME_GRADIENT = 1e-3
@@ -40,8 +40,8 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
             len(twice),
             0.0,
             where=listed(twice),
-            meaning="In the optimizer more than once: each step updates it as often.",
-            advice="Collect parameters with named_parameters(), which gives tied ones once.",
+            meaning="The optimizer contains these parameters more than once, and updates them several times.",
+            advice="Collect parameters with named_parameters(), which returns tied parameters once.",
         )
     trained = {name: p for name, p in named.items() if p.requires_grad and not subject.is_frozen(name)}
     masters = list(_wide_tensors(run))
@@ -54,36 +54,36 @@ def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
     lost = [name for name in missing if name not in elsewhere and name in seen.reached]
     strangers = sum(each not in {id(p) for p in named.values()} for each in held)
     if lost:
-        text = f", while it holds {strangers} tensors that the model does not have." if strangers else ""
+        text = f". It contains other tensors, which the model does not have: {strangers}" if strangers else ""
         return subject.failed(
             len(lost),
             0.0,
             where=listed(lost),
-            meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients and are not in the "
+            meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients, but are not in the "
             f"optimizer{text}.",
-            advice="Make the optimizer after the model is wrapped, moved, tied and its head replaced; and "
-            "from the model that trains.",
+            advice="Create the optimizer from the model that trains, after this model is wrapped and moved, "
+            "its weights are tied and its head is replaced.",
         )
     if strangers:
         return subject.warned(
             strangers,
             0.0,
-            where=f"{strangers} tensors of the optimizer",
-            meaning="The optimizer holds tensors that are not parameters of the model.",
-            correct_if="they are float32 masters, or parameters of the loss",
-            advice="Look for an optimizer that was made from an earlier version of the model.",
+            where=f"tensors of the optimizer: {strangers}",
+            meaning="The optimizer contains tensors that are not parameters of the model.",
+            correct_if="they are float32 master weights, or parameters of the loss",
+            advice="Look for an optimizer that was created from an earlier version of the model.",
         )
     notes = []
     if elsewhere:
-        notes.append(f"{len(elsewhere)} parameters are updated by other code than `optimizer`.")
+        notes.append(f"Parameters that other code than `optimizer` updates: {len(elsewhere)}.")
     if idle := set(missing) - elsewhere - set(lost):
-        notes.append(f"{len(idle)} without a gradient are in no optimizer: {listed(sorted(idle))}.")
+        notes.append(f"Without a gradient and in no optimizer: {listed(sorted(idle))}.")
     return subject.passed(0.0, 0.0, meaning=" ".join(notes))
 
 
 @trainer_check
 def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
-    """Does weight decay apply to no norm and no bias, unless declared?"""
+    """Does weight decay skip norms and biases, unless it is declared for them?"""
     run = subject.run()
     decay = {
         id(p): float(group.get("weight_decay") or 0.0)
@@ -101,22 +101,22 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
                 len(wrong),
                 0.0,
                 where=listed(wrong),
-                meaning=f"{len(decayed)} parameters decay and are not meant to, {len(wrong) - len(decayed)} "
-                "are meant to and do not.",
+                meaning=f"Parameters with weight decay that is not declared: {len(decayed)}. Parameters "
+                f"without the declared weight decay: {len(wrong) - len(decayed)}.",
                 advice="Look at the order of the rules for groups, at names of tied parameters, and at "
                 "groups that share one dict.",
             )
         return subject.passed(0.0, 0.0)
     if not any(decay.values()):
-        return subject.passed(0.0, 0.0, meaning="No parameter decays.")
+        return subject.passed(0.0, 0.0, meaning="No parameter has weight decay.")
     vectors = sorted(name for name, p in named.items() if p.ndim < 2 and decay[id(p)])
     if vectors:
         return subject.warned(
             len(vectors),
             0.0,
             where=listed(vectors),
-            meaning=f"Weight decay reaches {len(vectors)} norms and biases.",
-            correct_if="the recipe means it (then declare decayed=)",
+            meaning=f"Norms and biases with weight decay: {len(vectors)}.",
+            correct_if="the recipe decays them on purpose (then declare decayed=)",
             advice="Put parameters with fewer than two dimensions in a group without weight decay.",
         )
     return subject.passed(0.0, 0.0)
@@ -124,7 +124,7 @@ def weight_decay_groups(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
-    """Do updates change bfloat16 and float16 weights, instead of being rounded away?"""
+    """Do updates change bfloat16 and float16 weights, or are they lost by rounding?"""
     run, seen = _trained(subject)
     named = dict(run.model.named_parameters())
     narrow = {name: p for name, p in named.items() if p.dtype in _NARROW and p.requires_grad}
@@ -142,26 +142,27 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
             if touched < _FEW:
                 shares[name] = max(shares[name], 1 / touched)
     if not alone:
-        return subject.passed(1.0, meaning="Float32 masters of all narrow weights.")
+        return subject.passed(1.0, meaning="All half-precision weights have float32 master weights.")
     worst = min(shares, key=lambda name: shares[name])
     text = {
         "where": worst,
-        "meaning": f"Updates are rounded away: {100 * shares[worst]:.3g} % of the elements with a gradient "
-        f"moved in {_STEPS} steps; {len(alone)} narrow weights have no float32 master.",
-        "advice": "Keep float32 masters, or round stochastically: an update below 1/256 of a bfloat16 weight "
-        "(1/2048 in float16) changes nothing.",
+        "meaning": f"Updates are lost by rounding: {100 * shares[worst]:.3g} % of the elements with a "
+        f"gradient changed in {_STEPS} steps. Half-precision weights without float32 master weights: "
+        f"{len(alone)}.",
+        "advice": "Keep float32 master weights, or round stochastically: an update below 1/256 of a bfloat16 "
+        "weight (1/2048 in float16) changes nothing.",
     }
     if shares[worst] > 0 or _rounds_at_random(subject):
         if shares[worst] < _USUAL_SHARE and not _rounds_at_random(subject):
             exempt = "the learning rate is large enough for most updates, as in a short fine-tuning"
             return subject.warned(shares[worst], _USUAL_SHARE, correct_if=exempt, **text)
-        return subject.passed(shares[worst], meaning=f"Without masters of {len(alone)} narrow weights.")
+        return subject.passed(shares[worst], meaning=f"Weights without float32 master weights: {len(alone)}.")
     return subject.failed(shares[worst], _USUAL_SHARE, **text)
 
 
 @trainer_check
 def strided_updates(subject: TrainerSubject) -> CheckResult:
-    """Does a weight with another memory layout get the same update?"""
+    """Does a weight with a different memory layout get the same update?"""
     first: dict[bool, Update] = {}
     for strided in (False, True):
         run = subject.run()
@@ -176,7 +177,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
         except (RuntimeError, TypeError) as error:
             if not strided or is_out_of_memory(error):
                 raise
-            return subject.not_applicable(f"needs weights that may be strided: {reason_of(error)}")
+            return subject.not_applicable(f"needs weights that may be non-contiguous: {reason_of(error)}")
         rated = [u for u in seen.updates if u.gradients and any(rate > 0 for rate in u.learning_rates)]
         if not rated:
             return subject.not_applicable(f"needs an update in {_STEPS} steps")
@@ -187,7 +188,7 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
         plain, changed = first[False].moved(name), first[True].moved(name)
         if other is None or gradient.ndim < 2 or not plain.any():
             continue
-        # Where the gradient itself is rounding noise, so is the update.
+        # If the gradient consists of rounding errors, the update does as well.
         if distance({name: other}, {name: gradient}) > _SAME_GRADIENT:
             continue
         if (apart := distance({name: changed}, {name: plain})) > value:
@@ -198,10 +199,10 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
             value,
             _OTHER_UPDATE,
             where=worst,
-            meaning=f"With the same gradient, its update is {share:.3g} times as large where its memory is "
-            "transposed.",
-            advice="An operation of the optimizer writes into a copy: non-contiguous tensors, as of "
-            "transposed weights, are lost in it.",
+            meaning=f"With the same gradient, the update of this weight is {share:.3g} times as large if the "
+            "memory of the weight is transposed.",
+            advice="Look for an operation of the optimizer that copies non-contiguous tensors, such as "
+            "transposed weights, and writes the update into the copy.",
         )
     return subject.passed(value, _OTHER_UPDATE)
 
@@ -223,7 +224,7 @@ def _changed(seen: Observation, name: str) -> bool:
 def _touched(updates: list[Update], name: str) -> tuple[int, int]:
     """Return the number of elements with a gradient in some update, and the number of changed ones.
 
-    Updates with a learning rate of 0 do not count.
+    Updates with a learning rate of 0 are ignored.
     """
     touched: Any = False
     moved: Any = False
@@ -237,7 +238,7 @@ def _touched(updates: list[Update], name: str) -> tuple[int, int]:
 
 
 def _wide_tensors(run: TrainingRun) -> Iterator[Tensor]:
-    """Yield the float32 tensors of the optimizer, of those inside it, and of lists and dicts of the run."""
+    """Yield the float32 tensors of the optimizer, of inner optimizers, and of lists and dicts of the run."""
     seen: set[int] = set()
     places: list[Any] = []
     for each in optimizers_in(run.optimizer):

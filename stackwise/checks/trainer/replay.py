@@ -1,4 +1,4 @@
-"""Replay: updates are those of an optimizer with one parameter, and options have an effect."""
+"""Replay: updates are those of an optimizer with only one parameter, and options have an effect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 # Implementations for one parameter and for many round differently.
 _LIMIT = 0.05
 _STEPS, _COUNTED_STEPS = 9, 3
-_NO_OPTIMIZER = "needs a torch optimizer that is stepped"
-# Factor of gradients that no limit of a norm reaches.
+_NO_OPTIMIZER = "needs a torch optimizer whose step() is called"
+# Factor that makes gradients so small that their norm is below any limit.
 _SMALL = 1e-3
 # Steps in which some parameters do not train.
 _FROZEN_STEPS = (2, 3, 6)
@@ -35,7 +35,7 @@ _FROZEN_STEPS = (2, 3, 6)
 
 @trainer_check
 def separate_updates(subject: TrainerSubject) -> CheckResult:
-    """Is the update of each parameter independent of the others, also if some are frozen for a while?"""
+    """Is the update of each parameter independent of the others, even if some are frozen for some steps?"""
     result = _compared(subject, freeze=False)
     return _compared(subject, freeze=True) if result.status == "passed" else result
 
@@ -62,10 +62,10 @@ def step_counters(subject: TrainerSubject) -> CheckResult:
             where=listed(still),
             meaning=f"The step counter of these parameters is {before[still[0]]:g} after the first step and "
             f"after {_COUNTED_STEPS} steps.",
-            advice="Increase the counter in each update. A bias correction that uses it is otherwise that of "
-            "the first step for ever.",
+            advice="Increase the counter in each update. Otherwise a bias correction that uses the "
+            "counter is always that of the first step.",
         )
-    return subject.passed(0.0, 0.0, meaning=f"{len(before)} counters.")
+    return subject.passed(0.0, 0.0, meaning=f"Compared counters: {len(before)}.")
 
 
 def _counters(run: TrainingRun) -> dict[str, float]:
@@ -86,15 +86,15 @@ def option_effects(subject: TrainerSubject) -> CheckResult:
     for recording in recordings:
         try:
             ignored = options_without_effect(recording)
-        except Exception as error:  # any exception means: not with one parameter
+        except Exception as error:  # the optimizer does not run with one parameter
             reraise_if_out_of_memory(error)
             return _not_isolated(subject, recording, error)
         if ignored:
             return subject.failed(
                 0.0,
                 where=f"{recording.kind}: {', '.join(ignored)}",
-                meaning=f"The updates of {recording.kind} are the same with half of its {ignored[0]}.",
-                advice="Look for a state that each step creates or clears again, and for an option that the "
+                meaning=f"The updates of {recording.kind} are the same with half of the {ignored[0]}.",
+                advice="Look for a state that each step creates or clears, and for an option that the "
                 "update does not read.",
             )
     return subject.passed() if recordings else subject.not_applicable(_NO_OPTIMIZER)
@@ -115,19 +115,19 @@ def _compared(subject: TrainerSubject, *, freeze: bool) -> CheckResult:
     for recording in recordings:
         try:
             found = replayed(recording)
-        except Exception as error:  # any exception means: not with one parameter
+        except Exception as error:  # the optimizer does not run with one parameter
             reraise_if_out_of_memory(error)
             return _not_isolated(subject, recording, error)
         largest = max(largest, *(each.gap for each in found))
         count += len(found)
         if any(each.gap > _LIMIT for each in found):
-            # If all parameters train, a difference may be meant. So is clipping inside the optimizer, which
-            # does not change small gradients.
+            # If all parameters train, the difference may be intended. The same is true of clipping inside the
+            # optimizer, which does not change small gradients.
             is_meant = not freeze and not recording.has_pauses
             return _reported(
                 subject, recording, found, may_be_meant=is_meant or _small_gradients_agree(subject, freeze)
             )
-    return subject.passed(largest, _LIMIT, meaning=f"{count} parameters.")
+    return subject.passed(largest, _LIMIT, meaning=f"Compared parameters: {count}.")
 
 
 def _small_gradients_agree(subject: TrainerSubject, freeze: bool) -> bool:
@@ -163,9 +163,9 @@ def _reported(
         _LIMIT,
         where=where,
         meaning=f"{len(wrong)} of {len(found)} parameters get a different update than {kind} makes if it "
-        f"holds only this parameter. The update of {worst.name} is {worst.length:.3g} times as long.",
-        advice="Keep a counter and moments for each parameter. Those of another parameter are wrong as "
-        "soon as one of the two had no gradient.",
+        f"contains only this parameter. The update of {worst.name} is {worst.length:.3g} times as long.",
+        advice="Keep a counter and moments for each parameter. Shared ones are wrong after one parameter "
+        "had no gradient.",
     )
 
 
@@ -174,7 +174,7 @@ def _not_isolated(subject: TrainerSubject, recording: Recording, error: Exceptio
 
 
 def _recordings(subject: TrainerSubject, *, freeze: bool, factor: float = 1.0) -> list[Recording]:
-    """Return the recordings of the optimizers of a run that make an update. Gradients are times `factor`."""
+    """Return recordings of the optimizers that make an update. Gradients are multiplied by `factor`."""
     run = subject.run()
     if factor != 1.0:
         for p in run.model.parameters():

@@ -1,4 +1,4 @@
-"""Schedule: each update has the learning rate that is claimed for its number."""
+"""Schedule: each update has the learning rate that is declared for its number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MICRO_BATCHES = 3
 # Updates of a full training that are counted.
 _MOST_UPDATES = 300
 _LONGEST_EPOCH = 1000
-# Largest change of the ratio of two learning rates, such as by a common minimum of a cosine.
+# Largest change of the ratio of two learning rates. A common minimum of a cosine changes the ratio.
 _RATIO_CHANGE = 0.05
 
 
@@ -40,7 +40,7 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
     claimed = [float(claim(number)) for number in range(len(rates))]
     peak = max(map(abs, claimed)) or 1.0
     top = claimed.index(max(claimed))
-    # A group may have a learning rate of its own: the claim times a factor. One of them has the claim itself.
+    # Each group may multiply the declared rate by a factor, but one group must have the declared rate.
     apart = {}
     for group, rate in enumerate(rates[top]):
         factor = rate / claimed[top] if claimed[top] else 1.0
@@ -55,15 +55,15 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             value,
             _ROUNDING,
-            where=f"step {number}, group {group}: {rates[number][group]:.6g}, claimed {claimed[number]:.6g}",
-            meaning="The largest difference, relative to the largest rate claimed, "
+            where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed[number]:.6g}",
+            meaning="The learning rate differs from the declared one"
             + (
-                f"over {len(rates)} steps."
+                f" in {len(rates)} steps. The value is relative to the largest declared rate."
                 if shift is None
-                else f"is that of a schedule {shift:+d} steps off."
+                else f": the number of steps by which the schedule is shifted is {shift:+d}."
             ),
-            advice="Look at what counts steps (micro-batches, epochs), at the order of scheduler and "
-            "optimizer, and at the total number of steps that the schedule is given.",
+            advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
+            "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
         )
     return subject.passed(value, _ROUNDING)
 
@@ -77,7 +77,7 @@ def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
     single = _rates(subject, n, lambda run, batch: run.step(batch))
     several = _rates(subject, n, lambda run, batch: run.accumulate([batch] * _MICRO_BATCHES))  # type: ignore[attr-defined]
     if not single or len(single) != len(several):
-        return subject.not_applicable("needs one update in each step and in each window")
+        return subject.not_applicable("needs one update in each step() and in each accumulate()")
     peak = max(max(each, default=0.0) for each in single) or 1.0
     differences = [
         max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0) / peak
@@ -90,8 +90,8 @@ def scheduler_per_update(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where=f"update {number}",
-            meaning=f"Its learning rate is {several[number][0]:.6g} with {_MICRO_BATCHES} micro-batches to "
-            f"an update, and {single[number][0]:.6g} with one.",
+            meaning=f"The learning rate is {several[number][0]:.6g} with {_MICRO_BATCHES} micro-batches per "
+            f"update, and {single[number][0]:.6g} with one.",
             advice="Step the scheduler once for each update, inside the same condition as the optimizer.",
         )
     return subject.passed(value, _ROUNDING)
@@ -102,9 +102,9 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
     """Is the scheduler stepped once per update?"""
     run = subject.run()
     if subject.spec.learning_rate is not None:
-        return subject.not_applicable("needs no claim of the learning rate; there is one: see learning_rate")
+        return subject.not_applicable("needs a run without a declared learning rate: learning_rate applies")
     if (before := _counts_of(run)) is None:
-        return subject.not_applicable("needs a scheduler that counts its steps, as those of torch do")
+        return subject.not_applicable("needs a scheduler that counts its steps, as torch schedulers do")
     ratios: list[tuple[int, int]] = []
     with subject.fixed_randomness():
         for number in range(_STEPS // 2):
@@ -126,8 +126,8 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             1.0,
             where="scheduler.step()",
             meaning=meaning,
-            advice="The schedule is over too soon. Step it once after each update: a loop and a library "
-            "under it may both do so.",
+            advice="Call scheduler.step() once after each update. A loop and a library that it uses may both "
+            "call it, and the schedule then ends too early.",
         )
     if steps > updates:
         return subject.warned(
@@ -136,7 +136,7 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             where="scheduler.step()",
             meaning=f"The scheduler is stepped more often than the optimizer: {meaning}",
             correct_if="some updates are skipped, as after an overflow",
-            advice="Step it once after each update, or once an epoch.",
+            advice="Call scheduler.step() once after each update, or once per epoch.",
         )
     return subject.passed(steps / updates, 1.0, meaning=meaning)
 
@@ -158,7 +158,7 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where="update 0",
-            meaning=f"The scheduler begins at {planned[0]:.6g}, and the first update had {rates[0]:.6g}.",
+            meaning=f"The scheduler begins at {planned[0]:.6g}, but the first update used {rates[0]:.6g}.",
             advice="Call scheduler.step() after optimizer.step(). Otherwise the first learning rate is never "
             "used.",
         )
@@ -167,8 +167,8 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             0.0,
             where="update 0",
             meaning="The first update has no effect: its learning rate is 0.",
-            correct_if="the schedule is meant to start at 0, as learning_rate= claims",
-            advice="Let a warm-up of N steps begin at 1/N.",
+            correct_if="the schedule starts at 0 on purpose",
+            advice="Start a warm-up of N steps at 1/N of the largest rate.",
         )
     return subject.passed(value, _ROUNDING)
 
@@ -198,9 +198,9 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
     text = {
         "where": f"update {number}: {', '.join(f'{rate:.3g}' for rate in rates)}",
         "meaning": f"The groups were created with the rates {', '.join(f'{rate:.3g}' for rate in planned)}. "
-        f"The ratio of groups {chosen[0]} and {index} is not kept.",
-        "advice": "Multiply the rate of each group by the factor of the schedule, instead of one value for "
-        "all groups.",
+        f"The ratio of groups {chosen[0]} and {index} changes.",
+        "advice": "Multiply the rate of each group by the factor of the schedule, instead of using the "
+        "same rate for all groups.",
     }
     # Groups that become equal later may have a common minimum.
     is_collapsed = len(updates) > 1 and all(
@@ -210,7 +210,7 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
     )
     if is_collapsed:
         return subject.failed(value, _RATIO_CHANGE, **text)
-    correct_if = "each group has a schedule of its own, or all groups have one minimum"
+    correct_if = "each group has its own schedule, or all groups have the same minimum"
     return subject.warned(value, _RATIO_CHANGE, correct_if=correct_if, **text)
 
 
@@ -230,16 +230,16 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
             made,
             total,
             where="the whole training",
-            meaning=f"The run did {made} updates instead of {total}.",
+            meaning=f"The run makes {made} updates instead of {total}.",
             advice="Count updates, not batches: accumulation, several processes and dropped last batches "
-            "change how many batches make one.",
+            "change the number of batches per update.",
         )
     return subject.passed(made, total)
 
 
 @trainer_check(suite="full")
 def equal_windows(subject: TrainerSubject) -> CheckResult:
-    """Does no update of a full training contain more backward passes than the usual number?"""
+    """Do all updates of a full training contain at most the usual number of backward passes?"""
     run = subject.run()
     trained = next((p for p in run.model.parameters() if p.requires_grad), None)
     if not subject.has(run, "fit") or trained is None:
@@ -279,14 +279,14 @@ def equal_windows(subject: TrainerSubject) -> CheckResult:
         float(largest),
         float(usual),
         where=f"update {made.index(largest)}",
-        meaning=f"It contains the gradients of {largest} backward passes; most updates contain {usual}.",
-        advice="Make an update from the last window of an epoch, or clear its gradients: the first update "
-        "of the next epoch must not contain them.",
+        meaning=f"The update contains gradients of {largest} backward passes; most updates contain {usual}.",
+        advice="Make an update from the last micro-batches of an epoch, or clear their gradients: the first "
+        "update of the next epoch must not contain them.",
     )
 
 
 def _length_of_epoch(subject: TrainerSubject) -> int | None:
-    """Return the number of batches of the first epoch. None: no own data, or more than 1000 batches."""
+    """Return the number of batches of the first epoch. None: no data of the run, or over 1000 batches."""
     run: Any = subject.run()
     if not subject.has(run, "epoch"):
         return None
@@ -326,7 +326,7 @@ def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], A
 
 
 def _shift(rates: list[float], claim: Callable[[int], float]) -> int | None:
-    """Return the number of steps by which the schedule is shifted. None: it is another schedule."""
+    """Return the number of steps by which the schedule is shifted. None: it is not shifted."""
     for shift in (1, -1, 2, -2):
         pairs = [
             (rate, float(claim(number + shift))) for number, rate in enumerate(rates) if number + shift >= 0

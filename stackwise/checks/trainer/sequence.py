@@ -17,19 +17,19 @@ _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
 
 @trainer_check
 def interrupted_run(subject: TrainerSubject) -> CheckResult:
-    """Does a run that is saved and loaded at any step, or several times, end like the straight run?"""
+    """Does a run that is saved and loaded at any step, or several times, end like an uninterrupted run?"""
     return _compared(
         subject,
         INTERRUPTIONS,
         (checkpoint_round_trip, resume),
         "Save everything that later steps and evaluate() use: counters, averages of the weights and their "
-        "number of updates, and the position in the data, which is 0 again in the next epoch.",
+        "number of updates, and the position in the data, which starts at 0 in the next epoch.",
     )
 
 
 @trainer_check
 def undisturbed_run(subject: TrainerSubject) -> CheckResult:
-    """Does a run that is evaluated or saved between any steps end like the straight run?"""
+    """Does a run that is evaluated or saved between any steps end like an uninterrupted run?"""
     return _compared(
         subject,
         _OTHERS,
@@ -56,7 +56,7 @@ def _compared(
         needs = sorted({member for name in operations for member in OPERATIONS[name][0]})
         return subject.not_applicable(f"needs one of the methods {', '.join(needs)}")
     if not sequences.repeats:
-        return subject.not_applicable("needs a step that repeats itself: two runs of one seed differ")
+        return subject.not_applicable("needs a deterministic step: two runs with the same seed differ")
     finding, count = sequences.find(operations)
     if finding is None and not count:
         return subject.not_applicable("needs an operation that raises no exception after the first step")
@@ -64,11 +64,11 @@ def _compared(
         return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")
     for check in simple:
         if check(subject).status == "failed":
-            return subject.not_applicable(f"needs a run without this failure: see {check.__name__}")
+            return subject.not_applicable(f"needs a run that passes {check.__name__}")
     return subject.failed(
         1.0,
         0.0,
         where=finding.difference,
-        meaning=f"A run does not end like the straight run if {finding.text}.",
+        meaning=f"A run does not end like an uninterrupted run if {finding.text}.",
         advice=f"{advice} To repeat it: {finding.code}",
     )

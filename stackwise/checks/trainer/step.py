@@ -47,7 +47,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             len(moved),
             0.0,
             where=listed(moved),
-            meaning=f"{len(moved)} frozen parameters changed in {_STEPS} steps.",
+            meaning=f"Frozen parameters that changed in {_STEPS} steps: {len(moved)}.",
             advice="Set requires_grad before the optimizer is created, and do not pass frozen parameters to "
             "it: its weight decay changes them.",
         )
@@ -77,7 +77,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             len(still),
             0.0,
             where=listed(still),
-            meaning=f"{len(still)} of {len(now)} parameters have a gradient and did not change in {_STEPS} "
+            meaning=f"{len(still)} of {len(now)} parameters have a gradient, but did not change in {_STEPS} "
             "steps.",
             advice="Look for an optimizer that was created before the model was wrapped or a head was "
             "replaced, for a learning rate of 0 in their group, and for updates that round to 0 in half "
@@ -96,7 +96,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             advice="Freeze by full names: a pattern may match too many parameters.",
         )
     silent = len([p for name, p in now.items() if p.requires_grad and name not in seen.reached])
-    note = f"{silent} trainable parameters had no gradient." if silent else ""
+    note = f"Trainable parameters without a gradient: {silent}." if silent else ""
     return subject.passed(0.0, 0.0, meaning=note)
 
 
@@ -127,8 +127,8 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                 where=max(apart, key=lambda name: apart[name]) if apart else "",
                 meaning=f"The gradient of step {number} differs from that of the same batch after the "
                 "gradients were cleared.",
-                advice="The gradient contains earlier steps: zero_grad is missing, depends on a condition, "
-                "or clears other parameters than those of the backward pass.",
+                advice="The gradient contains gradients of earlier steps: zero_grad is missing, depends on a "
+                "condition, or clears other parameters than those of the backward pass.",
             )
     return subject.passed(value, _STALE)
 
@@ -154,9 +154,9 @@ def single_update(subject: TrainerSubject) -> CheckResult:
             most,
             1.0,
             where="optimizer.step()",
-            meaning=f"A step makes {most} updates, one of them with the gradient of the one before it.",
-            advice="The optimizer is stepped again without a backward pass: it then takes a step twice as "
-            "large, from averages that count each gradient twice.",
+            meaning=f"A step makes {most} updates, one of them with the same gradient as the one before.",
+            advice="Look for a second optimizer.step() without a backward pass between the calls. It makes "
+            "the update about twice as large, and adds each gradient to the moments twice.",
         )
     return subject.warned(
         most,
@@ -199,9 +199,9 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
             value,
             limit,
             where="the result of step(batch)",
-            meaning=f"The step returned {returned:.6g}, the loss after the update. Before it, the loss was "
-            f"{before:.6g}.",
-            advice="The loss is computed a second time after the update: return the differentiated one.",
+            meaning=f"The step returned {returned:.6g}, the loss after the update. The loss before the "
+            f"update was {before:.6g}.",
+            advice="Return the loss of the backward pass, and do not compute it again after the update.",
         )
     return subject.warned(
         value,
@@ -209,7 +209,7 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
         where="the result of step(batch)",
         meaning=f"The step does not return its training loss: it returned {returned:.6g}, and loss(batch) "
         f"was {before:.6g} before the step.",
-        correct_if="it is scaled for accumulation, or by the loss scale, on purpose",
+        correct_if="the loss is scaled for accumulation, or by the loss scale, on purpose",
         advice="Return the unscaled loss: otherwise curves of different runs cannot be compared.",
     )
 
@@ -234,7 +234,7 @@ def non_finite_gradient(subject: TrainerSubject) -> CheckResult:
         if (reason := _raised_by_the_hook(subject)) is not None:
             return subject.not_applicable(f"needs a gradient that a hook may change: {reason}")
         text = " ".join(str(error).split())[:160]
-        return subject.passed(meaning=f"It raises {type(error).__name__}: {text}")
+        return subject.passed(meaning=f"The step raises {type(error).__name__}: {text}")
     finally:
         handle.remove()
     parameters: list[nn.Parameter] = list(run.model.parameters())

@@ -23,7 +23,7 @@ def step_waits(subject: TrainerSubject) -> CheckResult:
             with host_waits_in(run.model) as places:
                 run.step(batch)
         except refusals() as error:
-            return subject.not_applicable(f"needs a step whose operations can be seen: {reason_of(error)}")
+            return subject.not_applicable(f"needs a step whose calls can be recorded: {reason_of(error)}")
     # Most steps read the loss or the number of targets, and a scaler reads if a gradient overflowed.
     limit = 0.0 if subject.spec.never_waits is not None else 1.0 + subject.scales(run)
     count, where = float(places.total()), listed_places(places)
@@ -34,8 +34,8 @@ def step_waits(subject: TrainerSubject) -> CheckResult:
         count,
         limit,
         where=where,
-        meaning=f"The host waits for the device {int(count)} times in one step. Each wait empties the queue "
-        "of a GPU.",
+        meaning=f"Number of times that the host waits for the device in one step: {int(count)}. Each wait "
+        "empties the queue of a GPU.",
         advice="Keep losses, norms and checks for finite values on the device, and read them every few steps."
         " A fused optimizer avoids the wait of a gradient scaler.",
     )

@@ -236,8 +236,8 @@ def test_finding_in_words_and_code():
     finding = Finding((STEP, "evaluate", STEP, "resume", STEP), "a difference")
 
     assert finding.text == (
-        "after 1 step it is evaluated and "
-        "after 2 steps it is saved, and a new run loads the checkpoint and continues"
+        "after 1 step the run is evaluated and "
+        "after 2 steps the run is saved, and a new run loads the checkpoint and continues"
     )
     assert finding.code == "compare_runs(trainer, ['step', 'evaluate', 'step', 'resume', 'step'])"
 
@@ -295,7 +295,7 @@ def test_sequence_that_raises_is_found():
     finding, _ = sequences_of(loop_spec_of(CannotLoadLater)).find(INTERRUPTIONS)
 
     assert set(finding.sequence) == {STEP, "rewind"}
-    assert finding.difference == "it raises KeyError: 'exp_avg'"
+    assert finding.difference == "the sequence raises KeyError: 'exp_avg'"
 
 
 def test_schedule_that_ends_limits_the_steps():

@@ -27,11 +27,11 @@ def test_sound(max_norm, init_scale):
 def test_what_is_not_claimed_is_not_asked():
     for check in ("clipped_norm", "small_gradients_pass"):
         assert "needs max_norm" in ask(loop_spec_of(Loop, max_norm=None), check).meaning
-    assert "needs a gradient scaler" in ask(loop(), "loss_scale").meaning
+    assert "needs an enabled gradient scaler" in ask(loop(), "loss_scale").meaning
     disabled = type(
         "Off", (Loop,), {"create_scaler": lambda self: torch.amp.GradScaler("cpu", enabled=False)}
     )
-    assert "needs a gradient scaler" in ask(loop_spec_of(disabled), "loss_scale").meaning
+    assert "needs an enabled gradient scaler" in ask(loop_spec_of(disabled), "loss_scale").meaning
 
 
 def test_clipping_that_is_skipped():
@@ -163,7 +163,7 @@ def test_what_one_batch_shows_is_no_matter_of_windows():
             for p in self.model.parameters():
                 torch.nn.utils.clip_grad_norm_([p], self.max_norm)
 
-    assert "with one batch" in ask(loop_spec_of(PerTensor), "clipped_window").meaning
+    assert "of one batch" in ask(loop_spec_of(PerTensor), "clipped_window").meaning
     assert "needs max_norm" in ask(loop_spec_of(Loop, max_norm=None), "clipped_window").meaning
     alone = type("Alone", (Loop,), {"accumulate": None, "step": lambda self, b: Loop.accumulate(self, [b])})
     assert "needs accumulate" in ask(loop_spec_of(alone), "clipped_window").meaning

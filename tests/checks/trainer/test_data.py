@@ -140,7 +140,7 @@ def test_place_that_is_lost():
 
     result = ask(loop_spec_of(Lost), "data_resumes")
     assert result.status == "failed"
-    assert result.where == "batch 2 of epoch 1; the resumed run says (0, 0)"
+    assert result.where == "batch 2 of epoch 1; resumed at (0, 0)"
     assert result.meaning.endswith("with a batch of epoch 0, a second time.")
 
 

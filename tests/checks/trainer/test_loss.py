@@ -180,7 +180,7 @@ def test_other_multiple_of_the_mean_is_a_warning():
 
     assert result.status == "warned"
     assert "0.25 times the mean over the 60 targets" in result.meaning
-    assert "the factor is meant" in str(result)
+    assert "the factor is intended" in str(result)
 
 
 def test_loss_with_another_part_is_not_compared():

@@ -73,7 +73,7 @@ def test_loop_without_a_protection_is_not_applicable(check):
     result = ask(loop(), check)
 
     assert result.status == "not applicable"
-    assert result.meaning.endswith("see non_finite_gradient")
+    assert result.meaning.endswith("passes non_finite_gradient")
 
 
 @pytest.mark.parametrize("check", ["skipped_step", "recovers_after_skip"])
@@ -89,7 +89,7 @@ def test_nan_replaced_by_zeros_fails():
     result = ask(gradients_that_are_not_finite_become_zero())
 
     assert result.status == "failed"
-    assert "weights" in result.meaning and "entries of the optimizer state" in result.meaning
+    assert "weight tensors" in result.meaning and "entries of the optimizer state" in result.meaning
     assert result.advice.startswith("Skip the whole update")
 
 
@@ -113,8 +113,8 @@ def test_schedule_that_advances_with_a_plain_optimizer_is_a_warning():
     result = ask(loop_spec_of(ScheduleAdvances))
 
     assert result.status == "warned"
-    assert "entries of the schedule" in result.meaning and "weights" not in result.meaning
-    assert "the schedule counts steps on purpose" in str(result)
+    assert "entries of the schedule" in result.meaning and "weight tensors" not in result.meaning
+    assert "the schedule counts steps instead of updates on purpose" in str(result)
 
 
 def test_schedule_that_advances_with_a_scaler_is_a_warning():

@@ -151,7 +151,7 @@ def test_counter_of_another_parameter_fails():
     result = ask(counter_of_the_last_parameter(), "separate_updates")
 
     assert result.status == "failed"
-    assert "than SharedCounter makes if it holds only this parameter" in result.meaning
+    assert "than SharedCounter makes if it contains only this parameter" in result.meaning
 
 
 def test_counter_that_is_wrong_after_frozen_steps_fails():
@@ -278,7 +278,7 @@ def test_step_that_raises_otherwise_is_an_error():
 def test_run_without_an_update_is_not_replayed():
     spec = training_of(torch.optim.AdamW, step=lambda model, optimizer, batch: 0.0)
 
-    assert ask(spec, "separate_updates").meaning == "needs a torch optimizer that is stepped"
+    assert ask(spec, "separate_updates").meaning == "needs a torch optimizer whose step() is called"
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -1,4 +1,4 @@
-"""Sequence: runs that are interrupted or disturbed end like the straight run."""
+"""Sequence: runs that are interrupted or disturbed end like an uninterrupted run."""
 
 import pytest
 import torch
@@ -52,8 +52,8 @@ def test_interrupted_run_names_the_shortest_sequence_and_its_code():
     assert result.status == "failed"
     assert result.where.startswith("the average average.")
     assert result.meaning == (
-        "A run does not end like the straight run if after 1 step it is saved, and a new run loads the "
-        "checkpoint and continues."
+        "A run does not end like an uninterrupted run if after 1 step the run is saved, and a new run loads "
+        "the checkpoint and continues."
     )
     code = result.advice.partition("To repeat it: ")[2]
     assert code == "compare_runs(trainer, ['step', 'resume', 'step'])"
@@ -91,7 +91,7 @@ def test_undisturbed_run_finds_state_that_evaluation_shares():
 
     assert result.status == "failed"
     assert result.where.startswith("the loss of step ")
-    assert result.meaning.count("it is evaluated") == 2
+    assert result.meaning.count("the run is evaluated") == 2
     assert compare_runs(loop_spec_of(Shared), [STEP, "evaluate", STEP]) == ""
 
 
@@ -118,7 +118,7 @@ def test_run_that_does_not_repeat_itself_is_not_compared():
 
     for check in ("interrupted_run", "undisturbed_run"):
         result = ask(loop_spec_of(Noisy), check)
-        assert result.status == "not applicable" and "repeats itself" in result.meaning
+        assert result.status == "not applicable" and "deterministic step" in result.meaning
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_failure_of_a_simple_check_is_reported_once(check, simple, method):
     result = ask(spec, check)
 
     assert ask(spec, simple).status == "failed"
-    assert result.status == "not applicable" and result.meaning.endswith(f"see {simple}")
+    assert result.status == "not applicable" and result.meaning.endswith(f"passes {simple}")
 
 
 def test_frozen_prefixes_in_a_list():

@@ -63,7 +63,7 @@ def test_updates_of_a_step():
 
     result = ask(loop_spec_of(Again), "single_update")
     assert (result.status, result.value, result.limit) == ("failed", 2, 1)
-    assert "with the gradient of the one before" in result.meaning
+    assert "the same gradient as the one before" in result.meaning
 
     def twice(model, optimizer, batch):
         bare_step(model, optimizer, batch)
@@ -153,7 +153,7 @@ def test_frozen_parameters():
     # Declared frozen, and trained all the same.
     result = ask(loop_spec_of(Loop, frozen=("layers.1.q",)), "parameters_change")
     assert (result.status, result.where) == ("failed", "layers.1.q.weight")
-    assert "frozen parameters changed" in result.meaning
+    assert "Frozen parameters that changed" in result.meaning
 
 
 def test_a_teacher_that_follows_the_model_is_not_frozen():
@@ -178,7 +178,7 @@ def test_parameters_without_a_gradient_are_told():
             self.pooler = nn.Linear(4, 4)
 
     result = ask(TrainerSpec.from_function(bare_step, Idle), "parameters_change")
-    assert result.status == "passed" and "2 trainable parameters had no gradient" in result.meaning
+    assert result.status == "passed" and "Trainable parameters without a gradient: 2" in result.meaning
 
 
 def test_learning_rate_zero_changes_nothing():
@@ -243,7 +243,7 @@ def test_what_is_done_about_a_gradient_that_is_not_finite():
 
     strict = ask(loop_spec_of(Strict), "non_finite_gradient")
     assert strict.status == "passed"
-    assert strict.meaning.startswith("It raises RuntimeError: The total norm of order 2.0")
+    assert strict.meaning.startswith("The step raises RuntimeError: The total norm of order 2.0")
 
 
 def test_a_step_that_raises_whatever_the_gradient_is_an_error():

@@ -180,8 +180,6 @@ class ModelSpec:
             ValueError: a declared attribute has an invalid value.
         """
         check_fields(cls.__name__, declared, (field.name for field in fields(cls)))
-        if isinstance(declared.get("rotary"), RotaryClaim):
-            declared["rotary"] = (declared["rotary"],)
         _check_values(declared)
         if declared.get("window", 0) is None:
             declared["window"] = "full"
@@ -228,6 +226,8 @@ class ModelSpec:
                 object.__setattr__(self, name, ContiguousCall(function))
         for name in ("padding_sides", *_NAMES):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.rotary, RotaryClaim):
+            object.__setattr__(self, "rotary", (self.rotary,))
 
     @cached_property
     def n_parameters(self) -> int:
@@ -299,8 +299,10 @@ def _check_values(given: Mapping[str, Any]) -> None:
     check_flags(optional=True, **some("causal", "tied", "never_waits"))
     check_texts(("right", "left"), **some("padding_sides"))
     for name, value in some("rotary").items():
-        is_known = isinstance(value, tuple) and all(isinstance(each, RotaryClaim) for each in value)
-        require(is_known, name, value, "a RotaryClaim, or a tuple of them")
+        claims = value if isinstance(value, tuple) else (value,)
+        require(
+            all(isinstance(each, RotaryClaim) for each in claims), name, value, "a RotaryClaim, or a tuple"
+        )
     check_texts(**some(*_NAMES))
     for name, value in some("tolerance").items():
         check_number(name, value, "a finite number > 0", lambda limit: limit > 0)

@@ -126,6 +126,7 @@ def run_ranks(subject: TrainerSubject, *, unequal: bool = False, spoiled: bool =
 @lru_cache(maxsize=3)
 def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) -> Ranks:
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
+    evaluates = _can_evaluate(subject)
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
         arguments = [
@@ -135,7 +136,7 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) 
                 "batches": batches,
                 "seed": subject.seed,
                 "log": str(logs[rank]),
-                "evaluates": _can_evaluate(subject),
+                "evaluates": evaluates,
                 "accumulates": not spoiled,
                 "is_spoiled": spoiled and rank == N_RANKS - 1,
             }

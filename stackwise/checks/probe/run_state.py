@@ -250,16 +250,14 @@ def save(run: Any, folder: Path) -> None:
 
 
 def wait_for(saved: Any) -> None:
-    """Wait for the futures or threads that an asynchronous `save` returns."""
+    """Wait for the future, or the list of futures, that an asynchronous `save` returns."""
     if isinstance(saved, list | tuple):
         for each in saved:
             wait_for(each)
         return
     saved = getattr(saved, "upload_completion", saved)  # of torch.distributed.checkpoint.async_save
-    for name in ("result", "join"):
-        if callable(wait := getattr(saved, name, None)) and not isinstance(saved, str):
-            wait()
-            return
+    if callable(result := getattr(saved, "result", None)):
+        result()
 
 
 def number_in(returned: Any) -> float | None:

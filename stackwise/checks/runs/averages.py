@@ -136,8 +136,8 @@ class Move:
 def averages_in(run: TrainingRun) -> dict[str, Tensor]:
     """Return the tensors of all averages, by path.
 
-    An average is another module, or a list or dict of tensors, with the shapes of at least half of the
-    parameters of the model, that shares no memory with them.
+    An average is a module, or a list or dict of tensors, with the shapes of at least half of the parameters
+    of the model. Tensors that share memory with the model or the optimizer are not part of an average.
     """
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}
@@ -151,10 +151,13 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
             return
         seen.add(id(value))
         items = list(_items_of(value))
-        tensors = {f"{path}.{name}": each for name, each in items if isinstance(each, Tensor)}
-        is_collection = isinstance(value, nn.Module | Mapping | list | tuple)
-        is_copy = own.isdisjoint(each.data_ptr() for each in tensors.values())
-        if is_collection and is_copy and _covers(tensors.values(), shapes):
+        # A module that averages often contains the model as well.
+        tensors = {
+            f"{path}.{name}": each
+            for name, each in items
+            if isinstance(each, Tensor) and each.data_ptr() not in own
+        }
+        if isinstance(value, nn.Module | Mapping | list | tuple) and _covers(tensors.values(), shapes):
             found.update(tensors)
         if not isinstance(value, nn.Module):
             for name, each in items:

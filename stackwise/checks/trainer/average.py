@@ -70,6 +70,9 @@ def average_share(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable(
             "needs a copy of the weights that changes, with a tensor for each weight"
         )
+    averages = {path: updates for path, updates in averages.items() if _moves_towards_weights(updates)}
+    if not averages:
+        return subject.not_applicable("needs an average whose tensors move towards the weights")
     for updates in averages.values():
         result = _uneven(subject, updates) or _late(subject, updates) or _stuck(subject, updates)
         if result is not None:
@@ -117,21 +120,29 @@ class _Update:
     middle: Move
     before: Move
 
+    @property
+    def best(self) -> Move:
+        """Return the move that explains most tensors."""
+        moves = [each for each in (self.after, self.middle, self.before) if each.share]
+        return min(moves, key=lambda each: len(_wrong(each.gaps())))
+
+
+def _moves_towards_weights(updates: list[_Update]) -> bool:
+    """Return True if at least half of the tensors move towards their weights in each update."""
+    pairs = ((update.best, update.best.shares) for update in updates)
+    return all(len(_wrong(move.gaps(shares))) < len(move.tensors) / 2 for move, shares in pairs)
+
 
 def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
     """Return a finding if some tensors of an average move by a different fraction than the others."""
     still: dict[str, int] = {}
     for update in updates:
-        moves = [each for each in (update.after, update.middle, update.before) if each.share]
-        move = min(moves, key=lambda each: len(_wrong(each.gaps())))
-        gaps = move.gaps()
+        move = update.best
+        gaps, shares = move.gaps(), move.shares
         wrong = _wrong(gaps)
-        shares = move.shares
         for path in wrong:
             still[path] = still.get(path, 0) + (shares[path] == 0)
         own = _wrong(move.gaps(shares))  # not parallel to the distance
-        if len(own) >= len(gaps) / 2:
-            return subject.not_applicable("needs an average whose tensors move towards the weights")
         twice = 1 - (1 - move.share) ** 2
         tied = [path for path in wrong if abs(shares[path] - twice) < _EXACT * twice and twice < _COPY]
         if own or tied:

@@ -82,6 +82,7 @@ def test_each_layer_has_one_of_several_claims():
 
     assert ask(ModelSpec.of(Rotating, rotary=(other, RotaryClaim()))).status == "passed"
     assert ask(ModelSpec.of(Rotating, rotary=other)).status == "failed"
+    assert spec_of(Rotating, rotary=other).rotary == (other,)
 
 
 @pytest.mark.parametrize("build", [GPT, Placed])

@@ -87,6 +87,20 @@ class Swa(Loop):
         self.average.update_parameters(self.model)
 
 
+class Wrapped(Loop):
+    """The module that averages contains the model and its average."""
+
+    def __init__(self):
+        super().__init__()
+        self.ema = torch.nn.ModuleDict({"online": self.model, "average": copy.deepcopy(self.model)})
+
+    def update(self):
+        super().update()
+        with torch.no_grad():
+            for mean, p in zip(self.ema["average"].parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+
+
 class Listed(Loop):
     """The tensors of the average are in a list, in the order of the parameters."""
 
@@ -124,13 +138,26 @@ def variant(**attributes):
         Swa,
         Listed,
         Saved,
+        Wrapped,
         variant(decay=0.0),
         variant(decay=0.9999),
         variant(decay=0.99999),
         variant(every=4),
         variant(dtype=torch.bfloat16),
     ],
-    ids=["mean", "ema", "swa", "list", "state-dict", "copy", "slow", "slower", "every-fourth", "bfloat16"],
+    ids=[
+        "mean",
+        "ema",
+        "swa",
+        "list",
+        "state-dict",
+        "wrapped",
+        "copy",
+        "slow",
+        "slower",
+        "every-fourth",
+        "bfloat16",
+    ],
 )
 def test_correct_averages_pass(build):
     assert ask(loop_spec_of(build), "average_share").status == "passed"
@@ -301,3 +328,26 @@ def test_declared_decay_of_one_of_two_averages():
     for decay, status in ((0.9, "passed"), (0.99, "passed"), (0.5, "failed")):
         result = ask(loop_spec_of(Two), "average_share", average_decay=lambda _, decay=decay: decay)
         assert result.status == status
+
+
+def test_copy_that_is_no_average_does_not_hide_another_one():
+    class Noisy(Ema):
+        """The first copy of the weights receives noise, and the second one skips a layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.average, self.slow = copy.deepcopy(self.average), self.average
+
+        @torch.no_grad()
+        def average_weights(self):
+            weights = dict(self.model.named_parameters())
+            for noisy in self.average.parameters():
+                noisy.add_(torch.randn(noisy.shape, generator=torch.Generator().manual_seed(0)))
+            for name, mean in self.slow.named_parameters():
+                if not name.startswith("layers.0."):
+                    mean.lerp_(weights[name], 0.1)
+
+    result = ask(loop_spec_of(Noisy), "average_share")
+
+    assert result.status == "failed"
+    assert result.where.startswith("slow.layers.0.")

@@ -25,7 +25,8 @@ class Update:
     """One call of `optimizer.step`.
 
     Attributes:
-        gradients: parameter name -> gradient, for parameters that have one.
+        gradients: parameter name -> gradient, for parameters that have one. If the run has several optimizers,
+            parameters of the optimizers that did not step are missing: their gradients may be stale.
         before: parameter name -> value before the call.
         after: parameter name -> value after the call.
         learning_rates: learning rate of each group.
@@ -69,6 +70,8 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
     seen = Observation()
     names = {id(p): name for name, p in run.model.named_parameters()}
     parameters = dict(run.model.named_parameters())
+    in_optimizer = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    loose = {name: p for name, p in parameters.items() if id(p) not in in_optimizer}
     pending: list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]] = []
 
     by_closure = False
@@ -82,10 +85,10 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
                 seen.reached.add(names[id(p)])
 
     def before(optimizer: Any) -> None:
-        pending.append((_gradients(optimizer, parameters), _values(parameters), rates_of(optimizer)))
+        pending.append((_gradients(optimizer, loose), _values(parameters), rates_of(optimizer)))
 
-    def next_member(member: torch.optim.Optimizer) -> None:
-        """Record the gradients of one optimizer again: a scaler divides them just before its step."""
+    def each_member(member: torch.optim.Optimizer) -> None:
+        """Record the gradients of one optimizer just before its step, because a scaler divides them there."""
         own = {id(p) for group in member.param_groups for p in group["params"]}
         own_gradients = _gradients(member, {name: p for name, p in parameters.items() if id(p) in own})
         pending[-1][0].update(own_gradients)
@@ -105,7 +108,7 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
                     stack.callback(p.register_hook(lambda g: g * factor).remove)  # type: ignore[no-untyped-call]
                 handle = p.register_post_accumulate_grad_hook(record_raw)  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
-        stack.enter_context(each_update(run.optimizer, before, after, next_member))
+        stack.enter_context(each_update(run.optimizer, before, after, each_member))
         yield seen
 
 
@@ -114,7 +117,7 @@ def each_update(
     optimizer: Any,
     before: Callable[[Any], None],
     after: Callable[[Any], None] = lambda _: None,
-    next_member: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+    each_member: Callable[[torch.optim.Optimizer], None] = lambda _: None,
 ) -> Iterator[None]:
     """Call `before` and `after` around each update of the optimizer.
 
@@ -125,7 +128,7 @@ def each_update(
         optimizer: an optimizer or `JoinedOptimizers`. `before` and `after` receive it.
         before: called before an update.
         after: called after an update.
-        next_member: called before the step of each further optimizer of the same update.
+        each_member: called before the step of each optimizer of the update.
     """
     members = optimizer.members if isinstance(optimizer, JoinedOptimizers) else [optimizer]
     depth = 0
@@ -138,10 +141,9 @@ def each_update(
             return
         if any(member is each for each in stepped):
             finish()
-        if stepped:
-            next_member(member)
-        else:
+        if not stepped:
             before(optimizer)
+        each_member(member)
 
     def leave(member: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal depth

@@ -55,6 +55,32 @@ def test_gradients_cleared_after_the_first_step_alone():
     assert result.status == "failed" and "gradient of step 3" in result.meaning
 
 
+def test_stale_gradients_of_idle_optimizers_are_ignored():
+    """TD3 updates the actor in every second step, and clears its gradients only then."""
+
+    class Delayed:
+        def __init__(self):
+            self.model, self.number = GPT(), 0
+            names = dict(self.model.named_parameters())
+            actor = [p for name, p in names.items() if "layers.0" in name]
+            critic = [p for name, p in names.items() if "layers.0" not in name]
+            self.optimizer = [torch.optim.SGD(each, lr=0.1) for each in (critic, actor)]
+
+        def step(self, batch):
+            chosen = self.optimizer[: 1 + (self.number + 1) % 2]
+            self.number += 1
+            for optimizer in chosen:
+                optimizer.zero_grad()
+            loss = self.model(**batch).loss
+            loss.backward()
+            for optimizer in chosen:
+                optimizer.step()
+            return loss.item()
+
+    result = ask(Delayed, "fresh_gradients")
+    assert result.status == "passed", result
+
+
 def test_updates_of_a_step():
     class Again(Loop):
         def clip(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -91,7 +92,14 @@ class Questions(Sequence[Any]):
         declared: tuple[Reasons, Reasons],
         strict: bool,
     ) -> None:
-        self.subjects = [LazySpec(model) for model in models]
+        self.subjects: list[LazySpec] = []
+        numbers: Counter[str] = Counter()
+        for model in models:
+            subject = LazySpec(model)
+            numbers[subject.name] += 1
+            if (number := numbers[subject.name]) > 1:  # reports tell models apart by their names
+                subject = LazySpec(model, name=f"{subject.name}_{number}")
+            self.subjects.append(subject)
         self.names, self.suite, self.declared, self.strict = names, suite, declared, strict
         kinds = {subject.asks for subject in self.subjects} or set(get_args(Asks))
         _refuse_unknown(names, kinds)

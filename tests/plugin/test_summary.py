@@ -263,6 +263,24 @@ def test_report_that_fails_keeps_the_summary(pytester, run, monkeypatch):
     assert result.ret == 1
 
 
+def test_models_of_one_name_in_one_list_get_numbers(pytester, run):
+    pytester.makepyfile("""
+import models
+from pytest_stackwise import parametrize_with_checks
+def variant(make):
+    def build(): return make()
+    return build
+@parametrize_with_checks([variant(models.plain), variant(models.leaky)], checks=["causality"])
+def test_model(spec, check): check(spec)
+""")
+
+    result = run("-v")
+
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*test_model[[]build-causality] PASSED*"])
+    result.stdout.fnmatch_lines(["*test_model[[]build_2-causality] FAILED*", "checks of build_2"])
+
+
 def test_models_of_one_name_are_told_apart(pytester, run):
     test = """
 import models

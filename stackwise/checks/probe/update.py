@@ -25,8 +25,8 @@ class Update:
     """One call of `optimizer.step`.
 
     Attributes:
-        gradients: parameter name -> gradient, for parameters that have one. If the run has several optimizers,
-            parameters of the optimizers that did not step are missing: their gradients may be stale.
+        gradients: parameter name -> gradient, for parameters that have one. Parameters of an optimizer that
+            did not step are missing: their gradients may be stale.
         before: parameter name -> value before the call.
         after: parameter name -> value after the call.
         learning_rates: learning rate of each group.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 from typing import Any
 
@@ -33,29 +34,38 @@ def averages_of(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def followers(run: TrainingRun) -> dict[str, dict[str, str]]:
-    """Return each average by its path: parameter names, with the paths of the tensors that average them.
+    """Return each average of a new run by its path: parameter names, with the paths of their averages.
 
-    A tensor belongs to a parameter with the same name, or at the same index of a list.
+    A tensor belongs to the parameter with the same value, because averages start at the weights. Among equal
+    ones, the longest common ending of the names decides. Items of a list have no names: their order decides.
+    A tensor without an equal parameter belongs to the one with its name.
     """
-    found = averages_in(run)
-    parameters = dict(run.model.named_parameters())
-    trained = [name for name, p in parameters.items() if p.requires_grad]
+    parameters = dict(run.model.named_parameters(remove_duplicate=False))
+    first_names = {name for name, _ in run.model.named_parameters()}
+    buffers = tuple(f".{name}" for name, _ in run.model.named_buffers())
     averages: dict[str, dict[str, str]] = {}
-    for path, tensor in found.items():
-        names = [name for name in parameters if path.endswith(f".{name}")]
-        if names:
-            name = max(names, key=len)
-            prefix = path.removesuffix(f".{name}")
-        else:
-            prefix, _, place = path.rpartition(".")
-            length = sum(each.rpartition(".")[0] == prefix for each in found)
-            order = next((each for each in (list(parameters), trained) if len(each) == length), [])
-            if not (order and place.isdigit()):
-                continue
-            name = order[int(place)]
-        if tensor.shape == parameters[name].shape:
-            averages.setdefault(prefix, {})[name] = path
+    for path, tensor in averages_in(run).items():
+        alike = {name: p for name, p in parameters.items() if p.shape == tensor.shape}
+        equal = [name for name, p in alike.items() if torch.equal(tensor, p.detach().to(tensor))]
+        names = equal or [name for name in alike if path.endswith(f".{name}")]
+        parent, _, last = path.rpartition(".")
+        if not last.isdigit():
+            names = [name for name in names if _common_ending(path, name)]
+        if not names or path.endswith(buffers):
+            continue
+        parts, taken = path.split("."), averages.get(parent, {})
+        n_parts = {name: len(_common_ending(parts, name.split("."))) for name in names}
+        name = max(names, key=lambda n: (n_parts[n], len(_common_ending(path, n)), n not in taken))
+        prefix = ".".join(parts[: -n_parts[name]]) if n_parts[name] else parent
+        if name in first_names:  # a tied weight has several names
+            averages.setdefault(prefix, {}).setdefault(name, path)
     return averages
+
+
+def _common_ending(a: Sequence[str], b: Sequence[str]) -> list[str]:
+    """Return the common last items of two sequences in reverse order. Strings are compared without dots."""
+    pairs = zip(*([part for part in reversed(each) if part != "."] for each in (a, b)), strict=False)
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 @dataclass(frozen=True)
@@ -137,14 +147,20 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
     """Return the tensors of all averages, by path.
 
     An average is a module, or a list or dict of tensors, with the shapes of at least half of the parameters
-    of the model. Tensors that share memory with the model or the optimizer are not part of an average.
+    of the model, or of those that are trained, such as adapters. Tensors that share memory with the model or
+    the optimizer are not part of an average.
     """
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}
-    shapes = Counter(p.shape for p in run.model.parameters())
+    parameters = list(run.model.parameters())
+    shapes = [
+        Counter(p.shape for p in each)
+        for each in (parameters, [p for p in parameters if p.requires_grad])
+        if each
+    ]
     # The optimizer may update tensors outside the model, such as float32 master weights.
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
-    own = {p.data_ptr() for p in (*run.model.parameters(), *trained)}
+    own = {p.data_ptr() for p in (*parameters, *trained)}
 
     def collect(value: Any, path: str, depth: int) -> None:
         if id(value) in seen or depth > _DEPTH:
@@ -157,7 +173,9 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
             for name, each in items
             if isinstance(each, Tensor) and each.data_ptr() not in own
         }
-        if isinstance(value, nn.Module | Mapping | list | tuple) and _covers(tensors.values(), shapes):
+        if isinstance(value, nn.Module | Mapping | list | tuple) and any(
+            _covers(tensors.values(), each) for each in shapes
+        ):
             found.update(tensors)
         if not isinstance(value, nn.Module):
             for name, each in items:
@@ -193,6 +211,6 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _covers(tensors: Iterable[Tensor], shapes: Counter[torch.Size]) -> bool:
-    """Return True if tensors have the shapes of at least half of the parameters."""
+    """Return True if tensors have at least half of the shapes."""
     mine = Counter(each.shape for each in tensors if each.is_floating_point())
     return sum((mine & shapes).values()) >= max(1, _SHARE * sum(shapes.values()))

@@ -12,7 +12,7 @@ import torch
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.update import each_update, observed, rates_of
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import schedulers_of
 from stackwise.subject.trainer_spec import TrainingRun
@@ -103,16 +103,17 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
     run = subject.run()
     if subject.spec.learning_rate is not None:
         return subject.not_applicable("needs a run without a declared learning rate: learning_rate applies")
-    if (before := _counts_of(run)) is None:
+    if not (before := _counts_of(run)):
         return subject.not_applicable("needs a scheduler that counts its steps, as torch schedulers do")
+    start = before
     ratios: list[tuple[int, int]] = []
     with subject.fixed_randomness():
         for number in range(_STEPS // 2):
             seen: list[torch.optim.Optimizer] = []
             with each_update(run.optimizer, seen.append):
                 run.step(subject.batch(number, **_SMALL))
-            after = _counts_of(run) or before
-            calls, places = after[0] - before[0], after[1] - before[1]
+            after = _counts_of(run)
+            calls, places = (max(after.values())[part] - max(before.values())[part] for part in (0, 1))
             before = after
             if seen:  # each of several optimizers may make an update
                 ratios.append((calls or places, max(Counter(map(id, seen)).values())))
@@ -137,6 +138,15 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             meaning=f"The scheduler is stepped more often than the optimizer: {meaning}",
             correct_if="some updates are skipped, as after an overflow",
             advice="Call scheduler.step() once after each update, or once per epoch.",
+        )
+    if idle := [name for name, count in before.items() if count == start[name]]:
+        return subject.warned(
+            0.0,
+            1.0,
+            where=listed(idle),
+            meaning=f"This scheduler is not stepped in {updates} updates, but another scheduler is.",
+            correct_if="it is stepped once per epoch, or its optimizer makes no updates yet",
+            advice="Call step() of each scheduler.",
         )
     return subject.passed(steps / updates, 1.0, meaning=meaning)
 
@@ -299,20 +309,23 @@ class _EnoughError(Exception):
     """Ends a training after enough updates."""
 
 
-def _counts_of(run: TrainingRun) -> tuple[int, int] | None:
-    """Return the number of calls of a scheduler, or of a wrapped one, and its epoch. None: it has neither.
+def _counts_of(run: TrainingRun) -> dict[str, tuple[int, int]]:
+    """Return the number of calls of each scheduler, or of a wrapped one, and its epoch, if it has them.
 
     Some schedulers of torch count their calls, which is exact. Others have an epoch only, which a call may
-    set. Of several schedulers, the largest numbers are returned.
+    set.
     """
-    found = []
-    for scheduler in schedulers_of(run).values():
+    found = {}
+    for name, scheduler in schedulers_of(run).items():
         for each in (scheduler, getattr(scheduler, "scheduler", None)):
             calls, place = getattr(each, "_step_count", None), getattr(each, "last_epoch", None)
             if isinstance(calls, int) or isinstance(place, int):
-                found.append((calls if isinstance(calls, int) else 0, place if isinstance(place, int) else 0))
+                found[name] = (
+                    calls if isinstance(calls, int) else 0,
+                    place if isinstance(place, int) else 0,
+                )
                 break
-    return max(found, default=None)
+    return found
 
 
 def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:

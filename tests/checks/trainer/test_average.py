@@ -232,6 +232,77 @@ def test_tensors_of_an_average_belong_to_parameters():
     assert set(followers(run)) == {"average", "other"}
 
 
+class WithoutDots(Loop):
+    """The average has buffers, whose names may not contain dots."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.nn.Module()
+        for name, p in self.model.named_parameters():
+            self.average.register_buffer(name.replace(".", ""), p.detach().clone())
+
+    def update(self):
+        super().update()
+        for name, p in self.model.named_parameters():
+            getattr(self.average, name.replace(".", "")).lerp_(p.detach(), 0.1)
+
+
+class Target(Loop):
+    """The model is an encoder with a predictor, as in BYOL. The target is a copy of the encoder."""
+
+    def create_model(self):
+        model = torch.nn.Module()
+        model.encoder = GPT()
+        model.predictor = torch.nn.Linear(4, 4)
+        model.forward = lambda **batch: model.encoder(**batch)
+        return model
+
+    def __init__(self):
+        super().__init__()
+        self.target = copy.deepcopy(self.model.encoder)
+
+    def update(self):
+        super().update()
+        for mean, p in zip(self.target.parameters(), self.model.encoder.parameters(), strict=True):
+            mean.data.lerp_(p.detach(), 0.1)
+
+
+class Adapters(Loop):
+    """Only two matrices train, and only these are averaged."""
+
+    def create_model(self):
+        model = super().create_model()
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith(("layers.0.q", "layers.1.v")))
+        return model
+
+    def __init__(self):
+        super().__init__()
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.average = {name: p.detach().clone() for name, p in trained.items()}
+
+    def update(self):
+        super().update()
+        for name, mean in self.average.items():
+            mean.lerp_(self.model.get_parameter(name).detach(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("build", "path", "pair"),
+    [
+        (WithoutDots, "average", ("layers.0.q.weight", "average.layers0qweight")),
+        (Target, "target", ("encoder.layers.0.q.weight", "target.layers.0.q.weight")),
+        (Adapters, "average", ("layers.0.q.weight", "average.layers.0.q.weight")),
+    ],
+)
+def test_averages_with_other_names_or_of_a_part_are_checked(build, path, pair):
+    [(found, paths)] = followers(build()).items()
+    result = ask(loop_spec_of(build), "average_share")
+
+    assert (found, paths[pair[0]]) == (path, pair[1])
+    assert result.status == "passed" and "0.1 to 0.1" in result.meaning, result
+
+
 def test_average_that_moves_in_each_micro_batch_fails():
     class EachMicroBatch(Ema):
         def accumulate(self, batches):

@@ -94,6 +94,8 @@ def reports(record: Mapping[str, Any]) -> str:
 
 def _result(figures: Mapping[str, Any], name: str) -> str:
     """Return the worst status of a buggy form, and "declared" if only that form has it."""
+    if f"{name}:buggy" not in figures:
+        return "not measured"
     undeclared = {key: value for key, value in figures.items() if not key.endswith("_declared")}
     for status, text in (("failed", "FAIL"), ("warned", "WARN")):
         if found(undeclared, status, name):

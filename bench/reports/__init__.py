@@ -7,11 +7,14 @@ sample have no class of the first one, and were asked at 81577e3. `first_result.
 are the results of the frozen checks. Do not overwrite them. The 20 reports of training loops were asked at
 8eb0f3f, in the full suite, because the fast suite starts no processes. Their first result is
 `loops_result.json`. Ten further reports of training loops were asked at 3594445: `more_loops_result.json`.
+The 20 reports of the third sample of models, of classes that the first two do not have, were asked at
+db511b5: `third_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
-written after the freeze. A module in `loops/` has `prove()` instead of `observe(model)`, and its declared
-forms, which return a TrainerSpec, were written before the first run.
+written after the freeze, those of the third sample before its first run. A module in `loops/` has `prove()`
+instead of `observe(model)`, and its declared forms, which return a TrainerSpec, were written before the first
+run.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ SAMPLES = {
     "fresh reports of other classes": FOLDER / "second_result.json",
     "fresh reports of training loops": FOLDER / "loops_result.json",
     "further reports of training loops": FOLDER / "more_loops_result.json",
+    "further reports of models": FOLDER / "third_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

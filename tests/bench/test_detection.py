@@ -144,6 +144,11 @@ def test_table_of_families():
     assert detection_table.families(record).endswith("| all | 3 | 1 | 2 |")
 
 
+def test_a_report_without_a_new_measurement_is_not_shown_as_missed():
+    rows = detection_table.reports({"figures": {"reports": {}}}).splitlines()[2:]
+    assert rows and all(row.endswith("| not measured |") for row in rows)
+
+
 def test_what_a_tool_says_of_the_twin_is_no_catch():
     def said(failed=(), reason=None):
         return {tool: {"failed": list(failed), "reason": reason} for tool in rivals.TOOLS}

@@ -67,7 +67,8 @@ def healthy() -> nn.Module:
 def _images(model: nn.Module, ids: Tensor) -> Tensor:
     """An image for each text."""
     pixels = torch.arange(3 * 16 * 16, device=ids.device).view(1, 3, 16, 16) * ids[:, :1, None, None]
-    return pixels.to(model.logit_scale.dtype).mul(0.01).sin()
+    # In double precision, so that a model of low precision gets the same images.
+    return pixels.double().mul(0.01).sin().to(model.logit_scale.dtype)
 
 
 def _declared(make: Callable[[], nn.Module]) -> ModelSpec:

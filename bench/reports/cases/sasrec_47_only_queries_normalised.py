@@ -30,6 +30,12 @@ class SASRec(nn.Module):
             nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)) for _ in range(2)
         )
         self.last_layernorm = nn.LayerNorm(dim, eps=1e-8)
+        # As the training script of the repository does.
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_normal_(parameter)
+        for table in (self.item_emb, self.pos_emb):
+            nn.init.zeros_(table.weight[0])
 
     def log2feats(self, log_seqs: Tensor) -> Tensor:
         """Features of each position of the histories."""

@@ -2,7 +2,7 @@
 
 from stackwise.checks.check import Check, known_checks, refuse_unknown
 from stackwise.checks.engine.exploration import compare
-from stackwise.checks.model.parity import Divergence, first_divergence
+from stackwise.checks.probe.divergence import Divergence, first_divergence
 from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.run import check_model, check_trainer
 from stackwise.checks.runs.sequence import compare_runs

@@ -52,8 +52,9 @@ class Check:
     no_causal: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """The model is not causal, for example an encoder."""
     reference: str | None = None
-    """MODULE:FACTORY of a model with the same parameter names and the same results: a simple implementation
-    or an earlier version (git worktree add ../before HEAD; --reference ../before/model.py:build)."""
+    """MODULE:FACTORY of a model with the same results, whose parameter names are equal except for a prefix: a
+    simple implementation or an earlier version (git worktree add ../before HEAD; --reference
+    ../before/model.py:build)."""
     strict: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Treat warnings as failures."""
     quiet: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-q"])] = False

@@ -37,14 +37,17 @@ from stackwise.support.arguments import (
 )
 from stackwise.support.random_state import seeded
 
-__all__ = ["FactoryError", "ModelSpec"]
+__all__ = ["FactoryError", "ModelSpec", "ToReference"]
 
 Factory = Callable[[], nn.Module]
+State = dict[str, Tensor]
+ToReference = Mapping[str, str | Callable[[State], Tensor]] | Callable[[State], Mapping[str, Tensor]]
 MakeBatch = Callable[[int, int, torch.Generator], Tensor]
 # Attributes that call the model. Each gets contiguous tensors.
 _CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "auxiliary_loss")
 _NAMES = ("unused", "frozen", "assumed")
 _TRAINER_HINT = "; a training loop is checked with TrainerSpec.of, check_trainer or --stackwise-trainer"
+_CONVERSION = "a function, None, or a dict {name in the reference: name in the model, or a function}"
 # Packages whose exceptions mean that a download failed.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
@@ -112,7 +115,11 @@ class ModelSpec:
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
             parametrisation. None: no claim.
-        reference: builds a model with the same parameter names and the same results. None: no reference.
+        reference: builds a trusted model with the same results, or is the ModelSpec of one. If its parameter
+            names differ, it is called in its own way, which is inferred. None: no reference.
+        to_reference: conversion of weights: {name in the reference: name in the model, or a function of the
+            model's state dict}, or a function from the model's state dict to that of the reference. None: the
+            names are equal, or differ by a common prefix.
         never_waits: True if no forward or backward pass makes the host wait for the device, as in a CUDA
             graph. None: no claim.
         unused: prefixes of the names of parameters that get no gradient.
@@ -149,7 +156,8 @@ class ModelSpec:
     rotary: tuple[RotaryClaim, ...] = ()
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
-    reference: Factory | None = None
+    reference: Factory | ModelSpec | None = None
+    to_reference: ToReference | None = None
     never_waits: bool | None = None
     unused: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -288,7 +296,12 @@ def _check_values(given: Mapping[str, Any]) -> None:
 
     for name, value in some("build", "forward", "optimizer").items():
         require(callable(value), name, value, "a function")
-    check_functions(**some(*_CALLS, "make_batch", "visible", "at_width", "reference"))
+    check_functions(**some(*_CALLS, "make_batch", "visible", "at_width"))
+    for name, value in some("reference").items():
+        is_valid = value is None or callable(value) or isinstance(value, ModelSpec)
+        require(is_valid, name, value, "a function, a ModelSpec or None")
+    for name, value in some("to_reference").items():
+        require(value is None or callable(value) or isinstance(value, Mapping), name, value, _CONVERSION)
     for name, value in some("name", "notes", "cache_problem").items():
         require(isinstance(value, str), name, value, "a string")
     for name, value in some("inputs").items():
@@ -361,7 +374,7 @@ def _of_decoder(declared: dict[str, Any]) -> dict[str, Any]:
     """Return declared fields of an encoder-decoder as those of its decoder."""
     changed: dict[str, Any] = {}
     for name in ("reference", "at_width"):
-        if declared.get(name) is not None:
+        if callable(declared.get(name)):
             changed[name] = partial(_decoder, declared[name])
     for name in _CALLS[4:]:  # losses; a declared call means that the model is not called as a decoder
         if declared.get(name) is not None:

@@ -69,23 +69,20 @@ class Interleaved(GPT):
         return torch.stack((one, two), dim=-1).flatten(-2)
 
 
-def to_halves(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows (heads, pairs, 2) of a projection as (heads, 2, pairs)."""
-    return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+def to_neighbours(weight: Tensor, n_heads: int) -> Tensor:
+    """Rows (heads, 2, pairs) of a projection as (heads, pairs, 2)."""
+    return weight.view(n_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def converted_to_halves(n_k_heads: int) -> ModelSpec:
-    """The reference's weights, in the code that pairs halves."""
+    """The reference pairs neighbours, and the model pairs halves."""
 
-    def build():
-        model = GPT()  # draws what the reference draws
-        with torch.no_grad():
-            for layer in model.layers:
-                layer["q"].weight.copy_(to_halves(layer["q"].weight, GPT.n_heads))
-                layer["k"].weight.copy_(to_halves(layer["k"].weight, n_k_heads))
-        return model
+    def to_reference(state):
+        heads = {"q.weight": GPT.n_heads, "k.weight": n_k_heads}
+        sizes = {name: heads.get(name.partition(".")[2].partition(".")[2]) for name in state}
+        return {name: to_neighbours(p, sizes[name]) if sizes[name] else p for name, p in state.items()}
 
-    return ModelSpec.of(spec_of(), build=build, name="converted", reference=Interleaved)
+    return ModelSpec.of(spec_of(), name="converted", reference=Interleaved, to_reference=to_reference)
 
 
 def gpt_with_reference():
@@ -160,7 +157,21 @@ def rotary_frequencies_in_bfloat16():
     return ModelSpec.of(spec, build=build, reference=spec.build)
 
 
-@mutant("38", twin=converted, family="parity", source="huggingface/transformers#31788", observable=logits)
+def reference_logits(spec: ModelSpec) -> Tensor:
+    """Logits of the reference with the converted weights."""
+    reference = spec.reference().eval()
+    reference.load_state_dict(spec.to_reference(spec.create().state_dict()))
+    with torch.no_grad():
+        return spec.logits(reference, spec.batch(2, 12))
+
+
+@mutant(
+    "38",
+    twin=converted,
+    family="parity",
+    source="huggingface/transformers#31788",
+    observable=reference_logits,
+)
 def keys_permuted_as_queries():
     """A conversion permutes grouped keys by the number of query heads."""
     return converted_to_halves(GPT.n_heads)

@@ -6,7 +6,7 @@ Shapes: T positions, V outputs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +40,7 @@ __all__ = [
     "gradients_in",
     "largest_gap",
     "projection",
+    "randomize_constants",
     "stream",
 ]
 
@@ -533,7 +534,6 @@ _shared: list[Examination] = []
 
 def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:
     """Make weights and buffers random that are constant. Without `norms`, those of norms stay constant."""
-    generator = torch.Generator().manual_seed(seed + 77)
     kept = {
         id(buffer)
         for module in model.modules()
@@ -545,8 +545,14 @@ def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:
         kept |= {id(p) for each in of_norms for p in each.parameters(recurse=False)}
     saved = model.state_dict().keys()
     buffers = (b for name, b in model.named_buffers() if name in saved and b.numel() > 1)
+    randomize_constants((each for each in (*model.parameters(), *buffers) if id(each) not in kept), seed)
+
+
+def randomize_constants(tensors: Iterable[Tensor], seed: int) -> None:
+    """Add noise to the tensors that are constant, so that 1 and 0 become random values near 1 and 0."""
+    generator = torch.Generator().manual_seed(seed + 77)
     with torch.no_grad():
-        for tensor in (each for each in (*model.parameters(), *buffers) if id(each) not in kept):
+        for tensor in tensors:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             first = tensor.flatten()[0]

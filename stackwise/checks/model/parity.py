@@ -1,150 +1,77 @@
 """Parity: the model computes the same outputs, loss and gradients as a trusted reference.
 
-A reference is another implementation or revision with the same parameter names.
+A reference is another implementation or revision. A conversion computes its weights from those of the model.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.backward import gradients_at
-from stackwise.checks.probe.batch import tensors_in
+from stackwise.checks.engine.examination import Examination, gradients_in, randomize_constants
+from stackwise.checks.probe.call import dtype_of
+from stackwise.checks.probe.conversion import convert, load, match_names, parameter_names
 from stackwise.checks.probe.difference import (
     Finding,
     measure_difference,
     relative_difference,
     uses_less_than_float64,
 )
+from stackwise.checks.probe.divergence import first_divergence
+from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
-from stackwise.subject.inference import logits_of
-
-__all__ = ["Divergence", "first_divergence"]
+from stackwise.subject.encoder_decoder import Decoder
+from stackwise.subject.spec import ModelSpec
 
 _NEEDED = "needs reference="
-_ROOT = "(outside the submodules)"
 _LOSS = "the loss"
-_EXACT = 1e-8
 # Healthy pairs, one with a softmax in float32 and one without, differ by up to 1.5e-6 with random weights.
 _FLOAT32 = 5e-6
+# A gradient below this share of the largest one is rounding.
+_FLOOR = 1e-2
+# Size of the change of weights that tests if a conversion is linear, relative to each weight.
+_CHANGE = 0.3
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """First difference between two models.
-
-    Attributes:
-        module: name of the first module, in order of execution, that differs; "(outside the submodules)" for
-            the root.
-        side: "output": its inputs agree and its outputs differ; "input": its inputs differ, because of code
-            outside of any submodule.
-        after: the last module with equal outputs, or "".
-        value: difference, relative to the variation of the tensor.
-        limit: largest difference that is rounding.
-    """
-
-    module: str
-    side: Literal["input", "output"]
-    after: str
-    value: float
-    limit: float
-
-    def __str__(self) -> str:
-        if self.side == "output":
-            return f"{self.module}: its inputs agree, its output does not"
-        return f"between {self.after or 'the start'} and the input of {self.module}"
-
-
-@torch.no_grad()
-def first_divergence(
-    model: nn.Module,
-    reference: nn.Module,
-    inputs: Tensor,
-    *,
-    run: Callable[[nn.Module, Tensor], Any] | None = None,
-    limit: float | None = None,
-) -> Divergence | None:
-    """Return the first difference between two models with the same module names, for the same inputs.
-
-    The inputs and the outputs of every module that both models have are compared at every call, in the
-    order of the calls in `model`.
-
-    Args:
-        model: the model to examine, in the mode and dtype of the comparison.
-        reference: the trusted model: an earlier revision, another implementation, another backend.
-        inputs: (B, T) ids or (B, T, C) vectors.
-        run: (model, inputs) -> anything; None: `model(inputs)`.
-        limit: largest difference, relative to the variation of a tensor, that is rounding;
-            None: 1e-8 in float64, otherwise 16 eps of the tensor's dtype.
-
-    Returns:
-        None if no module differs.
-    """
-    run = run or (lambda module, batch: module(batch))
-    events = _recorded(model, lambda: run(model, inputs))
-    expected = _recorded(reference, lambda: run(reference, inputs))
-    after = ""
-    for event, tensors in events.items():
-        others = expected.get(event)
-        if others is None or [t.shape for t in tensors] != [t.shape for t in others]:
-            continue
-        module, side, _ = event
-        for tensor, other in zip(tensors, others, strict=True):
-            eps = max(torch.finfo(tensor.dtype).eps, torch.finfo(other.dtype).eps)
-            allowed = max(_EXACT, 16 * eps) if limit is None else limit
-            value = _difference(other, tensor)
-            if not value <= allowed:
-                return Divergence(module, side, after, value, allowed)
-        if side == "output" and tensors:
-            after = module
-    return None
-
-
-_Event = tuple[str, Literal["input", "output"], int]
-
-
-def _recorded(model: nn.Module, run: Callable[[], object]) -> dict[_Event, list[Tensor]]:
-    """Return the inputs and outputs of each module, in order: (name, side, number of the call) -> tensors."""
-    events: dict[_Event, list[Tensor]] = {}
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def record(name: str, side: Literal["input", "output"], value: Any) -> None:
-        if hasattr(value, "logits") and not isinstance(value, Mapping | tuple | list):
-            value = logits_of(value)
-        tensors = [t.detach().clone() for t in tensors_in(value) if t.is_floating_point()]
-        events[name, side, counts[name, side]] = tensors
-        counts[name, side] += 1
-
-    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, args, kwargs: record(name, "input", (args, kwargs))
-
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, __, output: record(name, "output", output)
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name or _ROOT), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name or _ROOT)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return events
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    if not a.numel():
-        return 0.0
-    rows = (1, -1) if a.ndim < 2 else a.shape
-    return float(relative_difference(a.reshape(rows), b.reshape(rows)).max())
+@check
+def reference_weights(subject: Subject) -> CheckResult:
+    """Does the conversion set every weight of the reference from the weights of the model?"""
+    if subject.spec.reference is None:
+        return subject.not_applicable(_NEEDED)
+    comparison = _Comparison(subject)
+    pair = next(comparison.pairs(subject.model()))
+    model, reference = pair.modules
+    weights, changed = pair.weights, comparison.convert(model, _changes(_state(model).values(), 1.0))
+    unset, split, fixed = [], [], []
+    for name, p in _inner(reference).named_parameters():
+        names = (each for each, tensor in _state(reference).items() if tensor is p)
+        given = [each for each in names if each in weights]
+        if not given:
+            unset.append(f"{name} is not set")
+        elif other := next((n for n in given if not torch.equal(weights[n], weights[given[0]])), None):
+            split.append(f"{given[0]} and {other} are one tied weight, and get different values")
+        elif torch.equal(weights[given[0]], changed[given[0]]) and bool((p != p.flatten()[0]).any()):
+            fixed.append(f"{name} does not depend on the model")
+    if not (wrong := unset + split or fixed):
+        return subject.passed(0, 0)
+    return subject.failed_unless(
+        None if unset + split else "the model computes this weight, such as a table of positions",
+        len(wrong),
+        0,
+        where=listed(wrong),
+        meaning=f"{len(wrong)} weights of the reference are not determined by those of the model.",
+        advice="Add these weights to to_reference. If the model has no such weight, give the constant that "
+        "has no effect, such as zeros for a bias.",
+    )
 
 
 @check
@@ -152,28 +79,28 @@ def reference_output(subject: Subject) -> CheckResult:
     """Do model and reference give equal outputs, with the model's own weights and with random ones?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
-    inputs = subject.inputs(2)
+    comparison = _Comparison(subject)
 
     def gap(model: nn.Module) -> float:
-        return max(_output_gap(subject, model, pair.reference, inputs) for pair in _pairs(subject, model))
+        return max(comparison.output_gap(pair) for pair in comparison.pairs(model))
 
     found = _measured(subject, gap)
     if not found.real:
-        return subject.passed(found.value, found.limit, meaning=found.meaning)
-    model = subject.model(dtype=found.dtype)
+        return comparison.passed(found)
     where = ""
-    for pair in _pairs(subject, model):
-        if _output_gap(subject, model, pair.reference, inputs) > found.limit:
-            place = first_divergence(model, pair.reference, inputs, run=subject.logits, limit=found.limit)
-            where = f"{place or 'in no module that both models have'} ({pair.weights})"
+    for pair in comparison.pairs(subject.model(dtype=found.dtype)):
+        if comparison.output_gap(pair) > found.limit:
+            place = first_divergence(*pair.modules, comparison.inputs, run=pair.logits, limit=found.limit)
+            where = f"{place or 'in no module that both models have'} ({pair.name})"
             break
     return subject.failed(
         found.value,
         found.limit,
         where=where,
         meaning="With the same weights and inputs, the outputs of model and reference differ.",
-        advice="Compare the code at this place with the reference: order of heads and of rotary halves, type "
-        "of GELU, dtype of a norm, scale, and tables computed in half precision.",
+        advice="Compare the code at this place with the reference, and the weights that to_reference gives: "
+        "order of heads and of rotary halves, transposed matrices, type of GELU, dtype of a norm, scale, and "
+        "tables computed in half precision.",
     )
 
 
@@ -182,25 +109,25 @@ def reference_gradient(subject: Subject) -> CheckResult:
     """Do model and reference give the same loss and the same gradients?"""
     if subject.spec.reference is None:
         return subject.not_applicable(_NEEDED)
-    inputs = subject.inputs(2)
+    comparison = _Comparison(subject)
 
-    def gaps(model: nn.Module) -> dict[str, float]:
+    def gaps(model: nn.Module, *, each: bool = False) -> dict[str, float]:
         found: dict[str, float] = {}
-        for pair in _pairs(subject, model):
-            for name, gap in _gradient_gaps(subject, model, pair, inputs).items():
+        for pair in comparison.pairs(model):
+            for name, gap in comparison.gradient_gaps(pair, each=each).items():
                 found[name] = max(found.get(name, 0.0), gap)
         return found
 
-    found = _measured(subject, lambda model: max(gaps(model).values(), default=0.0))
+    found = _measured(subject, lambda model: max(gaps(model).values()))
     if not found.real:
-        return subject.passed(found.value, found.limit, meaning=found.meaning)
-    each = gaps(subject.model(dtype=found.dtype))
-    wrong = sorted((n for n in each if not each[n] <= found.limit), key=lambda n: (n != _LOSS, -each[n]))
+        return comparison.passed(found)
+    every = gaps(subject.model(dtype=found.dtype), each=True)
+    wrong = sorted((n for n in every if not every[n] <= found.limit), key=lambda n: (n != _LOSS, -every[n]))
     return subject.failed(
         found.value,
         found.limit,
         where=listed(wrong),
-        meaning=f"{len(wrong)} of the loss and {len(each) - 1} gradients differ from the reference.",
+        meaning=f"{len(wrong)} of the loss and {len(every) - 1} gradients differ from the reference.",
         advice="If the outputs agree, look for detach(), a custom backward, recomputation with other values, "
         "and a different loss. Otherwise see reference_output.",
     )
@@ -215,113 +142,228 @@ def _measured(subject: Subject, measure: Callable[[nn.Module], float]) -> Findin
     return found
 
 
-def _output_gap(subject: Subject, model: nn.Module, reference: nn.Module, inputs: Tensor) -> float:
-    output, expected = subject.logits(model, inputs), subject.logits(reference, inputs)
-    if output.shape != expected.shape:
-        raise ValueError(f"reference: outputs {tuple(expected.shape)}; the model's {tuple(output.shape)}")
-    return float(relative_difference(expected, output).max())
-
-
 @dataclass(frozen=True)
 class _Pair:
-    """A reference with the weights of a model.
+    """Model and reference with the same weights, in the same mode and dtype.
 
     Attributes:
-        weights: the weights in words.
-        reference: the reference, in the mode and dtype of the model.
-        orders: parameter name -> order of its elements in the model and in the reference, if they differ.
+        name: weights and mode in words.
+        subjects: the model and the reference under examination.
+        modules: the model and the reference.
+        weights: state dict of the reference.
     """
 
-    weights: str
-    reference: nn.Module
-    orders: Mapping[str, tuple[Tensor, Tensor]]
+    name: str
+    subjects: tuple[Subject, Subject]
+    modules: tuple[nn.Module, nn.Module]
+    weights: Mapping[str, Tensor]
+
+    def logits(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the logits of one of the modules."""
+        with _without_dropout(module):
+            return self.subjects[module is self.modules[1]].logits(module, inputs)
+
+    def gradients(self, module: nn.Module, inputs: Tensor) -> tuple[float, Mapping[str, Tensor]]:
+        """Return the loss and the gradients of one of the modules, by parameter name."""
+        subject = self.subjects[module is self.modules[1]]
+        module.zero_grad(set_to_none=True)
+        with torch.enable_grad(), subject.fixed_randomness(), _without_dropout(module):
+            if subject.spec.labelled_loss is not None and subject.spec.inputs == "tokens":
+                loss = subject.spec.labelled_loss(module, inputs.clone(), inputs.clone())
+            else:
+                loss = subject.spec.loss_of(module, inputs.clone())
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), gradients_in(_inner(module))
 
 
-def _gradient_gaps(subject: Subject, model: nn.Module, pair: _Pair, inputs: Tensor) -> dict[str, float]:
-    found, expected = (_gradients(subject, each, inputs) for each in (model, pair.reference))
-    # A smaller gradient is rounding.
-    floor = 1e-2 * max((float(g.abs().max()) for n, g in expected.items() if n != _LOSS), default=0.0)
-    gaps = dict.fromkeys(found.keys() ^ expected.keys(), torch.inf)
-    for name in found.keys() & expected.keys():
-        a, b = found[name].double(), expected[name].double()
-        if name in pair.orders:
-            a, b = (g.flatten()[order] for g, order in zip((a, b), pair.orders[name], strict=True))
-        gap = float((a - b).abs().max()) / (max(float(b.abs().max()), floor) or 1.0)
-        gaps[name] = gap if gap == gap else torch.inf
-    return gaps
+class _Comparison:
+    """Comparison of a model with its reference.
 
-
-def _gradients(subject: Subject, model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
-    """Return the loss and the gradients, by parameter name."""
-    spec = subject.spec
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.enable_grad(), subject.fixed_randomness():
-        if spec.labelled_loss is not None and spec.inputs == "tokens":
-            loss = spec.labelled_loss(model, inputs.clone(), inputs.clone())
-        else:
-            loss = spec.loss_of(model, inputs.clone())
-        found: list[Tensor | None] = []
-        if loss.requires_grad:
-            found = gradients_at(loss, list(named.values()))
-    gradients = {name: g for name, g in zip(named, found, strict=False) if g is not None}
-    return {_LOSS: loss.detach(), **gradients}
-
-
-def _pairs(subject: Subject, model: nn.Module) -> Iterator[_Pair]:
-    """Yield the reference with the model's own weights, then with random weights in both.
-
-    Attention has little effect on the output of a new model, so a defect in it has little effect too. Larger
-    weights show it, and two equal implementations agree for all weights.
-
-    If the reference has the same weights in another order, as after a conversion, only these are used.
-
-    Raises:
-        ValueError: the parameters' names or shapes differ.
+    Attributes:
+        subjects: the model and the reference under examination. If their parameter names differ, the
+            reference is called in its own way.
+        inputs: inputs of both.
+        to_reference: the declared conversion, or a mapping of names.
+        problem: reason why only outputs in eval mode are compared, or "".
     """
-    assert subject.spec.reference is not None
-    with subject.fixed_randomness():
-        reference = subject.spec.reference().to(subject.device)
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    others = dict(reference.named_parameters(remove_duplicate=False))
-    if unlike := sorted(weights.keys() ^ others.keys()):
-        raise ValueError(f"reference: got parameter {unlike[0]} in one model only; allowed: the same names")
-    for name in weights:
-        if weights[name].shape != others[name].shape:
-            got, allowed = tuple(others[name].shape), tuple(weights[name].shape)
-            raise ValueError(f"reference: {name}: got shape {got}; allowed: {allowed}")
-    dtype = next((p.dtype for p in weights.values() if p.is_floating_point()), torch.float32)
-    reference._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
-    reference.train(model.training)
-    others = dict(reference.named_parameters(remove_duplicate=False))
-    if orders := _orders(weights, others):
-        yield _Pair("own weights", reference, orders)
-        return
-    _copy(weights, others)
-    yield _Pair("own weights", reference, {})
-    if not subject.spec.trained:
-        _randomize(model)
-        _copy(weights, others)
-        if subject.logits(model, subject.inputs(2)).isfinite().all():
-            yield _Pair("random weights", reference, {})
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, spec, self.inputs = subject, subject.spec, subject.inputs(2)
+        model, found = subject.model(), spec.reference
+        assert found is not None
+        if not isinstance(found, ModelSpec):
+            same = replace(spec, build=found)
+            is_same = spec.to_reference is None and parameter_names(same.create()) == parameter_names(model)
+            found = same if is_same else ModelSpec.of(found)
+        # If only one side has a loss of its own, both get the same cross-entropy.
+        names = ("labelled_loss", "loss")
+        losses: dict[str, Any] = {n: None for n in names if None in (getattr(spec, n), getattr(found, n))}
+        calls = {n: getattr(found, n) for n in ("build", "forward", *names)}
+        specs = replace(spec, **losses), replace(spec, **{**calls, **losses})
+        self.subjects = replace(subject, spec=specs[0]), replace(subject, spec=specs[1])
+        reference = found.create(subject.device, subject.seed)
+        self.to_reference = spec.to_reference or match_names(_inner(model), _inner(reference))
+        changes = _changes(_state(model).values(), _CHANGE)
+        low, middle, high = (self.convert(model, changes, sign) for sign in (-1, 0, 1))
+        is_linear = all(_is_midpoint(middle[n], low[n], high[n]) for n in middle)
+        is_frozen = not reference.training and not any(p.requires_grad for p in reference.parameters())
+        self.problem = "the reference is frozen and in eval mode" if is_frozen else ""
+        if not is_linear:
+            self.problem = "to_reference is not linear"
+
+    @cached_property
+    def has_train_mode(self) -> bool:
+        """Return True if train mode is compared: it updates no statistics and repeats itself."""
+        exams = Examination.of(self._subject), Examination(self.subjects[1])
+        return not self.problem and all(exam.has_train_mode for exam in exams)
+
+    def passed(self, found: Finding) -> CheckResult:
+        """Return a result that passes, and names the modes that are not compared."""
+        texts = [found.meaning]
+        if self.problem:
+            texts.append(f"in eval mode and without gradients, because {self.problem}")
+        elif not self.has_train_mode:
+            texts.append("in eval mode, because train mode draws random numbers or updates statistics")
+        return self._subject.passed(found.value, found.limit, meaning="; ".join(filter(None, texts)))
+
+    def convert(self, model: nn.Module, changes: Mapping[int, Tensor], sign: int = 1) -> dict[str, Tensor]:
+        """Return the weights of the reference for those of the model plus changes, by id of the tensor."""
+        state = {name: t.detach() for name, t in _state(model).items()}
+        for name, t in _state(model).items():
+            if id(t) in changes:
+                state[name] = state[name] + sign * changes[id(t)]
+        return convert(self.to_reference, state)
+
+    def pairs(self, model: nn.Module) -> Iterator[_Pair]:
+        """Yield the reference with the model's own weights, then with random weights in both, in each mode.
+
+        Attention has little effect on the output of a new model, so a defect in it has little effect too.
+        Larger weights show it, and two equal implementations agree for all weights. Constant weights get
+        random values, so that no code is hidden by a factor of 0 or 1.
+        """
+        reference = self.subjects[1].model(dtype=dtype_of(model))
+        for p in reference.parameters():
+            p.requires_grad_(p.is_floating_point() or p.is_complex())
+        for weights in ("own weights", "random weights")[: 1 if self.subjects[0].spec.trained else 2]:
+            if weights == "random weights":
+                _randomize(model)
+            elif not self.subjects[0].spec.trained:
+                buffers = self._converted_buffers(model, reference)
+                randomize_constants([*model.parameters(), *buffers], self.subjects[0].seed)
+            converted = self.convert(model, {})
+            load(_inner(reference), converted)
+            for mode in ("eval", "train") if self.has_train_mode else ("eval",):
+                for each in (model, reference):
+                    each.train(mode == "train")
+                pair = _Pair(f"{weights}, {mode} mode", self.subjects, (model, reference), converted)
+                if weights == "random weights" and not pair.logits(model, self.inputs).isfinite().all():
+                    return
+                yield pair
+
+    def _converted_buffers(self, model: nn.Module, reference: nn.Module) -> list[Tensor]:
+        """Return the stored buffers that have a counterpart in the reference, also if it is not set.
+
+        The conversion reads them, or does not set a buffer of this shape, or they are statistics of a norm.
+        Others are constants by design.
+        """
+        weights, found = self.convert(model, {}), []
+        unset = {b.shape for name, b in _state(reference).items() if name not in weights and b.ndim}
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        statistics = {id(buffer) for norm in norms for buffer in norm.buffers()}
+        for buffer in _state(model).values():
+            if not isinstance(buffer, nn.Parameter) and buffer.is_floating_point() and buffer.numel() > 1:
+                changed = self.convert(model, {id(buffer): torch.ones_like(buffer)})
+                is_read = any(not torch.equal(weights[n], changed[n]) for n in weights)
+                if is_read or buffer.shape in unset or id(buffer) in statistics:
+                    found.append(buffer)
+        return found
+
+    def output_gap(self, pair: _Pair) -> float:
+        """Return the largest difference of the outputs."""
+        output, expected = (pair.logits(each, self.inputs) for each in pair.modules)
+        if output.shape != expected.shape:
+            raise ValueError(f"reference: outputs {tuple(expected.shape)}; the model's {tuple(output.shape)}")
+        return float(relative_difference(expected, output).max())
+
+    def gradient_gaps(self, pair: _Pair, *, each: bool) -> dict[str, float]:
+        """Return the difference of the losses, and of the derivatives along random changes of the weights.
+
+        The conversion turns a change of the model's weights into one of the reference's. Differences of its
+        results replace its derivative, so it may use NumPy or no_grad.
+
+        Args:
+            pair: the two models.
+            each: change one parameter at a time, to name those that differ.
+        """
+        (loss, found), (expected_loss, expected) = (pair.gradients(m, self.inputs) for m in pair.modules)
+        gaps = {_LOSS: _gap(loss, expected_loss, abs(expected_loss))}
+        if self.problem:
+            return gaps
+        model, reference = map(_inner, pair.modules)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        converted_names = {id(t): name for name, t in _state(reference).items() if name in pair.weights}
+        targets = [
+            (converted_names[id(p)], expected[name])
+            for name, p in reference.named_parameters()
+            if name in expected and id(p) in converted_names
+        ]
+        changes = _changes(named.values(), 1.0)
+        rows = {}
+        for part in [[name] for name in named] if each else [[*named]]:
+            moved = self.convert(pair.modules[0], {id(named[n]): changes[id(named[n])] for n in part})
+            own = [n for n in part if n in found]
+            a = sum(_product(found[n], changes[id(named[n])]) for n in own)
+            b = sum(_product(gradient, moved[n] - pair.weights[n]) for n, gradient in targets)
+            size = sum(float((found[n] * named[n].detach()).abs().double().norm()) ** 2 for n in own) ** 0.5
+            rows[part[0] if each else "the gradients"] = a, b, max(size, abs(b))
+        floor = _FLOOR * max((size for _, _, size in rows.values()), default=0.0)
+        return gaps | {name: _gap(a, b, max(size, floor)) for name, (a, b, size) in rows.items()}
 
 
-def _orders(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the orders of parameters with reordered values, or {} if a parameter has other values."""
-    orders = {}
-    for name, p in weights.items():
-        if torch.equal(p, others[name]):
-            continue
-        a, b = p.detach().flatten().sort(), others[name].detach().flatten().sort()
-        if not torch.equal(a.values, b.values):
-            return {}
-        orders[name] = a.indices, b.indices
-    return orders
+def _gap(a: float, b: float, size: float) -> float:
+    """Return a relative difference. Two non-finite values are equal."""
+    if not (math.isfinite(a) or math.isfinite(b)):
+        return 0.0
+    gap = abs(a - b) / (size or 1.0)
+    return gap if gap == gap else math.inf
 
 
-@torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    for name, p in target.items():
-        p.copy_(source[name])
+def _product(a: Tensor, b: Tensor) -> float:
+    return float((a.conj() * b).real.double().sum())
+
+
+def _is_midpoint(middle: Tensor, low: Tensor, high: Tensor) -> bool:
+    """Return True if a value is the mean of two others, except for rounding."""
+    if not middle.is_floating_point():
+        return True
+    limit = 16 * torch.finfo(middle.dtype).eps * middle.abs().max() + 1e-3 * (high - low).abs().max()
+    return bool((low + high - 2 * middle).abs().max() <= limit) if middle.numel() else True
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the user's model."""
+    return model.model if isinstance(model, Decoder) else model
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the state dict. They are the parameters and buffers themselves."""
+    state = _inner(model).state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _changes(tensors: Iterable[Tensor], size: float) -> dict[int, Tensor]:
+    """Return random changes of floating-point tensors, relative to each element, by id of the tensor."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        id(t): size * t.detach() * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+        for t in tensors
+        if t.is_floating_point() or t.is_complex()
+    }
+
+
+def _without_dropout(module: nn.Module) -> AbstractContextManager[object]:
+    return WithoutDropout() if module.training else nullcontext()
 
 
 @torch.no_grad()

@@ -110,8 +110,8 @@ def to_neighbours(weight: Tensor) -> Tensor:
 
 def to_fused(state: dict[str, Tensor], bug: str = "") -> dict[str, Tensor]:
     """Weights of a GPT as those of the reference."""
-    embedding = state["embedding.weight"] / (1 if bug == "scale" else Fused.scale)
-    head = state["head.weight"] / Fused.scale
+    scale = 1 if bug == "scale" else Fused.scale
+    embedding, head = state["embedding.weight"] / scale, state["head.weight"] / scale
     found = {"tok.weight": embedding, "out.weight": head.roll(1, 0) if bug == "rows" else head}
     found["ln.weight"] = state["norm.weight"] - 1
     for index in range(2):

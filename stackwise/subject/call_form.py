@@ -8,13 +8,17 @@ Shapes: B batch, T positions, C width.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from stackwise.subject.argument import Argument, arguments_for
+from stackwise.subject.argument import Argument, Read, arguments_for, known_kinds
+from stackwise.subject.output import logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = [
@@ -25,6 +29,8 @@ __all__ = [
     "call_forms",
     "can_generate",
     "forward_parameters",
+    "influence_of_first",
+    "required_names",
     "unwrapped",
 ]
 
@@ -41,17 +47,19 @@ class CallForm:
         in_batch: the model takes one dict.
         extras: further arguments. For example, nanoGPT returns all logits only if `targets` are passed.
         element: index of the logits in a tuple.
+        part: name of the logits in an object or a dict. "": a usual one, such as `logits`.
     """
 
     keyword: str | None = None
     in_batch: bool = False
     extras: tuple[Argument, ...] = ()
     element: int = 0
+    part: str = ""
 
     def __call__(self, model: nn.Module, inputs: Tensor, **more: Any) -> Any:
         """Call `model` with inputs (B, T) or (B, T, C), and with `more` by name.
 
-        If the output is a tuple, the logits are moved to the front.
+        If the output is a tuple, the logits are moved to the front. The named part becomes `logits`.
         """
         more = {each.name: each.value(model, inputs) for each in self.extras if each.name not in more} | more
         if self.keyword is None:
@@ -60,6 +68,9 @@ class CallForm:
         return self._logits_first(model(named) if self.in_batch else model(**named))
 
     def _logits_first(self, output: Any) -> Any:
+        if self.part and (part := part_of(output, self.part)) is not None:
+            parts = dict(output) if isinstance(output, Mapping) else vars(output)
+            return SimpleNamespace(**parts | {"logits": part})
         if not isinstance(output, tuple | list) or hasattr(output, "logits") or hasattr(output, "loss"):
             return output
         if not 0 < self.element < len(output):
@@ -72,7 +83,8 @@ class CallForm:
         else:
             given = [f"{self.keyword}="] if self.keyword else []
             call = " and ".join([*given, *map(str, self.extras)]) or "inputs"
-        return f"called with {call}" + (f", logits at [{self.element}] of the output" if self.element else "")
+        place = f"[{self.element}]" if self.element else repr(self.part) if self.part else ""
+        return f"called with {call}" + (f", logits at {place} of the output" if place else "")
 
 
 @dataclass(frozen=True)
@@ -125,33 +137,57 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(unwrapped(model).forward).parameters
 
 
-def call_forms(model: nn.Module, widths: Sequence[int] = ()) -> Iterator[CallForm]:
+def required_names(model: nn.Module) -> list[str]:
+    """Return the required parameters of `forward`, positional ones first."""
+    named = forward_parameters(model).values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in named if p.default is p.empty]
+    positional = [p.name for p in required if p.kind in kinds]
+    return positional + [p.name for p in required if p.kind is p.KEYWORD_ONLY]
+
+
+def call_forms(
+    model: nn.Module,
+    widths: Sequence[int] = (),
+    reads: Mapping[str, Read] | None = None,
+    keys: Sequence[str] = (),
+) -> Iterator[CallForm]:
     """Yield the call forms that the signature of `model` allows, the usual one first.
 
     Args:
         model: the model.
-        widths: possible widths of vectors that it takes beside the inputs.
+        widths: possible widths of further vectors.
+        reads: kinds of the arguments that an operation with weights reads.
+        keys: keys that the model reads, if it takes one dict.
     """
-    named = forward_parameters(model)
+    named, required = forward_parameters(model), required_names(model)
     usual = [CallForm()]
     if "targets" in named:
         usual.append(CallForm(extras=(Argument("targets"),)))
     usual += [CallForm(key) for key in _KEYS if key in named and named[key].kind is named[key].KEYWORD_ONLY]
-    positional = [p for p in named.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
-    keywords = [p.name for p in named.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    missing: dict[CallForm, list[str]] = {}
+    first = next(iter(named.values()), None)
+    has_first = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    ranked: list[tuple[float, CallForm]] = []
     for form in usual:
-        known = {form.keyword, *(each.name for each in form.extras)}
-        has_inputs = bool(positional) or form.keyword is not None
-        missing[form] = [name for name in (*required[1:], *keywords) if name not in known and has_inputs]
-    further = {form: list(arguments_for(names, widths)) for form, names in missing.items()}
-    yield from (form for form in usual if not further[form])
+        main = form.keyword or (next(iter(named)) if has_first else None)
+        missing = [name for name in required if name not in (main, *(each.name for each in form.extras))]
+        further = list(arguments_for(missing, widths, reads)) if main is not None else []
+        if not further:
+            yield form
+        ranked += [(rank, replace(form, extras=(*form.extras, *extras))) for extras, rank in further]
     if len(required) == 1:
         for extras in ((), (Argument(MASK, "mask"), Argument("labels"))):
             yield from (CallForm(key, in_batch=True, extras=extras) for key in _KEYS)
-    for form in usual:
-        yield from (replace(form, extras=(*form.extras, *extras)) for extras in further[form])
+    names = keys or required
+    # The output may follow another argument, such as the target of an encoder-decoder.
+    mains = [name for name in reads or {} if known_kinds(name)[:1] in ((), ("context",))]
+    mains.sort(key=names.index)
+    for place, main in enumerate(mains if keys else [name for name in mains if name != required[0]]):
+        missing = [name for name in names if name != main]
+        further = [((), 0)] if not missing else list(arguments_for(missing, widths, reads))
+        late = 0.5 * (place + (not keys))
+        ranked += [(rank + late, CallForm(main, bool(keys), extras)) for extras, rank in further]
+    yield from (form for _, form in sorted(ranked, key=lambda each: each[0]))
 
 
 def can_generate(model: Any) -> bool | None:
@@ -169,3 +205,19 @@ def attempt(call: Callable[[], Any]) -> Any:
         if is_out_of_memory(error):
             raise
         return None
+
+
+def influence_of_first(
+    call: Callable[..., Any], model: nn.Module, inputs: Tensor, named: Mapping[str, Any]
+) -> float:
+    """Return the change of the other outputs if the first input changes, relative to the output."""
+    changed, first = inputs.clone(), inputs[:, 0]
+    if inputs.is_floating_point():
+        changed[:, 0] = first + 1
+    else:
+        changed[:, 0] = torch.where(first == inputs.max(), inputs.min(), inputs.max())
+    one, two = (logits_of(call(model, x, **named)) for x in (inputs, changed))
+    if one.shape[:2] == inputs.shape[:2]:
+        one, two = one[:, 1:], two[:, 1:]
+    size = one.abs().max()
+    return float((one - two).abs().max() / size) if size else math.inf  # a mask that hides all outputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
-from stackwise.subject.call_form import CallForm, attempt, forward_parameters
+from stackwise.subject.call_form import MASK, CallForm, attempt, forward_parameters, influence_of_first
 from stackwise.subject.output import logits_of, part_of
 from stackwise.subject.rotary import rotary_in
 from stackwise.support.random_state import seeded
@@ -28,10 +28,16 @@ __all__ = ["capabilities", "padding_id", "padding_of_rows"]
 _IN_BATCHES = ("attention_mask", "labels")
 _LABEL_NAME = re.compile(r"label|target|gold|answer|truth|(^|_)ys?(_|$)")
 
+# Other names of masks. They are used if they hide a position, or if they are named like padding.
+_OTHER_MASK = re.compile(rf"^(?!({'|'.join(MASKS)})$).*(mask|pad)(?!.*(id|token|ratio|index))")
+_HIDDEN = 1e-5
+
 # Names of the claim that the head is the embedding.
 _TIED = ("tie_embeddings", "tie_word_embeddings", "tie_weights", "use_weight_tying", "weight_tying")
 # Names of the document of each position.
-_DOCUMENTS = ("document_ids", "documents", "doc_ids", "sequence_ids", "seq_idx", "example_ids")
+_DOCUMENTS = ("document_ids", "documents", "doc_ids", "sequence_ids", "seq_ids", "seq_idx", "example_ids")
+# A document that keeps less than this part of its influence on the next one is meant to be separate.
+_SEPARATED = 0.9
 
 
 def capabilities(
@@ -61,8 +67,12 @@ def capabilities(
     named = _further_arguments(model, form)
     shape = inputs.shape[:2]
     found = _padding(model, inputs, form, shape)
+    found["assumed"] = ("padding_sides",) * ("padding_sides" in found)
     if (packed := _packing(model, inputs, form, named)) is not None:
         found["packed"] = packed
+        is_named = packed.keywords.get("name") in _DOCUMENTS  # type: ignore[attr-defined]
+        if not is_named and _influence_left(packed, model, inputs):
+            found["assumed"] += ("packed",)
     if cached:
         search = find_cached_call(model, inputs, form, capacity=capacity)
         found |= {"cache_problem": search.problem} if search.call is None else {"decode": search.call}
@@ -150,16 +160,18 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
     ]
     if usable and usable[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
         usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
-    if form.in_batch:  # unread keys of a dict leave no trace
-        usable = [way for way in usable if _hides(way[0], model, inputs)]
+    # Unread keys of a dict leave no trace, and a mask may have another meaning.
+    visible = {way: _visible_part(way, model, inputs) for way, _ in usable}
+    is_read = len(usable) > 0 and influence_of_first(form, model, inputs, {}) > _HIDDEN
+    certain = {way: _is_known(way) and not form.in_batch for way in visible}
+    usable = [(w, s) for w, s in usable if certain[w] or (visible[w] <= _HIDDEN and is_read)]
     # An optional argument may have the lengths of another sequence.
     known = (None, *(each.name for each in form.extras))
     usable = [way for way in usable if _lengths_name(way[0]) in known or _shortens(way[0], model, inputs)]
     if not usable:
         return {}
-    # Of two masks that work, use the one that hides the masked token, otherwise the first.
-    hiding = (way for way in usable if len(usable) > 1 and _hides(way[0], model, inputs))
-    masked, sides = next(hiding, usable[0])
+    # The mask that hides the masked token, otherwise the one that hides most of it.
+    masked, sides = min(usable, key=lambda way: max(_HIDDEN, round(visible[way[0]], 3)))
     if "left" not in sides and attempt(partial(_pads, masked, "left", model, inputs)):
         sides = (*sides, "left")  # the model counts positions from the mask
     return {"masked": masked, "padding_sides": sides}
@@ -167,16 +179,14 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
 
 def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:
     """Yield functions that pass a padding mask, each with the sides on which padding is allowed."""
-    named = _further_arguments(model, form)
-    for name, polarities in MASKS.items():
-        if name not in named:
-            continue
+    of_context = {each.name for each in form.extras if each.width}
+    named = [name for name in _further_arguments(model, form) if name not in of_context]
+    for name in (*(name for name in MASKS if name in named), *filter(_OTHER_MASK.search, named)):
         if name == "attention_mask" and "position_ids" in named and not form.element:
             # Padding on the left needs the positions of the real tokens.
             yield masked_with_positions, ("right", "left")
-        for polarity in polarities:
-            yield _masking(name, polarity, form), ("right",)
-
+        for polarity in MASKS.get(name, (False, True)):
+            yield partial(_by_mask, form=form, name=name, true_is_real=polarity), ("right",)
     for name in filter(LENGTHS.match, named):
         yield partial(_by_lengths, form=form, name=name), ("right",)
 
@@ -188,7 +198,14 @@ def _by_lengths(model: nn.Module, inputs: Tensor, keep: Tensor, *, form: CallFor
 
 def _lengths_name(masked: Callable[..., Any]) -> str | None:
     """Return the name of the argument with lengths, or None for another mask."""
-    return masked.keywords["name"] if isinstance(masked, partial) else None
+    is_lengths = isinstance(masked, partial) and masked.func is _by_lengths
+    return masked.keywords["name"] if is_lengths else None
+
+
+def _is_known(masked: Callable[..., Any]) -> bool:
+    """Return True if the name of a mask says that it is one of padding."""
+    name = masked.keywords["name"] if isinstance(masked, partial) else MASK
+    return name in MASKS or "pad" in name or masked.func is _by_lengths
 
 
 def _shortens(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
@@ -205,12 +222,11 @@ def _shortens(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> b
     return gaps[0] <= 1e-4 < gaps[1]
 
 
-def _masking(name: str, true_is_real: bool, form: CallForm) -> Callable[..., Any]:
-    def masked(model: nn.Module, inputs: Tensor, keep: Tensor) -> Any:
-        mask = keep if true_is_real else ~keep
-        return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
-
-    return masked
+def _by_mask(
+    model: nn.Module, inputs: Tensor, keep: Tensor, *, form: CallForm, name: str, true_is_real: bool
+) -> Any:
+    mask = keep if true_is_real else ~keep
+    return form(model, inputs, **{name: mask.long() if name == "attention_mask" else mask})
 
 
 def _keeps_output(model: nn.Module, inputs: Tensor, form: CallForm) -> bool:
@@ -224,19 +240,11 @@ def _keeps_output(model: nn.Module, inputs: Tensor, form: CallForm) -> bool:
     return bool((masked - plain).abs().max() <= limit * plain.abs().max())
 
 
-def _hides(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
-    """Return True if a masked first position does not change the other outputs."""
+def _visible_part(masked: Callable[..., Any], model: nn.Module, inputs: Tensor) -> float:
+    """Return the influence of a masked first position on the other outputs."""
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     keep[:, 0] = False
-    changed, first = inputs.clone(), inputs[:, 0]
-    if inputs.is_floating_point():
-        changed[:, 0] = first + 1
-    else:
-        changed[:, 0] = torch.where(first == inputs.max(), inputs.min(), inputs.max())
-    one, two = (logits_of(masked(model, x, keep)) for x in (inputs, changed))
-    if one.shape[:2] == inputs.shape[:2]:
-        one, two = one[:, 1:], two[:, 1:]
-    return bool((one - two).abs().max() <= 1e-5 * one.abs().max())
+    return influence_of_first(masked, model, inputs, {"keep": keep})
 
 
 def _pads(masked: Callable[..., Any], side: str, model: nn.Module, inputs: Tensor) -> bool:
@@ -261,25 +269,32 @@ def _packing(
 ) -> Callable[..., Any] | None:
     """Return the function that calls the model with packed documents. None: there is none.
 
-    Names such as `document_ids` are believed. `segment_ids` and `position_ids` have several meanings, so they
-    are used only if a change of one document leaves the outputs of the next one the same, bit by bit.
+    Names such as `document_ids` are believed. `segment_ids`, `position_ids` and `cu_seqlens` have several
+    meanings, so they are used only if a change of one document leaves the outputs of the next one the same,
+    bit by bit, or if segments reduce it clearly.
     """
     documents = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     for name in _DOCUMENTS:
         by_name = partial(_packed, form=form, name=name)
         if name in named and _works(partial(by_name, model, inputs, documents), inputs.shape[:2]):
             return by_name
-    ways: list[Callable[..., Any]] = [partial(_packed, form=form, name="segment_ids")]
-    ways = ways if "segment_ids" in named else []
+    ways: list[Callable[..., Any]] = []
+    if "segment_ids" in named:
+        ways.append(partial(_packed, form=form, name="segment_ids"))
     if "position_ids" in named:
         ways.append(partial(_packed_by_positions, form=form))
-    return next((way for way in ways if _isolates(way, model, inputs)), None)
+    if "cu_seqlens" in named:
+        ways.append(partial(_packed_by_starts, form=form))
+    left = [_influence_left(way, model, inputs) for way in ways]
+    separate = (way for way, part in zip(ways, left, strict=True) if part == 0)
+    partly = [w for w, part in zip(ways, left, strict=True) if w.func is _packed and part < _SEPARATED]
+    return next(separate, *partly or (None,))
 
 
-def _isolates(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> bool:
-    """Return True if the first document changes its own outputs, and none of the second document.
+def _influence_left(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> float:
+    """Return the influence of the first document on the second, relative to the influence in one document.
 
-    Without documents, it must change the outputs of the second half.
+    1: there is none in one document, or the first document has none on itself.
     """
     half = inputs.shape[1] // 2
     documents = (torch.arange(inputs.shape[1], device=inputs.device) >= half).long().expand(inputs.shape[:2])
@@ -291,10 +306,12 @@ def _isolates(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> b
         for x in (inputs, changed)
     ]
     if any(each is None or each.shape[:2] != inputs.shape[:2] for each in outputs) or not half:
-        return False
+        return 1.0
     one, two, one_row, other_row = (each for each in outputs if each is not None)
-    is_separate = torch.equal(one[:, half:], two[:, half:]) and not torch.equal(one[:, :half], two[:, :half])
-    return is_separate and not torch.equal(one_row[:, half:], other_row[:, half:])
+    if torch.equal(one[:, :half], two[:, :half]) or torch.equal(one_row[:, half:], other_row[:, half:]):
+        return 1.0
+    gaps = [float((x - y)[:, half:].norm()) for x, y in ((one, two), (one_row, other_row))]
+    return gaps[0] / gaps[1]
 
 
 def _output(packed: Callable[..., Any], model: nn.Module, inputs: Tensor, documents: Tensor) -> Tensor:
@@ -311,6 +328,13 @@ def _packed_by_positions(model: nn.Module, inputs: Tensor, documents: Tensor, *,
     is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     positions = places - torch.where(is_first, places, 0).cummax(dim=1).values
     return form(model, inputs, position_ids=positions)
+
+
+def _packed_by_starts(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
+    """Call a model with the places at which documents begin in all rows one after another, and their end."""
+    is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+    starts = F.pad(is_first.nonzero().flatten(), (0, 1), value=documents.numel())
+    return form(model, inputs, cu_seqlens=starts.int())
 
 
 # The model's own loss

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["cast", "logit_places", "logits_of", "part_of"]
+__all__ = ["LOGITS_NAME", "cast", "logit_places", "logits_of", "named_part", "part_of"]
+
+LOGITS_NAME = re.compile("logit|score|pred|class|emission|prob")
 
 
 def logits_of(output: Any) -> Tensor:
@@ -25,8 +28,8 @@ def logits_of(output: Any) -> Tensor:
         by_name = next((each for each in named if isinstance(each, Tensor)), None)
         if by_name is not None or isinstance(output, Mapping):
             found = by_name
-        elif isinstance(output, tuple | list) and output:
-            found = output[0]
+        elif isinstance(output, tuple | list) and output:  # a scalar in front is a loss
+            found = next((each for each in output if isinstance(each, Tensor) and each.ndim), output[0])
     if not isinstance(found, Tensor):
         keys = f" (keys: {', '.join(map(repr, output))})" if isinstance(output, Mapping) and output else ""
         raise TypeError(
@@ -59,3 +62,21 @@ def logit_places(output: Any, inputs: Tensor) -> list[int]:
         and each.shape[:2] == inputs.shape[:2]
         and each.is_floating_point()
     ]
+
+
+def named_part(output: Any, inputs: Tensor) -> str | None:
+    """Return the name of the only output per position, or per row, of an object or a dict, or None.
+
+    If there are several, the name of the only one that is named like logits.
+    """
+    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    rows = {
+        str(name): part.ndim == 3 and part.shape[:2] == inputs.shape[:2]
+        for name, part in parts.items()
+        if isinstance(part, Tensor) and part.is_floating_point() and part.ndim and len(part) == len(inputs)
+    }
+    for names in ([name for name, is_per_position in rows.items() if is_per_position], [*rows]):
+        for likely in ([name for name in names if LOGITS_NAME.search(name)], names):
+            if len(likely) == 1:
+                return likely[0]
+    return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts, changed_calls
@@ -79,6 +81,14 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
         )
     largest = max(g.abs().max().item() for g in gradients.values())
     if largest <= 1e-7 * max(1.0, abs(loss.item())):
+        if loss.item() and _selects(subject, model):
+            return subject.failed(
+                largest,
+                meaning="The auxiliary loss is constant: its gradients are 0, although tokens choose among "
+                "experts.",
+                advice="Average the router's probabilities over tokens, not over experts: their sum over "
+                "experts is always 1.",
+            )
         return subject.warned(
             largest,
             meaning="The gradients of the auxiliary loss are 0, so it has no effect.",
@@ -196,6 +206,27 @@ def _ignores_keep(subject: Subject, inputs: Tensor, keep: Tensor) -> bool:
     model = subject.model(fill_zeros=True)
     one, two = (_auxiliary(subject, model, inputs, mask) for mask in (torch.ones_like(keep), keep))
     return torch.equal(one, two)
+
+
+def _selects(subject: Subject, model: nn.Module) -> bool:
+    """Return True if the model selects some of several entries, such as the experts of a token."""
+    with _Selections() as selections, torch.no_grad():
+        subject.logits(model, subject.inputs(2))
+    return selections.found
+
+
+class _Selections(TorchFunctionMode):
+    """Finds a topk that leaves entries out, and an argmax."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and compare its result with its input."""
+        output = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("topk", "argmax"):
+            chosen = output if isinstance(output, Tensor) else output[0]
+            self.found |= chosen.numel() < args[0].numel()
+        return output
 
 
 def _auxiliary(subject: Subject, model: nn.Module, inputs: Tensor, keep: Tensor | None) -> Tensor:

@@ -31,6 +31,7 @@ _SIZES = (1e-6, 1e-5, 1e-3, 1e-2)
 _CLOSER = 1e-9
 # Operations with a derivative of 0 almost everywhere. The author chooses their gradient.
 _STEP_FUNCTIONS = ("round", "sign", "heaviside", "bernoulli", "argmax")
+_COMPARISONS = ("gt", "ge", "lt", "le")
 
 _Function = Callable[[nn.Module], Tensor]
 
@@ -211,6 +212,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     uses_steps: bool = False
     truncates: bool = False
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._compared: list[Tensor] = []
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called = function.overloadpacket.__name__
         name = called.rstrip("_")
@@ -219,7 +224,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _STEP_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             # Dropout draws its mask in place, and no gradient passes through it.
             self.uses_steps = self.uses_steps or called != "bernoulli_"
-        return function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
+        if name in _COMPARISONS and isinstance(args[0], Tensor) and args[0].requires_grad:
+            self._compared.append(output)
+        if name == "_to_copy" and output.is_floating_point():  # a comparison that becomes numbers
+            self.uses_steps = self.uses_steps or any(args[0] is each for each in self._compared)
+        return output
 
 
 def _is_in_custom_function() -> bool:

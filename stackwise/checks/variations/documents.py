@@ -31,6 +31,12 @@ class Documents(Variation):
             return "needs packed: (model, inputs, documents) -> output, of rows of several documents"
         return "" if exam.longest >= 4 else "needs at least 4 positions"
 
+    def correct_if(self, exam: Examination, value: list[int]) -> str | None:
+        """Return a condition for an argument that was not declared, and separates documents only partly."""
+        if "packed" in exam.spec.assumed:
+            return "segment_ids mark parts of one text, and some layers read across them on purpose"
+        return None
+
     def draw(self, exam: Examination, rng: random.Random) -> list[int]:
         """Draw one or two short lengths."""
         return [rng.randint(1, max(1, exam.longest // 4)) for _ in range(rng.choice((1, 2)))]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from stackwise.subject.cached_call import names_cache
 from stackwise.subject.call_form import attempt, can_generate, forward_parameters
 from stackwise.subject.inference.inputs import example_batch
 from stackwise.subject.output import logits_of
@@ -26,11 +30,16 @@ _CAUSAL_SETTINGS = {
     "bidirectional": False,
 }
 
+_CAUSAL_NAME = re.compile(r"GPT|LM(?![a-z])|LanguageModel|Decoder|Causal|Llama|Autoregressive")
+_NOT_CAUSAL_NAME = re.compile(r"MLM|MaskedL|Bert|BERT|Diffusion|Encoder(?!Decoder)|Tagger")
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Return True, False or None (no claim), and the reason. A model of tokens is assumed to be causal."""
+    """Return True, False or None (no claim), and the reason.
+
+    A model of tokens is assumed to be causal if it does not read later tokens, or if a sign says so.
+    """
     for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
             claim = getattr(owner, name, None)
@@ -48,9 +57,49 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
         return True, "causal, since it can generate"
     if known["inputs"] == "tokens" and _gets_ids_twice(model, known):
         return None, "no claim about causality: it gets the ids twice (declare causal=True to check it)"
-    if known["inputs"] == "tokens":
+    if known["inputs"] != "tokens":
+        return None, "no claim about causality (declare causal=True to check it)"
+    if not _reads_ahead(model, known) or _is_meant_causal(model, known):
         return True, ASSUMED_CAUSAL
-    return None, "no claim about causality (declare causal=True to check it)"
+    return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
+
+
+def _is_meant_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return True if the class is named like a causal model, takes a cache, or computes a causal mask."""
+    signs = _CausalSigns(known["seq_len"])
+    name = " ".join(each.__name__ for each in type(model).__mro__)  # including base classes
+    if _NOT_CAUSAL_NAME.search(name):
+        return False
+    if (
+        _CAUSAL_NAME.search(name)
+        or hasattr(model, "generate")
+        or any(map(names_cache, forward_parameters(model)))
+    ):
+        return True
+    with signs:
+        attempt(lambda: known.get("forward", lambda m, x: m(x))(model, example_batch(model, known)))
+    return signs.found
+
+
+class _CausalSigns(TorchFunctionMode):
+    """Finds attention with is_causal=True, and results (..., T, T) with a triangle that is masked."""
+
+    def __init__(self, n_positions: int) -> None:
+        super().__init__()
+        self.found, self._n = False, n_positions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and inspect its result."""
+        output = func(*args, **(kwargs or {}))
+        self.found |= bool((kwargs or {}).get("is_causal"))
+        if isinstance(output, Tensor) and output.shape[-2:] == (self._n, self._n) and self._n > 2:
+            upper = torch.ones(self._n, self._n, dtype=torch.bool, device=output.device).triu(2)
+            values = output.reshape(-1, self._n, self._n)[0]
+            one, two = values[upper], values.T[upper]
+            self.found |= bool((one == one[0]).all()) and not bool((two == one[0]).any())
+        return output
 
 
 def _gets_ids_twice(model: nn.Module, known: Mapping[str, Any]) -> bool:

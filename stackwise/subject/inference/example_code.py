@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from stackwise.subject.inference.inputs import (
     vocabulary_read,
     width_candidates,
 )
+from stackwise.subject.output import LOGITS_NAME
 
 __all__ = [
     "example_with_key",
@@ -27,8 +27,6 @@ __all__ = [
     "examples_by_signature",
     "returns_loss",
 ]
-
-_LOGITS_NAME = re.compile("logit|score|pred|class")
 
 
 def examples_by_output(
@@ -47,7 +45,7 @@ def examples_by_output(
             continue
         is_per_position = part.ndim == 3 and part.shape[:2] == inputs.shape[:2]
         if is_per_position or len(part) == len(inputs):
-            is_likely = part.shape[-1] == width if is_per_position else _LOGITS_NAME.search(str(name))
+            is_likely = part.shape[-1] == width if is_per_position else LOGITS_NAME.search(str(name))
             place = f'["{name}"]' if mapping else f".{name}"
             yield 3 + is_per_position + bool(is_likely), _example_text(known, given, _written(form) + place)
 

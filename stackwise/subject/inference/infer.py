@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
-from stackwise.subject.inference.inputs import example_batch, is_sequence, length_limit, limit_by_trial
+from stackwise.subject.inference.inputs import (
+    RandomBatch,
+    example_batch,
+    is_sequence,
+    length_limit,
+    limit_by_trial,
+)
 from stackwise.subject.inference.trial import Trial, try_calls
 from stackwise.subject.output import logits_of
 
@@ -62,21 +68,29 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
             capacity=known["max_length"],
         )
         can = {key: value for key, value in shown.items() if key not in known}
+        assumed = [name for name in can.pop("assumed", shown["assumed"]) if name in can]
         inferred |= can
-        if "padding_sides" in can:
-            inferred["assumed"] = (*inferred.get("assumed", ()), "padding_sides")
+        inferred["assumed"] = (*inferred.get("assumed", ()), *assumed)
         if named := [key for key in can if key != "cache_problem"]:
             notes.append("found: " + ", ".join(named))
+        if "packed" in assumed:
+            notes.append(f"{can['packed'].keywords['name']}= separates documents only partly")
         if "labelled_loss" in can:
             notes.append(_labels_note(can["labelled_loss"]))
         if unused := _unused_arguments(model, trial.form, can):
             notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
-    elif trial.form is not None and is_sequence(example) and not trial.shortens and "masked" not in declared:
+    elif trial.form is not None and _may_be_padded(trial, example, known):
         inferred |= padding_of_rows(model, example, trial.form)
         if "padding_sides" in inferred:
             inferred["assumed"] = ("padding_sides",)
         notes += ["found: masked"] if "masked" in inferred else []
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _may_be_padded(trial: Trial, example: Tensor, known: Mapping[str, Any]) -> bool:
+    """Return True for rows of any length without a declared `masked`. Inferred shapes may have other axes."""
+    is_made = isinstance(known.get("make_batch"), RandomBatch)
+    return is_sequence(example) and not is_made and not trial.shortens and "masked" not in known
 
 
 def _labels_note(labelled_loss: Any) -> str:
@@ -122,7 +136,7 @@ def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]
         return []
     used = {form.keyword, *("labels", "targets", "is_causal")}
     if "packed" in found:
-        used.add(found["packed"].keywords.get("name", "position_ids"))
+        used |= {found["packed"].keywords.get("name"), "position_ids", "cu_seqlens"}
     if "labelled_loss" in found:
         used.add(found["labelled_loss"].keywords["name"])
     decode = str(found.get("decode", ""))

@@ -20,6 +20,7 @@ __all__ = [
     "RandomBatch",
     "example_batch",
     "image_channels",
+    "image_sizes",
     "is_sequence",
     "length_limit",
     "limit_by_trial",
@@ -47,6 +48,7 @@ _LIMITS = (
     "context_length",
     "context_size",
     "block_size",
+    "seq_len",
 )
 # Attributes that hold the configuration of a model.
 _SETTINGS = ("config", "cfg", "args", "params")
@@ -55,6 +57,7 @@ _IMAGE_SIZES = ("image_size", "img_size", "input_size", "resolution")
 _TRIAL_SIZES = (32, 28, 64, 96, 224, 256, 8, 48, 84, 128, 16)
 _LARGEST_IMAGE = 1024
 _TRIAL_FRAMES, _MOST_VIDEO_SIZES = (4, 8, 16), 8
+_TRIAL_MELS, _TRIAL_FRAMES_OF_SPEECH = (80, 128, 64, 40), 100
 _TRIAL_SAMPLES = (64, 400, 1600, 4000, 16_000)
 _READERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.RNNBase)
 
@@ -95,14 +98,16 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
             yield RandomBatch((frames, mels))
         yield from (RandomBatch((size,)) for size in _TRIAL_SAMPLES[1:])
     if channels is not None:
-        yield from (RandomBatch((channels, *size)) for size in _image_sizes(model))
+        yield from (RandomBatch((channels, *size)) for size in image_sizes(model))
+    if channels == 1:
+        yield from (RandomBatch((mels, _TRIAL_FRAMES_OF_SPEECH)) for mels in _TRIAL_MELS)
     video = next((m for m in model.modules() if isinstance(m, nn.Conv3d)), None)
     if video is not None:
         frames = (getattr(model, "num_frames", None), 2 * video.stride[0], *_TRIAL_FRAMES)
         named_frames = [each for each in frames if isinstance(each, int)]
         yield from (
             RandomBatch((video.in_channels, n, *size))
-            for size in _image_sizes(model)[:_MOST_VIDEO_SIZES]
+            for size in image_sizes(model)[:_MOST_VIDEO_SIZES]
             for n in dict.fromkeys(named_frames)
         )
     conv = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
@@ -113,9 +118,9 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
                 yield RandomBatch((size,))
     yield from (RandomBatch((width,)) for width in width_candidates(model))
     if channels is not None:  # frames, each an image
-        yield from (RandomBatch((n, channels, *size)) for n in _TRIAL_FRAMES for size in _image_sizes(model))
+        yield from (RandomBatch((n, channels, *size)) for n in _TRIAL_FRAMES for size in image_sizes(model))
     if channels is None and conv is None and video is None:
-        yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in _image_sizes(model))
+        yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in image_sizes(model))
 
 
 def _patch_channels(model: nn.Module) -> list[int]:
@@ -134,7 +139,7 @@ def image_channels(model: nn.Module) -> int | None:
     return named if isinstance(named, int) else first.in_channels if first is not None else None
 
 
-def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+def image_sizes(model: nn.Module) -> list[tuple[int, int]]:
     """Return heights and widths: those of settings first."""
     named: list[Any] = []
     for module in (m for m in model.modules() if not isinstance(m, nn.RNNBase)):
@@ -188,18 +193,21 @@ def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> 
 def width_candidates(model: nn.Module) -> list[int]:
     """Return possible widths of input vectors, the likeliest first."""
     widths: list[Any] = [getattr(model, name, None) for name in ("d_model", "dim", "hidden_size")]
+    last: int | None = None  # a denoiser returns its input
     for module in model.modules():
         match module:
             case nn.LayerNorm() | nn.RMSNorm():
                 widths.append(module.normalized_shape[-1])
             case nn.Linear():
                 widths.append(module.in_features)
+                last = module.out_features
             case nn.RNNBase():
                 widths.append(module.input_size)
             case nn.Conv1d():
                 widths.append(module.in_channels)
             case nn.MultiheadAttention():
                 widths.append(module.embed_dim)
+    widths.append(last)
     return list(dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0))
 
 

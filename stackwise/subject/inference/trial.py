@@ -9,13 +9,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm, attempt, call_forms
+from stackwise.subject.argument import CONTEXT
+from stackwise.subject.call_form import CallForm, attempt, call_forms, influence_of_first, required_names
 from stackwise.subject.inference.example_code import (
     example_with_key,
     examples_by_keys,
@@ -25,6 +27,7 @@ from stackwise.subject.inference.example_code import (
 )
 from stackwise.subject.inference.inputs import (
     example_batch,
+    image_sizes,
     is_sequence,
     random_batches,
     reads_images_or_audio,
@@ -32,15 +35,17 @@ from stackwise.subject.inference.inputs import (
     vocabulary_read,
     width_candidates,
 )
-from stackwise.subject.output import cast, logit_places, logits_of, part_of
+from stackwise.subject.inference.readers import arguments_read, keys_read
+from stackwise.subject.output import cast, logit_places, logits_of, named_part, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
 __all__ = ["InferenceError", "Trial", "try_calls"]
 
-_TRIAL_LENGTHS = (16, 8, 4)
+_TRIAL_LENGTHS, _LONGEST_TRIAL = (16, 8, 4), 512
 _LONGEST_ERROR = 160
 _MOST_ERRORS = 4
 _MOST_INPUTS = 3
+_HIDDEN = 1e-5
 _SAME_ERRORS = 12  # more than the sizes of images that are tried
 
 
@@ -126,7 +131,14 @@ class _Calls:
         if "forward" in self._known:
             yield None
         else:
-            yield from call_forms(self._model, width_candidates(self._model))
+            yield from self._forms
+
+    @cached_property
+    def _forms(self) -> list[CallForm]:
+        model = self._model
+        keys, sizes = keys_read(model), image_sizes(model)
+        reads = arguments_read(model, keys or required_names(model), sizes, in_batch=bool(keys))
+        return list(call_forms(model, width_candidates(model), reads, keys))
 
     # Inputs
 
@@ -149,9 +161,8 @@ class _Calls:
         """Call the model with ids (B, T) and vectors (B, T, C). Keep outputs per row in `per_row`."""
         known = self._known
         limit = known["max_length"] or max(_TRIAL_LENGTHS)
-        lengths = (
-            (known["seq_len"],) if "seq_len" in known else tuple(t for t in _TRIAL_LENGTHS if t <= limit)
-        )
+        lengths = tuple(t for t in _TRIAL_LENGTHS if t <= limit) + (limit,) * (limit <= _LONGEST_TRIAL)
+        lengths = (known["seq_len"],) if "seq_len" in known else tuple(dict.fromkeys(lengths))
         for seq_len in lengths or (limit,):
             for kind in (known["inputs"],) if "inputs" in known else ("tokens", "vectors"):
                 trial = self._tokens(form, seq_len) if kind == "tokens" else self._vectors(form, seq_len)
@@ -241,9 +252,10 @@ class _Calls:
             trial.output_shape = tuple(logits.shape)
             if form is not None and any(each.kind != "inputs" for each in form.extras):
                 _require_rows(forward, self._model, inputs, logits)
+                _require_polarity(trial.form or form, self._model, inputs)
             if self._is_per_position(logits, inputs):
                 return trial
-            if self._is_per_row(logits, inputs, forward):
+            if self._is_per_row(logits, inputs, trial.form or forward):
                 trial.attributes["per_position"] = False
                 return trial
         except Exception as error:  # every other error means that the call is wrong
@@ -274,6 +286,9 @@ class _Calls:
     def _element(self, trial: Trial, form: CallForm, output: Any, inputs: Tensor) -> Any:
         """Return the item of a tuple that has the logits, otherwise the output, and add it to the trial."""
         trial.auxiliary = part_of(output, "aux_loss") is not None
+        if attempt(lambda: logits_of(output)) is None and (part := named_part(output, inputs)):
+            trial.form = replace(form, part=part)
+            return part_of(output, part)
         if not (places := logit_places(output, inputs)):
             return output
         trial.element = _place_of_logits(self._model, form, output, inputs, places)
@@ -323,9 +338,13 @@ class _Calls:
         is_declared = "per_position" in known
         if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
             return False
+        if logits.ndim == 3 and logits.shape[1] == CONTEXT and getattr(forward, "extras", ()):
+            return False  # the output follows another argument
         alone = logits_of(forward(self._model, inputs[:1]))
         if alone.ndim == 0 or len(alone) != 1:
             return False
+        if len(logits) == logits.shape[1] != alone.shape[1]:
+            return False  # a similarity of all rows
         if not is_sequence(inputs) or "make_batch" in known or is_declared:
             return True
         shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, : (inputs.shape[1] + 1) // 2])))
@@ -396,6 +415,25 @@ def _require_rows(forward: Callable[..., Any], model: nn.Module, inputs: Tensor,
         raise ValueError("the output is not finite")
     for rows in (inputs[:1], torch.cat((inputs, inputs[:1]))):
         forward(model, rows)
+
+
+def _require_polarity(form: CallForm, model: nn.Module, inputs: Tensor) -> None:
+    """Raise if a mask hides all positions except the one that it should hide.
+
+    Raises:
+        ValueError: the opposite mask hides its position, and this one does not.
+    """
+    for extra in form.extras:
+        if extra.kind not in ("mask", "bool mask", "padding") or extra.width or len(inputs) < 2:
+            continue
+        value = extra.value(model, inputs).clone()
+        value[:, 0] = 1 - value[:, 0] if extra.kind == "mask" else ~value[:, 0]
+        opposite = 1 - value if extra.kind == "mask" else ~value
+        if influence_of_first(form, model, inputs, {extra.name: value}) <= _HIDDEN:
+            continue
+        other = attempt(lambda: influence_of_first(form, model, inputs, {extra.name: opposite}))  # noqa: B023
+        if other is not None and other <= _HIDDEN:
+            raise ValueError(f"{extra}: it hides the inputs")
 
 
 def _is_raised_in(error: Exception, function: Any) -> bool:

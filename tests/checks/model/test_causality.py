@@ -174,6 +174,10 @@ class Mean(nn.Module):
         return self.head(x + x.mean(1, keepdim=True))
 
 
+class MeanLM(Mean):
+    """The same with the name of a language model."""
+
+
 def leaky_llama():
     model = subjects.llama()
     for layer in model.model.layers:
@@ -214,7 +218,7 @@ LEAKS = {
     "scale of the length": (ScaledByLength, "layers.0.out"),
     "rows mixed too": (small(ShiftedMask, mix=MixedRows.mix), ""),
     "columns at -1e9": (MaskedVocabulary, "layers.0.out"),
-    "next token": (ReadsNextToken, ""),
+    "next token": (ModelSpec.of(ReadsNextToken, causal=True), ""),
     "float32 only": (float32_only(NoMask), "layers.0.out"),
     "zero attention": (zeroed(ShiftedMask, "layers.0.out.weight"), "layers.0.out"),
     "zero attention, scale of the length": (zeroed(ScaledByLength, "layers.0.out.weight"), "layers.0.out"),
@@ -361,7 +365,7 @@ def test_other_model_is_not_asked(name):
 
 @pytest.mark.parametrize("declared", [{}, {"causal": True}], ids=["assumed", "declared"])
 def test_advice_says_that_causality_was_assumed(declared):
-    result = subjects.ask(ModelSpec.of(Mean, **declared), "causality")
+    result = subjects.ask(ModelSpec.of(MeanLM, **declared), "causality")
     assert result.status == "failed"
     assert ("Causality was assumed: for an encoder" in result.advice) == (not declared)
 

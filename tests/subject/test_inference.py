@@ -117,7 +117,7 @@ IMAGES = "make_batch=lambda batch_size, seq_len, generator: "
 IMAGES += "torch.randn(batch_size, 3, HEIGHT, WIDTH, generator=generator)"
 EXAMPLES = [
     (ScoresOfDict, {}, TOKENS + 'm({"input_ids": x})["first"]'),
-    (ScoresOfObject, {}, TOKENS + "m(x).scores"),
+    (ScoresOfObject, {}, TOKENS + "m(x).first"),
     (OtherKey, {}, TOKENS + 'm({"text": x, "speaker": ...})'),
     (MoreKeys, {}, TOKENS + 'm({"input_ids": x, "speaker": ...})'),
     (OtherName, {}, TOKENS + "m(text=x)"),

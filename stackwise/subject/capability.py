@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
-from stackwise.subject.call_form import MASK, CallForm, attempt, forward_parameters, influence_of_first
+from stackwise.subject.call_form import CallForm, attempt, forward_parameters, influence_of_first
 from stackwise.subject.output import logits_of, part_of
 from stackwise.subject.rotary import rotary_in
 from stackwise.support.random_state import seeded
@@ -198,13 +198,16 @@ def _by_lengths(model: nn.Module, inputs: Tensor, keep: Tensor, *, form: CallFor
 
 def _lengths_name(masked: Callable[..., Any]) -> str | None:
     """Return the name of the argument with lengths, or None for another mask."""
-    is_lengths = isinstance(masked, partial) and masked.func is _by_lengths
-    return masked.keywords["name"] if is_lengths else None
+    if isinstance(masked, partial) and masked.func is _by_lengths:
+        return str(masked.keywords["name"])
+    return None
 
 
 def _is_known(masked: Callable[..., Any]) -> bool:
     """Return True if the name of a mask says that it is one of padding."""
-    name = masked.keywords["name"] if isinstance(masked, partial) else MASK
+    if not isinstance(masked, partial):
+        return True
+    name = masked.keywords["name"]
     return name in MASKS or "pad" in name or masked.func is _by_lengths
 
 
@@ -278,7 +281,7 @@ def _packing(
         by_name = partial(_packed, form=form, name=name)
         if name in named and _works(partial(by_name, model, inputs, documents), inputs.shape[:2]):
             return by_name
-    ways: list[Callable[..., Any]] = []
+    ways: list[partial[Any]] = []
     if "segment_ids" in named:
         ways.append(partial(_packed, form=form, name="segment_ids"))
     if "position_ids" in named:

@@ -338,7 +338,7 @@ class _Calls:
         is_declared = "per_position" in known
         if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
             return False
-        if logits.ndim == 3 and logits.shape[1] == CONTEXT and getattr(forward, "extras", ()):
+        if logits.ndim == 3 and logits.shape[1] == CONTEXT and getattr(forward, "extras", None):
             return False  # the output follows another argument
         alone = logits_of(forward(self._model, inputs[:1]))
         if alone.ndim == 0 or len(alone) != 1:

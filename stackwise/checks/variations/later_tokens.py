@@ -13,6 +13,7 @@ from stackwise.checks.engine.question import Call, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.ties import chooses_among_equals
+from stackwise.subject.inference.causality import READS_AHEAD
 
 _Value = tuple[str, int]
 
@@ -76,7 +77,9 @@ class LaterTokens(Variation):
         return f"{count} later token{'s follow' if count > 1 else ' follows'}"
 
     def correct_if(self, exam: Examination, value: _Value) -> str | None:
-        """A choice among equal scores may depend on the length."""
+        """Return a condition for a model that may be an encoder, and for a choice among equal scores."""
+        if READS_AHEAD in exam.spec.notes:
+            return "the model is an encoder (then declare causal=False)"
         inputs = exam.sequence(0, exam.longest)[None]
         if chooses_among_equals(lambda: exam.subject.logits(exam.model(), inputs)):
             return "only the order of equal scores changes: a top-k of this model chooses among equal scores"

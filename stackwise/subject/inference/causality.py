@@ -17,9 +17,10 @@ from stackwise.subject.inference.inputs import example_batch
 from stackwise.subject.output import logits_of
 from stackwise.support.random_state import seeded
 
-__all__ = ["ASSUMED_CAUSAL", "claimed_causality"]
+__all__ = ["ASSUMED_CAUSAL", "READS_AHEAD", "claimed_causality"]
 
 ASSUMED_CAUSAL = "assumed causal (otherwise declare causal=False)"
+READS_AHEAD = "assumed causal, although it reads later tokens (otherwise declare causal=False)"
 # Settings that make a model causal.
 _CAUSAL_SETTINGS = {
     "is_decoder": True,
@@ -38,7 +39,8 @@ _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
     """Return True, False or None (no claim), and the reason.
 
-    A model of tokens is assumed to be causal if it does not read later tokens, or if a sign says so.
+    A model of tokens is assumed to be causal if it does not read later tokens, or if a sign says so. It is
+    also assumed if the model has as many outputs as tokens, but then a leak is a warning only.
     """
     for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
@@ -61,13 +63,16 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
         return None, "no claim about causality (declare causal=True to check it)"
     if not _reads_ahead(model, known) or _is_meant_causal(model, known):
         return True, ASSUMED_CAUSAL
+    output = logits_of(known.get("forward", _called)(model, example_batch(model, known)))
+    if output.shape[-1] >= known["width"] and not _NOT_CAUSAL_NAME.search(_class_names(model)):
+        return True, READS_AHEAD
     return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
 
 
 def _is_meant_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if the class is named like a causal model, takes a cache, or computes a causal mask."""
     signs = _CausalSigns(known["seq_len"])
-    name = " ".join(each.__name__ for each in type(model).__mro__)  # including base classes
+    name = _class_names(model)
     if _NOT_CAUSAL_NAME.search(name):
         return False
     if (
@@ -77,8 +82,17 @@ def _is_meant_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
     ):
         return True
     with signs:
-        attempt(lambda: known.get("forward", lambda m, x: m(x))(model, example_batch(model, known)))
+        attempt(lambda: known.get("forward", _called)(model, example_batch(model, known)))
     return signs.found
+
+
+def _class_names(model: nn.Module) -> str:
+    """Return the names of the class and its base classes."""
+    return " ".join(each.__name__ for each in type(model).__mro__)
+
+
+def _called(model: nn.Module, inputs: Tensor) -> Any:
+    return model(inputs)
 
 
 class _CausalSigns(TorchFunctionMode):
@@ -156,7 +170,7 @@ def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if changes of the last input change earlier outputs by more than rounding."""
     if known["seq_len"] < 2:
         return False
-    forward = known.get("forward", lambda module, inputs: module(inputs))
+    forward = known.get("forward", _called)
     for _ in range(3):  # an id may mean padding, which would hide the effect
         inputs = example_batch(model, known)
         changed = inputs.clone()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
-from stackwise.subject.inference.causality import ASSUMED_CAUSAL, claimed_causality
+from stackwise.subject.inference.causality import ASSUMED_CAUSAL, READS_AHEAD, claimed_causality
 from stackwise.subject.inference.inputs import (
     RandomBatch,
     example_batch,
@@ -53,7 +53,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(f"returns ({', '.join(['B', *map(str, trial.output_shape[1:])])}), an output per row")
     elif "causal" not in declared:
         inferred["causal"], reason = claimed_causality(model, known)
-        inferred["assumed"] = ("causal",) if reason == ASSUMED_CAUSAL else ()
+        inferred["assumed"] = ("causal",) if reason in (ASSUMED_CAUSAL, READS_AHEAD) else ()
         notes.append(reason)
     known = {**inferred, **declared}
     if known["max_length"] is not None:

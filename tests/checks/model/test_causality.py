@@ -363,6 +363,13 @@ def test_other_model_is_not_asked(name):
     assert reason in result.meaning
 
 
+def test_leak_without_a_sign_of_causality_is_a_warning():
+    result = subjects.ask(Mean, "causality")
+
+    assert result.status == "warned" and "declare causal=False" in str(result)
+    assert subjects.ask(ModelSpec.of(Mean, causal=False), "causality").status == "not applicable"
+
+
 @pytest.mark.parametrize("declared", [{}, {"causal": True}], ids=["assumed", "declared"])
 def test_advice_says_that_causality_was_assumed(declared):
     result = subjects.ask(ModelSpec.of(MeanLM, **declared), "causality")

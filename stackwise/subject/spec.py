@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
 from stackwise.subject.encoder_decoder import Decoder, is_encoder_decoder
+from stackwise.subject.generation import GenerateCall
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
 from stackwise.subject.inference.inputs import made_batch
@@ -99,6 +100,9 @@ class ModelSpec:
         decode: (model, inputs, cache or None) -> (output, cache): call with new tokens and the cache of the
             earlier ones. A fourth argument keep (B, S), for all tokens so far, enables checks of padded
             prompts. None: no cache.
+        generate: (model, prompts, **options) -> new tokens of each row, as a list of ids (N,) or ids (B, N).
+            `prompts` is a list of ids (T,). The parameters of the function are its options: `max_new_tokens`,
+            and any of `temperature`, `top_k`, `top_p`, `stop`, `seed` and `num_samples`. None: no generation.
         cache_problem: reason why no `decode` was found, although the model can generate or seems to have a
             cache. "": no problem.
         labelled_loss: (model, inputs, labels) -> scalar, the model's own loss. `labels` (B, T) are not
@@ -147,6 +151,7 @@ class ModelSpec:
     padding_sides: tuple[Literal["right", "left"], ...] = ("right",)
     packed: Callable[[nn.Module, Tensor, Tensor], Any] | None = None
     decode: Callable[[nn.Module, Tensor, Any], tuple[Any, Any]] | None = None
+    generate: Callable[..., Any] | None = None
     cache_problem: str = ""
     labelled_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
     auxiliary_loss: Callable[[nn.Module, Tensor, Tensor | None], Tensor] | None = None
@@ -232,6 +237,8 @@ class ModelSpec:
             function = getattr(self, name)
             if function is not None and not isinstance(function, ContiguousCall):
                 object.__setattr__(self, name, ContiguousCall(function))
+        if self.generate is not None and not isinstance(self.generate, GenerateCall):
+            object.__setattr__(self, "generate", GenerateCall(self.generate))
         for name in ("padding_sides", *_NAMES):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.rotary, RotaryClaim):
@@ -296,7 +303,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
 
     for name, value in some("build", "forward", "optimizer").items():
         require(callable(value), name, value, "a function")
-    check_functions(**some(*_CALLS, "make_batch", "visible", "at_width"))
+    check_functions(**some(*_CALLS, "generate", "make_batch", "visible", "at_width"))
     for name, value in some("reference").items():
         is_valid = value is None or callable(value) or isinstance(value, ModelSpec)
         require(is_valid, name, value, "a function, a ModelSpec or None")

@@ -6,13 +6,15 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stackwise.subject.call_form import CallForm, forward_parameters
+from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
+from stackwise.subject.generation import inferred_generate
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, READS_AHEAD, claimed_causality
 from stackwise.subject.inference.inputs import (
     RandomBatch,
@@ -69,6 +71,12 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         )
         can = {key: value for key, value in shown.items() if key not in known}
         assumed = [name for name in can.pop("assumed", shown["assumed"]) if name in can]
+        if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
+            sides = {**can, **known}.get("padding_sides", ())
+            generate = inferred_generate(model, sides)
+            greedy = {"max_new_tokens": 2, "temperature": 0.0}
+            if generate is not None and attempt(partial(generate, model, [example[0]], **greedy)):
+                can["generate"] = generate
         inferred |= can
         inferred["assumed"] = (*inferred.get("assumed", ()), *assumed)
         if named := [key for key in can if key != "cache_problem"]:

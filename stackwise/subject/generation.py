@@ -1,0 +1,119 @@
+"""GenerateCall: function of a ModelSpec that continues prompts, with its options.
+
+Shapes: B prompts, T positions of the longest prompt, N new tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from stackwise.subject.call_form import can_generate
+from stackwise.support.arguments import require
+
+__all__ = ["GenerateCall", "inferred_generate"]
+
+# Option -> value without an effect, which a function needs no parameter for.
+_OPTIONS: dict[str, Any] = {"max_new_tokens": None, "temperature": 0.0, "top_k": None, "top_p": 1.0}
+_OPTIONS |= {"stop": (), "seed": 0, "num_samples": 1}
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """Function that continues prompts.
+
+    Attributes:
+        function: (model, prompts, **options) -> list of tensors (N,), or one tensor (B, N). `prompts` is a
+            list of ids (T,). The parameters of the function are the options that it supports.
+        one_length: True if all prompts of a call must have the same length.
+
+    Raises:
+        ValueError: a parameter that is no option, or no parameter `max_new_tokens`.
+    """
+
+    function: Callable[..., Any]
+    one_length: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.options:
+            require(name in _OPTIONS, "generate", f"parameter {name}", ", ".join(_OPTIONS))
+        require("max_new_tokens" in self.options, "generate", [*self.options], "max_new_tokens and others")
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Supported options with their defaults. `**options` stands for all but `seed` and `num_samples`."""
+        named = list(inspect.signature(self.function).parameters.values())[2:]
+        found = {each.name: each.default for each in named if each.kind is not each.VAR_KEYWORD}
+        variadic = _OPTIONS.keys() - {"seed", "num_samples"} if len(found) < len(named) else ()
+        return dict.fromkeys(variadic) | found
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids at which a row ends if no `stop` is passed: the default of the parameter `stop`."""
+        return tuple(self.options.get("stop") or ())
+
+    def __call__(self, model: nn.Module, prompts: Sequence[Tensor], **options: Any) -> list[list[int]]:
+        """Return the new tokens of each row.
+
+        Raises:
+            NotImplementedError: the function does not support an option, or several prompts.
+            ValueError: the function returned another number of rows.
+        """
+        for name, value in options.items():
+            if name not in self.options and value != _OPTIONS[name]:
+                raise NotImplementedError(f"needs a generate function with the parameter {name}")
+        if "num_samples" in self.options and len(prompts) > 1:
+            raise NotImplementedError("needs a generate function of several prompts, without num_samples")
+        given = {name: value for name, value in options.items() if name in self.options}
+        rows = [torch.as_tensor(row).long().tolist() for row in self.function(model, [*prompts], **given)]
+        n_rows = options.get("num_samples", 1) * len(prompts)
+        require(len(rows) == n_rows, "generate", len(rows), f"new tokens of {n_rows} rows")
+        return rows
+
+
+def inferred_generate(model: Any, padding_sides: Sequence[str]) -> GenerateCall | None:
+    """Return the call of the `generate` of transformers or of a causal Rack, or None."""
+    if type(model).__module__ == "stackwise.model.rack":
+        return GenerateCall(_by_rack)
+    if can_generate(model) and hasattr(model, "generation_config"):
+        return GenerateCall(_by_transformers, one_length="left" not in padding_sides)
+    return None
+
+
+def _by_rack(
+    model: Any, prompts: list[Tensor], *, seed: int | None = None, stop: Sequence[int] = (), **options: Any
+) -> Any:
+    ids, keep = _left_padded(prompts, 0)
+    return model.generate(ids, keep, seed=seed, stop_token_ids=stop, **options)[:, ids.shape[1] :]
+
+
+def _by_transformers(model: Any, prompts: list[Tensor], *, stop: Sequence[int] = (), **options: Any) -> Any:
+    """Call `generate` of transformers with a configuration that contains only the options."""
+    from transformers import GenerationConfig
+
+    own, make = model.generation_config, cast("Any", GenerationConfig)
+    pad = own.pad_token_id or 0
+    ids, keep = _left_padded(prompts, pad)
+    is_drawn = options["temperature"] > 0
+    names = ("temperature", "top_k", "top_p") if is_drawn else ()
+    known = {name: options[name] or 0 for name in (*names, "max_new_tokens")}
+    ends = {"pad_token_id": pad, "eos_token_id": [*stop] or None}
+    model.generation_config = make(do_sample=is_drawn, **ends, **known)
+    try:
+        return model.generate(ids, attention_mask=keep)[:, ids.shape[1] :]
+    finally:
+        model.generation_config = own
+
+
+def _left_padded(prompts: list[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """Return prompts as ids (B, T) with padding on the left, and their mask (B, T)."""
+    keep = [torch.ones_like(prompt) for prompt in prompts]
+    sides: Any = {"batch_first": True, "padding_side": "left"}
+    return pad_sequence(prompts, padding_value=pad, **sides), pad_sequence(keep, **sides)

@@ -40,7 +40,7 @@ SECONDS = 240.0  # of one subject
 # FAILs of designs on purpose: (families, reason, models). A name includes all heads of the same kind.
 _DESIGNS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (
-        ("causality", "equivalence"),
+        ("causality", "equivalence", "generation"),
         "a prefix model, in which all input tokens see each other",
         ("transformers/cpmant",),
     ),
@@ -101,7 +101,7 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/bigbird_pegasus",),
     ),
     (
-        ("cache", "padding", "equivalence"),
+        ("cache", "padding", "equivalence", "generation"),
         "decoding with a mask adds columns for an image to the mask, without an image",
         ("transformers/git",),
     ),
@@ -119,6 +119,19 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("equivalence",),
         "with output_attentions and sdpa, a boolean mask is added to the scores",
         ("transformers/falcon",),
+    ),
+    (
+        ("generation",),
+        "generate() counts positions from 0, and forward from the padding id",
+        (
+            *("transformers/camembert", "transformers/data2vec-text", "transformers/roberta"),
+            *("transformers/roberta-prelayernorm", "transformers/xlm-roberta", "transformers/xlm-roberta-xl"),
+        ),
+    ),
+    (
+        ("generation",),
+        "with a cache, the state of a row depends on the other rows",
+        ("transformers/rwkv",),
     ),
     (
         ("cache",),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from stackwise.subject.call_form import can_generate
+from stackwise.subject.capability import padding_id
 from stackwise.support.arguments import require
 
 __all__ = ["GenerateCall", "inferred_generate"]
@@ -99,7 +100,7 @@ def _by_transformers(model: Any, prompts: list[Tensor], *, stop: Sequence[int] =
     from transformers import GenerationConfig
 
     own, make = model.generation_config, cast("Any", GenerationConfig)
-    pad = own.pad_token_id or 0
+    pad = padding_id(model) or 0
     ids, keep = _left_padded(prompts, pad)
     is_drawn = options["temperature"] > 0
     names = ("temperature", "top_k", "top_p") if is_drawn else ()

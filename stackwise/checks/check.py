@@ -26,6 +26,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 from stackwise.support.arguments import check_choice, require
 from stackwise.support.device import threads_for
+from stackwise.support.global_settings import kept_settings
 
 __all__ = [
     "OTHER_NAMES",
@@ -86,7 +87,7 @@ class Check:
         else:
             subject = Subject(spec, torch.device(device), seed)
         start = time.perf_counter()
-        with threads_for(spec.n_parameters):
+        with threads_for(spec.n_parameters), kept_settings():
             try:
                 result = self.function(subject)
             except WrongPositionError as error:

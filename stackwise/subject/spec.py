@@ -36,6 +36,7 @@ from stackwise.support.arguments import (
     check_texts,
     require,
 )
+from stackwise.support.global_settings import kept_settings
 from stackwise.support.random_state import seeded
 
 __all__ = ["FactoryError", "ModelSpec", "ToReference"]
@@ -214,7 +215,7 @@ class ModelSpec:
                 notes.append("called as a decoder, while the encoder reads a fixed text")
             elif is_factory and build is not subject:
                 notes.append("its models share tensors, so each is a copy")
-            with seeded(0):  # a compiled model is unwrapped, so that no trial is compiled
+            with seeded(0), kept_settings():  # a compiled model is unwrapped, so that no trial is compiled
                 inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
             inferred["notes"] = "; ".join([inferred["notes"], *notes])
             attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared

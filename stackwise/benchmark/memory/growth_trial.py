@@ -30,7 +30,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.support.arguments import check_number, check_sizes, require
 
-__all__ = ["check_growth", "memory_growth"]
+__all__ = ["check_growth", "collected_by_hand", "memory_growth"]
 
 STEPS, WARMUP, TOLERANCE = 40, 10, 1024
 _MOST_STEPS = 1000
@@ -102,7 +102,7 @@ def memory_growth(
     _refuse_made(call())
     for _ in range(warmup - 1):
         call()
-    with _collected_by_hand() as earlier:
+    with collected_by_hand() as earlier:
         held = _Held(device, steps)
         for index in range(steps):
             _make(call)
@@ -151,7 +151,7 @@ def _steps_of(spec: TrainerSpec, device: torch.device, seed: int) -> Callable[[]
 
 
 @contextmanager
-def _collected_by_hand() -> Iterator[Earlier]:
+def collected_by_hand() -> Iterator[Earlier]:
     """Inside, garbage is collected when it is asked for, and only among new objects.
 
     Gives what there was before. What was frozen already is not afterwards: one could not tell

@@ -56,7 +56,7 @@ class Census:
     """What objects there are at one moment.
 
     Attributes:
-        tensors: how many.
+        tensors: how many, frozen ones included: a full ring frees one for each new one.
         nodes: of autograd's graph, within reach of a tensor.
         objects: how many in all.
         callables: those whose type can be called: functions, closures, modules.
@@ -167,9 +167,9 @@ def census(earlier: Earlier = NOTHING_EARLIER, *, names: bool = False, sizes: bo
             for key, number in numbers.items():
                 counts[_name(kinds[key])] += number
             counts.update(f"autograd {node.name()}" for node in nodes)
-        for name, size in _sizes(objects, new) if sizes else ():
+        for name, size in _sizes(objects, [*frozen, *new]) if sizes else ():
             found[name] += size
-    return Census(len(new), len(nodes), numbers.total(), callables, hooks, counts, found)
+    return Census(len(frozen) + len(new), len(nodes), numbers.total(), callables, hooks, counts, found)
 
 
 def _kinds(objects: Iterable[Any]) -> dict[int, type]:

@@ -25,6 +25,7 @@ from stackwise.checks.probe.dropout import EqualDraws, WithoutDropout
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
 from stackwise.subject.spec import ModelSpec
+from stackwise.support.global_settings import settings_now
 from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
@@ -86,12 +87,14 @@ class Examination:
         dtype: dtype of the model. None: float64 if the model runs in it, otherwise its own.
         most: longest sequence to ask, in positions.
         random_norms: False if the weights of norms stay constant.
+        settings: global settings before the first call.
     """
 
     subject: Subject
     dtype: Precision | None = None
     most: int = LONGEST
     random_norms: bool = True
+    settings: list[Any] = field(default_factory=settings_now)
     _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _roundings: dict[tuple[int, int], float] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
@@ -140,7 +143,9 @@ class Examination:
     def in_dtype(self, dtype: Precision) -> Examination:
         """Return the examination of the same model in another dtype."""
         if dtype not in self._others:
-            self._others[dtype] = Examination(self.subject, dtype, self.most, self.random_norms)
+            self._others[dtype] = Examination(
+                self.subject, dtype, self.most, self.random_norms, self.settings
+            )
         return self._others[dtype]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,19 @@ from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.side_effects import (
+    SideEffects,
+    same_generators,
+    watched_call,
+)
 from stackwise.subject.inference import logits_of
+from stackwise.support.global_settings import restore_settings
+from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = [
     "NEXT_CALL",
+    "SIDE_EFFECT",
     "WITHOUT_ANY_LABEL",
     "WITHOUT_LABEL",
     "Difference",
@@ -44,8 +52,11 @@ __all__ = [
 ]
 
 NEXT_CALL = "output of the next call"
+SIDE_EFFECT = "side effect"
 WITHOUT_ANY_LABEL = "gradient without labels"
 WITHOUT_LABEL = "gradient of an output without a label"
+# A call that seeds a generator starts from another state than its own.
+_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -53,17 +64,19 @@ class Difference:
     """Largest difference between a composition and its answers.
 
     Attributes:
-        observable: "output", "loss", "gradient", NEXT_CALL, WITHOUT_LABEL or WITHOUT_ANY_LABEL.
+        observable: "output", "loss", "gradient", NEXT_CALL, WITHOUT_LABEL, WITHOUT_ANY_LABEL or SIDE_EFFECT.
         value: relative difference. Of gradients without labels: the size of the gradient. Of half precision:
             inf for a value that is not finite.
         limit: largest difference that is rounding.
-        place: position or parameter with the largest difference.
+        place: position or parameter with the largest difference. Of a side effect: the change as a sentence.
+        correct_if: condition under which a side effect is correct. None: it never is.
     """
 
     observable: str
     value: float
     limit: float
     place: str = ""
+    correct_if: str | None = None
 
     @property
     def is_real(self) -> bool:
@@ -82,7 +95,14 @@ def differences(composition: Composition, variations: Variations, exam: Examinat
     found = list(execution.compare())
     if composition.after and not execution.question.train and execution.exam.compares_values:
         found.append(execution.next_call())
-    return found
+    effects, others = execution.effects, SideEffects()
+    if effects.found or effects.moved:  # a second time: an import inside a call may change a setting once
+        again = Execution(composition, variations, exam, start=2)
+        for _ in again.compare():
+            pass
+        others = again.effects
+    real = [each for each in effects.found if each in others.found] + same_generators(effects, others)
+    return found + [Difference(SIDE_EFFECT, 1.0, 0.0, each.text, each.correct_if) for each in real]
 
 
 class Execution:
@@ -93,10 +113,14 @@ class Execution:
         call: its tensors.
         numbers: number and length of each sequence.
         model: the model that is asked.
+        effects: side effects of the call, after `compare`.
     """
 
-    def __init__(self, composition: Composition, variations: Variations, exam: Examination) -> None:
-        self.exam = exam
+    def __init__(
+        self, composition: Composition, variations: Variations, exam: Examination, *, start: int = 1
+    ) -> None:
+        self.exam, self._start = exam, start
+        self.effects = SideEffects()
         self._variations = [
             (variations[name], value)
             for name, value in sorted(composition.values.items(), key=lambda item: variations[item[0]].rank)
@@ -120,15 +144,25 @@ class Execution:
     def compare(self) -> Iterator[Difference]:
         """Execute the call, and yield the difference of each observable."""
         question, exam = self.question, self.exam
+        restore_settings(exam.settings)
         with ExitStack() as around:
             if question.train:
                 around.enter_context(WithoutDropout())
             for variation, value in self._variations:
                 around.enter_context(variation.around(value))
                 self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
-            around.enter_context(exam.subject.fixed_randomness())
+            around.enter_context(seeded(exam.subject.seed + _SEED * self._start, exam.subject.device))
             around.enter_context(exam.precision())
             around.enter_context(torch.set_grad_enabled(question.gradients))
+            given = {
+                "inputs": self.call.inputs,
+                "mask": self.call.keep,
+                "documents": self.call.documents,
+                "labels": self.call.labels,
+            }
+            self.effects = around.enter_context(
+                watched_call(self.model, given, decodes=bool(self.call.parts))
+            )
             if question.ignored is not None:
                 yield from self._of_loss()
                 return
@@ -212,10 +246,12 @@ class Execution:
 
     def _of_loss(self) -> Iterator[Difference]:
         """Compare the own loss, its gradients, and the outputs that it trains."""
+        assert self.call.labels is not None
         outputs: list[Any] = []
         handle = self.model.register_forward_hook(lambda *call: outputs.append(call[-1]))
         try:
-            loss = loss_of(self.exam.spec, self.model, self.call)
+            labels = self.call.labels.clone()  # those of the call are compared later
+            loss = loss_of(self.exam.spec, self.model, replace(self.call, labels=labels))
         finally:
             handle.remove()
         logits = _logits_in_graph(outputs, self.call)

@@ -20,6 +20,7 @@ from stackwise.checks.engine.composition import Composition, Plan, Variations, p
 from stackwise.checks.engine.examination import LONGEST, Examination
 from stackwise.checks.engine.execution import (
     NEXT_CALL,
+    SIDE_EFFECT,
     WITHOUT_ANY_LABEL,
     WITHOUT_LABEL,
     Difference,
@@ -111,7 +112,9 @@ class Exploration:
 
     Attributes:
         findings: the differences.
+        effects: the side effects. Each may occur in several compositions.
         missing: reason why a variation does not apply, by its name.
+        executed: number of executed compositions.
         asked: number of executed compositions of each variation, and of each pair.
         refused: reason why the model did not take a set of variations, the last one.
         raised: first crash of each variation and of each pair.
@@ -121,7 +124,9 @@ class Exploration:
     """
 
     findings: list[Finding] = field(default_factory=list)
+    effects: list[Finding] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    executed: int = 0
     asked: Counter[frozenset[str]] = field(default_factory=Counter)
     refused: dict[frozenset[str], str] = field(default_factory=dict)
     raised: dict[frozenset[str], Crash] = field(default_factory=dict)
@@ -371,11 +376,15 @@ def _worst(
                 result.raised.setdefault(composition.names, crash)
         return None
     if result is not None:
+        result.executed += 1
+        effects = [each for each in found if each.observable == SIDE_EFFECT]
+        result.effects += [_side_effect(composition, each, variations, exam) for each in effects]
         for name in composition.names:
             result.asked[frozenset({name})] += 1
             for other in composition.names:
                 if name < other:
                     result.asked[frozenset({name, other})] += 1
+    found = [each for each in found if each.observable != SIDE_EFFECT]
     real = [each for each in found if each.is_real]
     if real and exam.is_float64 and not math.isfinite(real[0].value):
         # The lowest float64 is infinite in a softmax in float32, and the own dtype decides.
@@ -461,6 +470,19 @@ def _finding(
     correct_if = next((each for each in conditions if each is not None), None)
     advice = variations[reporter].advice_for(exam) if reporter in variations else ""
     return Finding(composition, worst, reporter, where, meaning, advice, correct_if, _setting(exam))
+
+
+def _side_effect(
+    composition: Composition, effect: Difference, variations: Variations, exam: Examination
+) -> Finding:
+    text = composition.text(variations)
+    where = f"in a call in which {text}" if text else "in a plain call"
+    advice = "Work on a copy (x = x.clone()), set a mode or a setting in a context only, and draw from a "
+    advice += "torch.Generator of the model."
+    setting = _setting(exam)
+    return Finding(
+        composition, effect, "side_effects", where, effect.place, advice, effect.correct_if, setting
+    )
 
 
 def _setting(exam: Examination) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 
+__all__ = ["explored", "simplest"]
+
 # Length beyond common chunks, blocks and windows, and not a multiple of them.
 _FAR = 273
 # Compositions of the full suite.
@@ -27,7 +29,7 @@ def _explorer(subject: Subject) -> Explorer:
     return Examination.of(subject).once("explorer", lambda: Explorer(subject, known_variations("fast")))
 
 
-def _explored(subject: Subject, variation: Variation | None = None) -> Exploration:
+def explored(subject: Subject, variation: Variation | None = None) -> Exploration:
     """Return the results of the compositions that a variation needs. None: of all compositions."""
     if variation is None or variation.name == "history":  # any composition may leave traces
         return _explorer(subject).explore()
@@ -46,7 +48,7 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
     if found and (other := _reported_elsewhere(subject, variation, exploration, found)):
         return subject.not_applicable(other)
     if found:
-        return _simplest(subject, found)
+        return simplest(subject, found)
     if reason := exploration.missing.get(variation.name):
         return subject.not_applicable(reason)
     count = exploration.asked[frozenset({variation.name})]
@@ -59,7 +61,7 @@ def _result(subject: Subject, variation: Variation, exploration: Exploration) ->
     return subject.passed(largest, limit, meaning=f"compared in {count} compositions")
 
 
-def _simplest(subject: Subject, found: list[Finding]) -> CheckResult:
+def simplest(subject: Subject, found: list[Finding]) -> CheckResult:
     """Return the result for several findings: a failure, if there is one, of the fewest variations."""
     first = min(found, key=lambda each: (each.correct_if is not None, len(each.composition.values)))
     return subject.failed_unless(
@@ -90,7 +92,7 @@ def _reported_elsewhere(
 @check
 def unexpected_exceptions(subject: Subject) -> CheckResult:
     """Does each variation, and each pair of variations, run without an unexpected exception?"""
-    exploration = _explored(subject)
+    exploration = explored(subject)
     variations = known_variations()
     # Those with a single check are reported by it. One dtype of half precision may be taken, and another not.
     left_out = {name for name, each in variations.items() if each.single_checks or each.compares_less}
@@ -135,10 +137,10 @@ def long_sequences(subject: Subject) -> CheckResult:
 def _further(subject: Subject, explorer: Explorer) -> CheckResult:
     """Return the result of more compositions: findings of sets that the fast suite does not find."""
     exploration = explorer.explore()
-    known = {each.composition.names for each in _explored(subject).findings}
+    known = {each.composition.names for each in explored(subject).findings}
     found = [each for each in exploration.findings if each.composition.names not in known]
     if found:
-        return _simplest(subject, found)
+        return simplest(subject, found)
     if not exploration.asked:
         return subject.not_applicable(_nothing_asked(exploration))
     return subject.passed(max(exploration.largest.values(), default=None), exploration.limit)
@@ -153,7 +155,7 @@ def _nothing_asked(exploration: Exploration) -> str:
 
 def _check_of(variation: Variation) -> Check:
     def ask(subject: Subject) -> CheckResult:
-        exploration = _explored(subject, variation)
+        exploration = explored(subject, variation)
         result = _result(subject, variation, exploration)
         seconds = exploration.seconds.get(variation.name, 0.0)
         return replace(result, seconds=seconds, combined=exploration.combined(variation.name))

@@ -1,11 +1,16 @@
-"""State: what a call leaves behind in the model."""
+"""State: changes that a call leaves in the model, in its arguments and in global settings."""
 
 from __future__ import annotations
 
+import warnings
+
 import torch
-from torch import Tensor
+from torch import nn
 
 from stackwise.checks.check import check
+from stackwise.checks.model.equivalence import explored, simplest
+from stackwise.checks.probe.difference import same_bits
+from stackwise.checks.probe.growth import growth_result
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
@@ -22,7 +27,7 @@ def eval_buffers(subject: Subject) -> CheckResult:
     changed = [
         name
         for name, buffer in model.named_buffers()
-        if name in before and buffer.shape == before[name].shape and not _same(buffer, before[name])
+        if name in before and buffer.shape == before[name].shape and not same_bits(buffer, before[name])
     ]
     if not changed:
         return subject.passed(0.0, 0.0)
@@ -35,7 +40,32 @@ def eval_buffers(subject: Subject) -> CheckResult:
     )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return True if all bits are equal, also those of NaN and of float8."""
-    one, two = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b))
-    return torch.equal(one, two)
+@check
+def side_effects(subject: Subject) -> CheckResult:
+    """Does a call leave its arguments, modes, global settings and the seeds of generators unchanged?"""
+    exploration = explored(subject)
+    if exploration.effects:
+        return simplest(subject, exploration.effects)
+    if not exploration.executed:
+        return subject.not_applicable(next(iter(exploration.missing.values()), "needs a repeatable model"))
+    return subject.passed(0.0, 0.0, meaning=f"compared in {exploration.executed} compositions")
+
+
+@check
+def memory_growth(subject: Subject) -> CheckResult:
+    """Do equal calls, and equal training steps, leave no more tensors, autograd nodes and hooks each time?"""
+    inputs, results = subject.inputs(2), []
+    for train in (False, True):
+        model = subject.model(train=train)
+
+        def call(model: nn.Module = model, train: bool = train) -> None:
+            with subject.fixed_randomness(), torch.set_grad_enabled(train):
+                if not train:
+                    subject.spec.logits(model, inputs.clone())
+                elif (loss := subject.spec.loss_of(model, inputs.clone())).requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+
+        with warnings.catch_warnings(action="ignore"):
+            results.append(growth_result(subject, call, "training step" if train else "call in eval mode"))
+    return min(results, key=lambda each: ("failed", "warned", "passed").index(each.status))

@@ -26,6 +26,7 @@ __all__ = [
     "measure_difference",
     "relative_difference",
     "repeats",
+    "same_bits",
     "uses_less_than_float64",
     "variation",
 ]
@@ -164,3 +165,9 @@ def variation(output: Tensor) -> Tensor:
 def relative_difference(a: Tensor, b: Tensor) -> Tensor:
     """Return the difference of two outputs (B, T, C), relative to the variation of the first."""
     return absolute_difference(a, b) / variation(a)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if the shapes and all bits are equal, also those of NaN and of float8."""
+    one, two = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b))
+    return a.shape == b.shape and torch.equal(one, two)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.call import reason_of
+from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.dropout import WithoutDropout
+from stackwise.checks.probe.growth import growth_result
 from stackwise.checks.probe.run_state import different, number_in
 from stackwise.checks.probe.update import distance, observed
 from stackwise.checks.result import CheckResult, listed
@@ -212,6 +213,21 @@ def step_loss(subject: TrainerSubject) -> CheckResult:
         correct_if="the loss is scaled for accumulation, or by the loss scale, on purpose",
         advice="Return the unscaled loss: otherwise curves of different runs cannot be compared.",
     )
+
+
+@trainer_check
+def step_memory(subject: TrainerSubject) -> CheckResult:
+    """Do equal steps leave no more tensors, autograd nodes and hooks each time?"""
+    run, batch = subject.run(), subject.batch()
+
+    def step() -> None:
+        with subject.fixed_randomness():
+            run.step(batch)
+
+    try:
+        return growth_result(subject, step, "step")
+    except refusals() as error:  # such as a schedule that is over
+        return subject.not_applicable(f"needs a run that takes more steps: {reason_of(error)}")
 
 
 @trainer_check

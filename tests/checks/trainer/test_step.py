@@ -376,3 +376,28 @@ def test_group_that_trains_later_is_no_failure():
             return torch.optim.lr_scheduler.LambdaLR(self.optimizer, [lambda n: 1.0, lambda n: float(n > 5)])
 
     assert ask(loop_spec_of(Later, learning_rate=None), "parameters_change").status == "passed"
+
+
+@pytest.mark.parametrize("act, status", [(torch.Tensor.detach, "warned"), (float, "passed")])
+def test_losses_that_steps_append_to_a_log(act, status):
+    class Logging(Loop):
+        def __init__(self):
+            super().__init__()
+            self.log = []
+
+        def loss(self, batch):
+            loss = super().loss(batch)
+            self.log.append(act(loss))
+            return loss
+
+    assert ask(loop_spec_of(Logging), "step_memory").status == status
+
+
+def test_memory_of_a_schedule_that_is_over_is_not_measured():
+    class Short(Loop):
+        def update(self):
+            if self.number == 8:
+                raise ValueError("the schedule has 8 steps")
+            super().update()
+
+    assert ask(loop_spec_of(Short), "step_memory").status == "not applicable"

@@ -1,0 +1,77 @@
+"""Router: the bias that selects experts, and does not weight them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.check import check
+from stackwise.checks.engine.examination import Examination
+from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.subject import Subject
+
+# Added to all biases. All biased scores of a sigmoid are negative with the second one.
+_CONSTANTS = (1.0, -2.0)
+
+
+@check
+def selection_bias(subject: Subject) -> CheckResult:
+    """Does the output stay the same if one constant is added to the selection biases of all experts?"""
+    exam = Examination.of(subject)
+    names = _selection_biases(exam.base)
+    if not names:
+        return subject.not_applicable("needs a bias that selects experts, such as e_score_correction_bias")
+    if not exam.is_repeatable:
+        return subject.not_applicable("needs a repeatable model")
+    key = (0, exam.longest)
+    limit, worst = exam.limit_of(*key), 0.0
+    for constant in _CONSTANTS:
+
+        def gap(some: Iterable[str], constant: float = constant) -> float:
+            return float(relative_difference(exam.answer(*key), _shifted(exam, key, some, constant)).max())
+
+        if (value := gap(names)) > limit:
+            wrong = [name for name in names if gap([name]) > limit]
+            return subject.failed(
+                value,
+                limit,
+                where=listed(wrong or names),
+                meaning=f"The output changes if {constant:g} is added to the selection bias of all experts, "
+                "which does not change their order.",
+                advice="Select experts by scores with the bias, and weight them by scores without it. "
+                "Exclude an expert by a score of -inf: 0 is more than a negative score.",
+            )
+        worst = max(worst, value)
+    return subject.passed(worst, limit)
+
+
+@torch.no_grad()
+def _shifted(exam: Examination, key: tuple[int, int], names: Iterable[str], constant: float) -> Tensor:
+    """Return the plain answer of a model with a constant added to some biases."""
+    model = exam.model()
+    tensors = _tensors(model)
+    for name in names:
+        tensors[name].add_(constant)
+    return exam.plain(model, exam.sequence(*key))
+
+
+def _selection_biases(model: nn.Module) -> list[str]:
+    """Return the names of biases that only select experts.
+
+    A buffer `expert_bias` gets no gradient, so it cannot be a part of the weights of experts. Narrow dtypes
+    round away the order of similar scores.
+    """
+    buffers = dict(model.named_buffers())
+    return [
+        name
+        for name, tensor in _tensors(model).items()
+        if (name.endswith("correction_bias") or (name.endswith("expert_bias") and name in buffers))
+        and tensor.dtype in (torch.float32, torch.float64)
+    ]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -88,6 +88,11 @@ _DESIGNS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/t5gemma",),
     ),
     (
+        ("layer_facts",),
+        "the norm in lightning attention has an eps of its own",
+        ("transformers/minimax",),
+    ),
+    (
         ("cache",),
         "the cache does not contain the previous token, which the next one needs",
         ("x-transformers/decoder shifted tokens",),
@@ -137,6 +142,11 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("generation",),
         "with a cache, the state of a row depends on the other rows",
         ("transformers/rwkv",),
+    ),
+    (
+        ("layer_facts",),
+        "norms have the default eps of torch, and layer_norm_eps of the configuration has no effect",
+        ("transformers/biogpt",),
     ),
     (
         ("cache",),

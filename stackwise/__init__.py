@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from stackwise.report import Report
     from stackwise.stability import Guard, StabilityRun, stability_run
+    from stackwise.subject.facts import Facts
     from stackwise.subject.rotary import RotaryClaim
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
@@ -44,6 +45,7 @@ _HOMES = {
     "CheckResult": "stackwise.checks",
     "CheckpointManager": "stackwise.checkpoint",
     "ConfigError": "stackwise.config",
+    "Facts": "stackwise.subject.facts",
     "Measurement": "stackwise.benchmark",
     "Guard": "stackwise.stability",
     "GuardPolicy": "stackwise.config",
@@ -73,6 +75,7 @@ __all__ = [
     "CheckResult",
     "CheckpointManager",
     "ConfigError",
+    "Facts",
     "Guard",
     "GuardPolicy",
     "Measurement",

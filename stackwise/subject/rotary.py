@@ -33,6 +33,8 @@ class RotaryClaim:
         original_length: original length of the context, for "llama3" and "yarn".
         low, high: for "llama3", factors of the lowest and highest wavelength between which frequencies are
             interpolated. For "yarn", numbers of rotations in the original context (beta_slow and beta_fast).
+        attention_factor: factor of rotated queries and keys, such as mscale of "yarn".
+        layout: "halves" (element i is rotated with i + dim / 2), "interleaved" (with its neighbour), or None.
     """
 
     theta: float = 10000.0
@@ -42,11 +44,14 @@ class RotaryClaim:
     original_length: int = 8192
     low: float = 1.0
     high: float = 4.0
+    attention_factor: float = 1.0
+    layout: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("theta", "factor", "low", "high"):
+        for name in ("theta", "factor", "low", "high", "attention_factor"):
             check_number(name, getattr(self, name), "a finite number > 0", lambda number: number > 0)
         check_choice("kind", self.kind, _KINDS)
+        check_choice("layout", self.layout or "halves", ("halves", "interleaved"))
         check_sizes(original_length=self.original_length)
         require(
             self.dim is None or (type(self.dim) is int and self.dim % 2 == 0),

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from stackwise.subject.call_form import ContiguousCall, unwrapped
 from stackwise.subject.encoder_decoder import Decoder, is_encoder_decoder
+from stackwise.subject.facts import Facts
 from stackwise.subject.generation import GenerateCall
 from stackwise.subject.hf_model import HFModel, hf_factory
 from stackwise.subject.inference import infer
@@ -117,6 +118,7 @@ class ModelSpec:
         tied: True if the head is the weight of the embedding. None: no claim.
         rotary: a RotaryClaim, or a tuple of them. Each layer with a rotary embedding has one of these. ():
             no claim.
+        facts: constants that the author or the configuration states, such as the attention scale. See Facts.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
             parametrisation. None: no claim.
@@ -160,6 +162,7 @@ class ModelSpec:
     window: int | tuple[int, int] | Literal["full"] | None = None
     tied: bool | None = None
     rotary: tuple[RotaryClaim, ...] = ()
+    facts: Facts = field(default_factory=Facts)
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
     reference: Factory | ModelSpec | None = None
@@ -324,6 +327,8 @@ def _check_values(given: Mapping[str, Any]) -> None:
         require(
             all(isinstance(each, RotaryClaim) for each in claims), name, value, "a RotaryClaim, or a tuple"
         )
+    for name, value in some("facts").items():
+        require(isinstance(value, Facts), name, value, "Facts")
     check_texts(**some(*_NAMES))
     for name, value in some("tolerance").items():
         check_number(name, value, "a finite number > 0", lambda limit: limit > 0)

@@ -151,25 +151,11 @@ def auxiliary_padding(subject: Subject) -> CheckResult:
 @check
 def auxiliary_in_loss(subject: Subject) -> CheckResult:
     """Does the model's own loss contain the auxiliary loss?"""
-    spec = subject.spec
-    if spec.auxiliary_loss is None:
-        return subject.not_applicable(_NEEDED)
-    if spec.labelled_loss is None:
-        return subject.not_applicable("needs labelled_loss")
-    if spec.inputs != "tokens" or subject.seq_len < 2:
-        return subject.not_applicable("needs token ids and at least 2 positions")
-    inputs = subject.inputs(2)
-    model = subject.model(train=True, fill_zeros=True)
-    # Models of transformers add it on request only: by the configuration, otherwise by an argument.
+    terms = loss_terms(subject)
+    if isinstance(terms, str):
+        return subject.not_applicable(terms)
+    value, added, auxiliary, model = terms
     takes_switch = accepts(model, "output_router_logits") and not _is_requested(model)
-    switch = {"output_router_logits": True} if takes_switch else {}
-    with changed_calls(model, switch):
-        value, logits = labelled_loss(subject, model, inputs, inputs)
-    if logits is None or logits.shape[:2] != inputs.shape:
-        return subject.not_applicable("the call with labels shows no logits to compare with")
-    with torch.no_grad():
-        auxiliary = _auxiliary(subject, model, inputs, None).item()
-    added = value - mean_cross_entropy(logits, inputs, expected_shift(subject))
     noise = _ROUNDING * max(1.0, abs(value))
     if abs(added) > noise or abs(auxiliary) <= noise:
         return subject.passed(
@@ -192,6 +178,32 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
         if takes_switch
         else "Set output_router_logits=True in the configuration, or add it in the training step.",
     )
+
+
+def loss_terms(subject: Subject) -> tuple[float, float, float, nn.Module] | str:
+    """Return the model's own loss, the part that is no cross-entropy, the auxiliary loss, and the model.
+
+    A text is the reason why they are unknown.
+    """
+    spec = subject.spec
+    if spec.auxiliary_loss is None:
+        return _NEEDED
+    if spec.labelled_loss is None:
+        return "needs labelled_loss"
+    if spec.inputs != "tokens" or subject.seq_len < 2:
+        return "needs token ids and at least 2 positions"
+    inputs = subject.inputs(2)
+    model = subject.model(train=True, fill_zeros=True)
+    # Models of transformers add it on request only: by the configuration, otherwise by an argument.
+    takes_switch = accepts(model, "output_router_logits") and not _is_requested(model)
+    switch = {"output_router_logits": True} if takes_switch else {}
+    with changed_calls(model, switch):
+        value, logits = labelled_loss(subject, model, inputs, inputs)
+    if logits is None or logits.shape[:2] != inputs.shape:
+        return "the call with labels shows no logits to compare with"
+    with torch.no_grad():
+        auxiliary = _auxiliary(subject, model, inputs, None).item()
+    return value, value - mean_cross_entropy(logits, inputs, expected_shift(subject)), auxiliary, model
 
 
 def _is_requested(model: nn.Module) -> bool:

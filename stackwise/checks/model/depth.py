@@ -6,6 +6,7 @@ Shapes: B batch, T positions, C width, L layers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -78,7 +79,7 @@ def depth_gradients(subject: Subject) -> CheckResult:
     read = read if read.any() else torch.ones_like(read)
     pairs = zip(stream.after, reached, strict=True)
     sizes = [_size(x[read]) * _size(g[read]) for x, g in pairs][::-1]
-    backwards = Stream(stream.layers[::-1], stream.after[::-1])
+    backwards = replace(stream, layers=stream.layers[::-1], after=stream.after[::-1])
     return _judged(
         subject,
         sizes,

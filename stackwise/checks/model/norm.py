@@ -147,10 +147,11 @@ def _may_be_norm(_: str, module: nn.Module) -> bool:
     """Return True for a module with the name of a norm, or whose parameters are vectors and scalars."""
     if any(True for child in module.children() for _ in child.parameters()):
         return False
-    return _is_named(module) or {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1})
+    return is_named_norm(module) or {p.ndim for p in module.parameters(recurse=False)} in ({1}, {0, 1})
 
 
-def _is_named(module: nn.Module) -> bool:
+def is_named_norm(module: nn.Module) -> bool:
+    """Return True if the class has the name of a norm that uses no statistics of earlier batches."""
     name = type(module).__name__
     of_batches = isinstance(module, nn.modules.batchnorm._NormBase) or "BatchNorm" in name
     is_other = of_batches or re.search("NoNorm|LocalResponse", name)
@@ -175,5 +176,5 @@ def _measured(name: str, module: nn.Module, x_NC: Tensor) -> _Norm:
         offset,
         growth=math.log(max(larger, 1e-12) / max(size, 1e-12), 4),
         is_invariant=gap <= 0.02 * max(variable_NC.abs().max().item(), 1e-12),
-        is_named=_is_named(module),
+        is_named=is_named_norm(module),
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EqualDraws", "WithoutDropout"]
+__all__ = ["EqualDraws", "WithoutDropout", "dropout_rate"]
+
+# The share of dropped elements may differ from the rate by so many standard errors.
+_STANDARD_ERRORS = 5.0
 
 _DROPOUTS = {
     F.dropout,
@@ -74,6 +79,26 @@ class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         if function in (torch.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.bernoulli):
             return result.fill_(round(self.value))
         return result
+
+
+def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:
+    """Return the dropout rate between two tensors, from the factor of kept elements and from their share.
+
+    If both differ, this is the one with the larger distance from the claim. None: the change is no dropout.
+    """
+    is_present = before != 0
+    before, after = (x.detach().double()[is_present] for x in (before, after))
+    is_kept = after != 0
+    if not is_kept.any():
+        return None
+    factors = after[is_kept] / before[is_kept]
+    if factors.max() - factors.min() > 1e-4 * factors.mean():
+        return None
+    rate, share = float(1 - 1 / factors.mean()), 1 - float(is_kept.double().mean())
+    error = _STANDARD_ERRORS * math.sqrt(max(rate * (1 - rate), 0.0) / len(before)) + 1 / len(before)
+    if abs(share - rate) <= error:
+        return rate if rate > 1e-4 else 0.0
+    return max(rate, share, key=lambda x: abs(x - claim))
 
 
 def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:

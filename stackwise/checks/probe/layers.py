@@ -26,10 +26,12 @@ class Stream:
 
     Attributes:
         layers: names of the layers, in the order of their calls.
+        first: stream (B, T, C) before the first layer.
         after: stream (B, T, C) after each layer, with its graph if gradients are on.
     """
 
     layers: list[str]
+    first: Tensor
     after: list[Tensor]
 
 
@@ -146,7 +148,7 @@ def _stream_through(names: list[str], trace: _Trace) -> Stream | None:
         return None  # parallel layers
     if not all(_continues(one, other, trace) for one, other in pairwise(entries)):
         return None
-    return Stream([name for _, name, _ in entries][: len(after)], after)
+    return Stream([name for _, name, _ in entries][: len(after)], entries[0][2], after)
 
 
 def _continues(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor], trace: _Trace) -> bool:

@@ -1,0 +1,48 @@
+"""Initial facts: standard deviations of new weights, compared with the claims."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+from stackwise.checks.probe.claimed import Pair, UnmeasuredError, claimed
+from stackwise.checks.subject import Subject
+from stackwise.support.arguments import require
+
+# Number of elements of a weight in new models, and the largest number of these.
+_ELEMENTS, _MOST_DRAWS = 30_000, 30
+_TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at -2 and 2
+_LIMIT = 0.05  # more than five standard errors, 1 / sqrt(2 * elements) each
+
+
+@claimed(
+    "standard deviation",
+    place="weight",
+    advice="Look for an initialisation that does not reach a module, for a factor that depends on the depth, "
+    "and for a variance in place of a standard deviation.",
+    reason=f"a weight with at least {_ELEMENTS // _MOST_DRAWS} elements",
+    limit=_LIMIT,
+)
+def claimed_initial_std(subject: Subject, claim: dict[str, float]) -> list[Pair]:
+    """Do new weights have the claimed standard deviation?"""
+    if subject.spec.trained:
+        raise UnmeasuredError("the weights are trained")
+    sizes = {name: p.numel() for name, p in subject.model().named_parameters()}
+    wanted: dict[str, float] = {}
+    for pattern, std in claim.items():
+        names = [name for name in sizes if fnmatchcase(name, pattern)]
+        require(bool(names), "initial_std", pattern, f"a pattern of names such as {next(iter(sizes), '')}")
+        wanted |= dict.fromkeys(names, float(std))
+    enough = [name for name in wanted if sizes[name] * _MOST_DRAWS >= _ELEMENTS]
+    n_draws = math.ceil(_ELEMENTS / min((sizes[name] for name in enough), default=_ELEMENTS))
+    squares = dict.fromkeys(enough, 0.0)
+    for draw in range(n_draws):
+        weights = dict(subject.spec.create(seed=subject.seed + draw).named_parameters())
+        for name in enough:
+            squares[name] += float(weights[name].detach().double().square().mean()) / n_draws
+    pairs: list[Pair] = []
+    for name, std in wanted.items():
+        value = math.sqrt(squares.get(name, 0.0))
+        nearest = min(value, value / _TRUNCATED, key=lambda x: abs(x - std))
+        pairs.append((nearest if name in squares else None, std))
+    return pairs

@@ -1,0 +1,242 @@
+"""Layer facts: factors, dropout, norms, experts and shared weights of layers, compared with the claims.
+
+Shapes: B batch, T positions, C width.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from stackwise.checks.model.auxiliary import loss_terms
+from stackwise.checks.model.norm import is_named_norm
+from stackwise.checks.probe.call import dtype_of, refusals
+from stackwise.checks.probe.claimed import Pair, UnmeasuredError, claimed, each
+from stackwise.checks.probe.dropout import dropout_rate
+from stackwise.checks.probe.planted import N_ROWS, SMALL, Planted, fitted, planted
+from stackwise.checks.subject import Subject
+
+_TINY, _LARGE = 1e-3, 1e5  # logits that are linear, and that reach the cap
+_N_VECTORS = 64
+# Largest relative difference of eps for two sizes of inputs, and of a sum between channels of a token.
+_SAME_EPS, _UNEVEN = 0.05, 1e-2
+_LEAST_LOSS = 1e-3  # the loss is computed in float32
+_ADDS = "a layer that adds products with a weight to the residual stream, without a norm"
+_DROPOUT = (
+    "Look for a rate of another site, for dropout that is applied twice or in one branch only, and for kept "
+)
+_DROPOUT += "elements that are not divided by 1 - p."
+_NORMS = "Look for the default eps of a norm, and for eps that is added to the root of the mean square."
+
+
+@claimed(
+    "factor of the embedding",
+    place="embedding",
+    advice="Look for sqrt(width) that is applied twice or not at all, and for the width of another part.",
+    reason="one table of tokens, whose rows are added to the stream without a norm",
+)
+def claimed_embedding_scale(subject: Subject, claim: float) -> list[Pair]:
+    """Is the embedding of tokens multiplied by the claimed factor, before the first layer?"""
+    call = planted(subject)
+    first = call.streams[0]
+    tables = [x for ids, x in call.lookups if torch.equal(ids, call.inputs) and x.shape == first.shape]
+    found = fitted(first, tables) if len(tables) == 1 else None
+    return [(found and found[0], float(claim))]
+
+
+@claimed(
+    "factor of each branch",
+    place="layer",
+    advice="Look for a factor that is applied twice, to one branch only, or to the stream.",
+    reason=_ADDS,
+)
+def claimed_residual_scale(subject: Subject, claim: float | tuple[float, ...]) -> list[Pair]:
+    """Is each branch multiplied by the claimed factor when it is added to the residual stream?"""
+    found = planted(subject).branches()
+    pairs = zip(found, each(claim, len(found)), strict=True)
+    return [(tuple(x.values()) or None, (float(wanted),) * len(x)) for x, wanted in pairs]
+
+
+@claimed(
+    "factor of the logits",
+    place="head",
+    advice="Look for a multiplication in place of a division, and for a factor before and after the head.",
+    reason="a head that is one product, and reads the output of a norm",
+)
+def claimed_logit_scale(subject: Subject, claim: float) -> list[Pair]:
+    """Are the logits the last norm, times the head, times the claimed factor?"""
+    call = planted(subject, _TINY)
+    after = _head(call)
+    inputs = call.products[-1].inputs if after else torch.empty(0)
+    outputs = (x.output for x in reversed(call.leaves) if isinstance(x.output, Tensor))
+    last = next((x for x in outputs if x.numel() == inputs.numel() and x.shape[-1] == inputs.shape[-1]), None)
+    before = None if last is None else fitted(inputs, [last.reshape(inputs.shape)])
+    return [(before and after and before[0] * after, float(claim))]
+
+
+@claimed(
+    "largest logit for a large output of the head",
+    place="head",
+    advice="Look for a cap that is not applied, applied twice, or applied in one of several paths only.",
+    reason="a head that is one product",
+)
+def claimed_logit_cap(subject: Subject, claim: float) -> list[Pair]:
+    """Do logits saturate at the claimed cap?"""
+    is_head = _head(planted(subject, _TINY)) is not None
+    return [(float(planted(subject, _LARGE).logits.abs().max()) if is_head else None, float(claim))]
+
+
+@claimed(
+    "row of the first position",
+    place="table",
+    advice="Look for an offset that is added twice or not at all, and for positions that start at 1.",
+    reason="a table of positions that is read by an embedding",
+)
+def claimed_position_offset(subject: Subject, claim: int) -> list[Pair]:
+    """Does the first position read the claimed row of the table of positions?"""
+    call = planted(subject)
+    T = call.inputs.shape[1]
+    tables = (ids for ids, _ in call.lookups if ids.shape[-1] == T > 1 and (ids.diff(dim=-1) == 1).all())
+    return [(int(ids.flatten()[0]), claim) for ids in tables][:1]
+
+
+@claimed("dropout rate", place="embedding", advice=_DROPOUT, reason="a stream of which elements are dropped")
+def claimed_embedding_dropout(subject: Subject, claim: float) -> list[Pair]:
+    """Is the claimed share of the embedding dropped in train mode?"""
+    before, after = (planted(subject, train=train).streams[0] for train in (False, True))
+    return [(dropout_rate(before, after, claim), claim)]
+
+
+@claimed("dropout rate of each branch", place="layer", advice=_DROPOUT, reason=_ADDS)
+def claimed_residual_dropout(subject: Subject, claim: float) -> list[Pair]:
+    """Is the claimed share of each branch dropped in train mode?"""
+    found = [list(x.items()) for x in planted(subject).branches()]
+    rates: list[tuple[float, ...]] = [()] * len(found)
+    for place in range(max(map(len, found), default=0)):
+        chosen = {layer: pairs[place] for layer, pairs in enumerate(found) if len(pairs) > place}
+        call = planted(subject, train=True, only={number for number, _ in chosen.values()})
+        added = [after - before for before, after in pairwise(call.streams)]
+        for layer, (number, factor) in chosen.items():
+            branch = call.products[number].planted
+            rate = dropout_rate(factor * branch, added[layer].reshape(branch.shape), claim)
+            rates[layer] += () if rate is None else (rate,)
+    return [(x or None, (claim,) * len(x)) for x in rates]
+
+
+@claimed("eps", place="norm", advice=_NORMS, reason="a norm over the width of the stream", limit=1e-2)
+def claimed_norm_eps(subject: Subject, claim: float) -> list[Pair]:
+    """Does each norm over the width of the stream have the claimed eps?"""
+    return _eps(subject, claim, of_stream=True)
+
+
+@claimed("eps", place="norm", advice=_NORMS, reason="a norm over another width", limit=1e-2)
+def claimed_qk_norm_eps(subject: Subject, claim: float) -> list[Pair]:
+    """Does each norm over another width, such as that of queries and keys, have the claimed eps?"""
+    return _eps(subject, claim, of_stream=False)
+
+
+@claimed(
+    "number of the set of weights of each layer",
+    place="model",
+    advice="Look for copies in place of one module, and for the order of layers.",
+    reason="attention with products of activations and weights",
+)
+def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair]:
+    """Do exactly the claimed layers share their weights?"""
+    call = planted(subject)
+    # Keys or values, the output of attention, and the first product after it.
+    parts = [call.products[max(site.start - 1, 0) : site.start + 2] for site in call.sites]
+    sets = [tuple(x.weight for x in products) for products in parts]
+    return [(tuple(map(sets.index, sets)) or None, tuple(map(claim.index, claim)))]
+
+
+@claimed(
+    "number of experts per token",
+    place="mixture of experts",
+    advice="Look for a k that is not passed on, and for experts that are masked or added twice.",
+    reason="experts that each read a part of the tokens",
+)
+def claimed_experts_per_token(subject: Subject, claim: int) -> list[Pair]:
+    """Does the claimed number of experts process each token?"""
+    counts: list[int | None] = []
+    for _, group in groupby(planted(subject).parts, key=lambda part: part[0]):
+        sizes = [(rows, width) for _, rows, width in group]
+        n = sum(rows for rows, width in sizes if width == sizes[-1][1])  # of the last product of an expert
+        n_tokens = N_ROWS * min(13, subject.spec.max_length or 13)
+        is_known = n % n_tokens == 0 and len({width for _, width in sizes}) > 1
+        counts.append(n // n_tokens if is_known else None)
+    return [(n, claim) for n in counts]
+
+
+@claimed(
+    "sum of the weights of experts",
+    place="layer",
+    advice="Look for weights that are not normalised after the selection, and for a factor applied twice.",
+    reason="a mixture of experts whose result is added to the residual stream without a norm",
+    limit=1e-2,
+)
+def claimed_routing_sum(subject: Subject, claim: float) -> list[Pair]:
+    """Do the weights of the experts of each token have the claimed sum?"""
+    scale = subject.spec.facts.residual_scale
+    wanted = float(claim) * (scale if isinstance(scale, float) else 1.0)
+    one, two = (planted(subject, part=part).streams for part in (0.0, SMALL))
+    pairs: list[Pair] = []
+    for before, after in pairwise((b - a).double() / SMALL for a, b in zip(one, two, strict=True)):
+        added = after - before
+        is_even = (added.amax(dim=-1) - added.amin(dim=-1)).max() <= _UNEVEN * added.abs().max()
+        farthest = max(added.mean(dim=-1).flatten().tolist(), key=lambda x: abs(x - wanted))
+        pairs.append((farthest if is_even and added.any() else None, wanted))
+    return pairs
+
+
+@claimed(
+    "coefficient of the auxiliary loss",
+    place="loss",
+    advice="Look for a coefficient that is applied in the router and in the loss.",
+    reason=f"an auxiliary loss above {_LEAST_LOSS} / coefficient",
+    limit=1e-2,
+)
+def claimed_router_loss(subject: Subject, claim: float) -> list[Pair]:
+    """Does the model's own loss contain the auxiliary loss times the claimed coefficient?"""
+    terms = loss_terms(subject)
+    if isinstance(terms, str):
+        raise UnmeasuredError(terms)
+    _, added, auxiliary, _ = terms
+    return [(added / auxiliary if abs(claim * auxiliary) > _LEAST_LOSS else None, claim)]
+
+
+def _head(call: Planted) -> float | None:
+    """Return the factor between the last product and the logits (B, T, V)."""
+    if not call.products or call.logits.numel() != call.products[-1].planted.numel():
+        return None
+    last = call.products[-1].planted
+    found = fitted(call.logits.reshape(last.shape), [last])
+    return None if found is None else found[0]
+
+
+def _eps(subject: Subject, claim: float, *, of_stream: bool) -> list[Pair]:
+    call = planted(subject)
+    C = call.streams[0].shape[-1]
+    leaves = [x for x in call.leaves if is_named_norm(x.module) and isinstance(x.output, Tensor)]
+    norms = {x.module: x.output.shape[-1] for x in leaves if (x.output.shape[-1] == C) == of_stream}
+    return [(_measured_eps(module, width, claim), claim) for module, width in norms.items()]
+
+
+@torch.no_grad()
+def _measured_eps(norm: nn.Module, C: int, claim: float) -> float | None:
+    """Return eps of x / sqrt(mean square + eps), from the size of outputs for vectors of three sizes."""
+    x = torch.randn(1, _N_VECTORS, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x - x.mean(dim=-1, keepdim=True)
+    x = (x / x.square().mean(dim=-1, keepdim=True).sqrt()).to(dtype_of(norm))
+    sizes = (math.sqrt(claim), 3 * math.sqrt(claim), 1e3)
+    try:
+        found = [float((norm(x * size) - norm(0 * x)).double().square().mean().sqrt()) for size in sizes]
+    except refusals():
+        return None
+    if not min(found) > 0:
+        return None
+    one, two = (size**2 * ((found[2] / y) ** 2 - 1) for size, y in zip(sizes[:2], found[:2], strict=True))
+    return one if abs(one - two) <= _SAME_EPS * max(one, two) else None

@@ -1,0 +1,93 @@
+"""Claimed: checks that compare measured constants of a model with those of ModelSpec.facts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from stackwise.checks.check import check
+from stackwise.checks.result import CheckResult
+from stackwise.checks.subject import Subject
+
+__all__ = ["UnmeasuredError", "claimed", "each"]
+
+# Measured value and claim of one place. A measured value of None: not measured.
+Pair = tuple[Any, Any]
+
+
+class UnmeasuredError(Exception):
+    """A model that does not allow a measurement, with the reason."""
+
+
+def claimed(
+    name: str, *, place: str, advice: str, reason: str, limit: float = 1e-3
+) -> Callable[[Callable[[Subject, Any], Sequence[Pair]]], Callable[[Subject], CheckResult]]:
+    """Add a check of the fact that the function `claimed_<fact>` measures, given its claim.
+
+    Args:
+        name: noun phrase for the value.
+        place: noun for a place, such as "attention".
+        advice: likely causes of another value.
+        reason: property of the places that can be measured.
+        limit: largest relative difference.
+    """
+
+    def decorate(measure: Callable[[Subject, Any], Sequence[Pair]]) -> Callable[[Subject], CheckResult]:
+        fact = measure.__name__.removeprefix("claimed_")
+
+        @wraps(measure)
+        def compare(subject: Subject) -> CheckResult:
+            claim = getattr(subject.spec.facts, fact)
+            if claim is None:
+                return subject.not_applicable(f"needs {fact} in ModelSpec.facts, or a configuration with it")
+            try:
+                pairs = measure(subject, claim)
+            except UnmeasuredError as error:
+                return subject.not_applicable(str(error))
+            seen = [(i, *pair) for i, pair in enumerate(pairs) if pair[0] is not None]
+            if not seen:
+                return subject.not_applicable(f"needs {reason}")
+            gap, i, value, wanted = max((_gap(value, wanted), i, value, wanted) for i, value, wanted in seen)
+            if gap > limit:
+                return subject.failed(
+                    gap,
+                    limit,
+                    where=f"{place} {i + 1} of {len(pairs)}",
+                    meaning=f"The {name} is {_text(value)}, and {_text(wanted)} is claimed.",
+                    advice=advice,
+                )
+            return subject.passed(gap, limit, meaning=f"{len(seen)} of {len(pairs)} places were measured.")
+
+        return check(compare)
+
+    return decorate
+
+
+def each(claim: Any, n: int) -> tuple[Any, ...]:
+    """Return the claim of each of n places.
+
+    Raises:
+        UnmeasuredError: the claim has another number of values.
+    """
+    claims = claim if isinstance(claim, tuple) else (claim,) * n
+    if len(claims) != n:
+        raise UnmeasuredError(f"needs one place for each claimed value: {len(claims)} claimed, {n} seen")
+    return claims
+
+
+def _gap(value: Any, claim: Any) -> float:
+    """Return the relative difference. Of tuples, the largest one. Integers are equal, or differ by inf."""
+    if isinstance(claim, tuple):
+        pairs = list(zip(value, claim, strict=False))
+        return max(map(_gap, *zip(*pairs, strict=True))) if len(value) == len(claim) else math.inf
+    if value == claim:
+        return 0.0
+    return abs(value / claim - 1) if claim and isinstance(value, float) else math.inf
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

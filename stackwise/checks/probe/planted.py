@@ -1,0 +1,276 @@
+"""Planted: a call of a model in which random values replace each product of activations and a weight.
+
+All queries and keys then have known sizes, and each branch adds a known vector to the residual stream. So
+the factors that a model applies to them are measured in any code. A dispatch mode sees the operations.
+
+Shapes: B batch, T positions, C width, N batch times heads, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stackwise.checks.probe.call import real_inputs, refusals
+from stackwise.checks.probe.claimed import UnmeasuredError
+from stackwise.checks.probe.layers import residual_stream
+from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
+from stackwise.checks.subject import Subject
+
+__all__ = ["N_ROWS", "SMALL", "Planted", "Site", "fitted", "planted"]
+
+N_ROWS = 4
+_LENGTH = 13  # unlikely to be a head size or a number of heads
+# Small enough that soft caps are linear, and large enough for the eps of norms.
+SMALL = 0.1
+_MASKED = -1e3
+# Largest part of a fitted tensor that may be unexplained. Some models compute parts in float32.
+_MISFIT = 1e-4
+_MOST = 20_000  # elements in a fit
+
+
+@dataclass
+class Site:
+    """Attention of one layer.
+
+    Attributes:
+        queries, keys: operands (N, T, D) of the product of scores.
+        scores: input of the softmax (N, T, T).
+        weights: output of the softmax (N, T, T).
+        start: number of products before the scores.
+        used: weights that are multiplied by values, after dropout. None: not seen.
+        values: (N, T, D), or None.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    scores: Tensor
+    weights: Tensor
+    start: int
+    used: Tensor | None = None
+    values: Tensor | None = None
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """(N, T, T): True if the query reads the key."""
+        return self.scores.isfinite() & (self.scores > _MASKED) & (self.weights > 0)
+
+    @cached_property
+    def factor(self) -> float | None:
+        """Factor between products of queries and keys, and scores. None: scores are no such products."""
+        if len(self.queries) % N_ROWS:
+            return None
+        visible = by_row(self.visible).all(dim=0)
+        products, scores = (by_row(x)[:, visible] for x in (self.queries @ self.keys.mT, self.scores))
+        found = fitted(scores, [products])
+        return None if found is None else found[0]
+
+    @property
+    def size(self) -> float | None:
+        """RMS of queries times RMS of keys, or None if it differs between positions."""
+        sizes = [x.square().mean(dim=-1).sqrt() for x in (self.queries, self.keys)]
+        is_even = all(x.max() <= x.min() * (1 + _MISFIT) for x in sizes)
+        return float(sizes[0].mean() * sizes[1].mean()) if is_even else None
+
+
+@dataclass
+class Product:
+    """Product of activations and a weight.
+
+    Attributes:
+        inputs: activations.
+        weight: address of the weight.
+        planted: values (B * T, width) that replace the result.
+    """
+
+    inputs: Tensor
+    weight: int
+    planted: Tensor
+
+
+@dataclass
+class Planted:
+    """Call with planted products.
+
+    Attributes:
+        inputs: inputs of the model.
+        sites: attention of each layer, in the order of calls.
+        products: products of all B * T vectors with a weight, in the order of calls.
+        parts: for each product of a part of the tokens, as in experts: the number of earlier products of all
+            tokens, the number of its vectors, and their width.
+        lookups: indices and results of all embeddings.
+        leaves: calls of modules without submodules.
+        found: residual stream (B, T, C) before the first layer and after each layer, or [].
+        logits: logits.
+    """
+
+    inputs: Tensor
+    sites: list[Site] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    leaves: list[RecordedCall] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def streams(self) -> list[Tensor]:
+        """Residual stream before the first layer and after each layer.
+
+        Raises:
+            UnmeasuredError: no layers were found.
+        """
+        if not self.found:
+            raise UnmeasuredError("needs layers of one type that run one after the other")
+        return self.found
+
+    def branches(self) -> list[dict[int, float]]:
+        """Return, for each layer, the products that it adds to the residual stream, and their factors.
+
+        {}: the layer is no sum of the stream and products, as if a norm follows.
+        """
+        before, *later = (x.reshape(-1, x.shape[-1]) for x in self.streams)
+        numbers = [i for i, each in enumerate(self.products) if each.planted.shape == before.shape]
+        added = []
+        for after in later:
+            factors = fitted(after, [before, *(self.products[i].planted for i in numbers)]) or [0.0]
+            added.append({i: x for i, x in zip(numbers, factors[1:], strict=False) if abs(x) > 1e-6})
+            before = after
+        return added
+
+
+def planted(
+    subject: Subject,
+    amplitude: float = SMALL,
+    *,
+    even: bool = False,
+    length: int = _LENGTH,
+    train: bool = False,
+    only: Collection[int] | None = None,
+    part: float = 0.0,
+) -> Planted:
+    """Return a call with planted products.
+
+    Args:
+        subject: the model.
+        amplitude: size of the planted values.
+        even: all vectors have this size. Otherwise, some are larger, so that a norm shows.
+        length: number of positions, within the limit of the model.
+        train: call the model in train mode.
+        only: numbers of the products that are planted. The other ones are 0. None: all.
+        part: value of each product of a part of the tokens.
+
+    Raises:
+        UnmeasuredError: the model does not run.
+    """
+    length = min(length, subject.spec.max_length or length)
+    for dtype in (torch.float64, torch.float32):  # some kernels for mixtures of experts have no float64
+        model = subject.model(dtype=dtype, train=train)
+        call = Planted(real_inputs(subject, N_ROWS, length, model=model))
+        mode = _Plant(call, length, amplitude, even, only, part, subject.seed)
+
+        def run(model: Any = model, call: Planted = call, mode: Any = mode) -> None:
+            with mode:
+                call.logits = subject.spec.logits(model, call.inputs)
+
+        is_leaf = lambda _, module: not any(True for _ in module.children())  # noqa: E731
+        record = partial(recorded_calls, model, run, is_leaf)
+        try:
+            # Without gradients, torch's layers take a fused path without a visible softmax.
+            with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]):
+                stream = residual_stream(model, lambda: call.leaves.extend(record()))  # noqa: B023
+        except refusals():
+            continue
+        call.logits = call.logits.detach()
+        call.found = [] if stream is None else [x.detach() for x in (stream.first, *stream.after)]
+        return call
+    raise UnmeasuredError("needs a model that runs with planted activations")
+
+
+def by_row(x: Tensor) -> Tensor:
+    """Return a tensor (N, ...) as (B, H, ...)."""
+    return x.reshape(N_ROWS, -1, *x.shape[1:])
+
+
+def fitted(target: Tensor, columns: list[Tensor]) -> list[float] | None:
+    """Return the factors with which columns (n, ...) and a constant (...) add up to a target (n, ...).
+
+    None: they do not.
+    """
+    n = len(target)
+    flat = [x.detach().double().reshape(n, -1) for x in (target, *columns)]
+    if any(x.shape != flat[0].shape for x in flat):
+        return None
+    wanted, *parts = ((x - x.mean(dim=0)).flatten()[:_MOST] for x in flat)
+    matrix = torch.stack(parts, dim=1)
+    if not (wanted.isfinite().all() and matrix.isfinite().all() and wanted.any()):
+        return None
+    solution = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution
+    is_explained = (matrix @ solution - wanted).norm() <= _MISFIT * wanted.norm()
+    return [float(x) for x in solution] if is_explained else None
+
+
+class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replace and record products. See `planted`."""
+
+    def __init__(
+        self,
+        call: Planted,
+        length: int,
+        amplitude: float,
+        even: bool,
+        only: Collection[int] | None,
+        part: float,
+        seed: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call, self.length, self.amplitude, self.even = call, length, amplitude, even
+        self.only, self.part = only, part
+        self.generator = torch.Generator().manual_seed(seed)
+        self.operands: tuple[Tensor, Tensor] | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "_grouped_mm") and output.is_floating_point():
+            if name == "_grouped_mm" or len(output) != N_ROWS * self.length:
+                output.fill_(self.part)
+                self.call.parts.append((len(self.call.products), *output.shape))
+            else:
+                self._plant(args[-2], args[-1], output)
+        elif name in ("bmm", "baddbmm"):
+            self._multiply(args[-2], args[-1], output)
+        elif name in ("_softmax", "_safe_softmax") and self.operands is not None:
+            self._score(self.operands, args[0], output)
+        elif name == "embedding":
+            self.call.lookups.append((args[1], output.detach().clone()))
+        return output
+
+    def _plant(self, inputs: Tensor, weight: Tensor, output: Tensor) -> None:
+        signs = torch.randint(2, output.shape, generator=self.generator) * 2 - 1
+        sizes = self.amplitude * (1 + torch.rand(len(output), 1, generator=self.generator) * (not self.even))
+        is_planted = self.only is None or len(self.call.products) in self.only
+        output.copy_(signs * sizes * is_planted)
+        tensors = (x.detach().clone() for x in (inputs, output))
+        self.call.products.append(Product(next(tensors), weight.data_ptr(), next(tensors)))
+
+    def _multiply(self, one: Tensor, two: Tensor, output: Tensor) -> None:
+        if output.shape[-2:] == (self.length, self.length):
+            self.operands = one.detach().clone(), two.detach().mT.clone()
+        elif self.call.sites and one.shape == self.call.sites[-1].weights.shape:
+            site = self.call.sites[-1]
+            site.used, site.values = one.detach().clone(), two.detach().clone()
+
+    def _score(self, operands: tuple[Tensor, Tensor], scores: Tensor, weights: Tensor) -> None:
+        shape = (len(operands[0]), self.length, self.length)
+        if scores.shape[-2:] == shape[1:] and scores.numel() == weights.numel() == shape[0] * shape[1] ** 2:
+            of_site = (x.detach().reshape(shape).clone() for x in (scores, weights))
+            self.call.sites.append(Site(*operands, next(of_site), next(of_site), len(self.call.products)))
+            self.operands = None

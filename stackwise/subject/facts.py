@@ -1,0 +1,207 @@
+"""Facts: constants of a model, as its author or its configuration states them.
+
+A wrong constant changes a model in the same way in every call, so that only a stated value shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stackwise.support.arguments import check_number, check_sizes, require
+
+__all__ = ["Facts", "alibi_slopes", "facts_in"]
+
+_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+_COUNTS = {"key_heads": 1, "position_offset": 0, "experts_per_token": 1}  # fact -> smallest value
+_TUPLES = {"windows": 1, "block_weights": 0}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Constants of a model. None: no claim.
+
+    Attributes:
+        attention_scale: factor between q k^T and the scores, for q and k as projections (or norms of RMS 1)
+            return them. A tuple has one for each layer.
+        attention_cap: c of scores c * tanh(score / c).
+        alibi_slopes: for each head, the decrease of a score per position of distance.
+        key_heads: number of key heads. Consecutive query heads share a key head.
+        embedding_scale: factor of the token embedding.
+        residual_scale: factor of each branch that is added to the residual stream. A tuple has one for each
+            layer.
+        logit_scale: factor of the logits, or of the input of the head.
+        logit_cap: c of logits c * tanh(logit / c).
+        position_offset: row of the first position in the table of positions.
+        windows: for each layer, the number of positions that a query reads, with its own. None: all.
+        embedding_dropout, attention_dropout, residual_dropout: dropout rate of the embedding, the attention
+            weights, and the branches.
+        initial_std: pattern of names of parameters, such as "*.q_proj.weight" -> standard deviation.
+        norm_eps: eps of norms over the width of the residual stream.
+        qk_norm_eps: eps of norms over other widths, such as those of queries and keys.
+        block_weights: for each layer, the number of its set of weights: (0, 0, 1, 1) if neighbours share.
+        experts_per_token: number of experts that process each token.
+        routing_sum: sum of the weights of the experts of a token.
+        router_loss: coefficient of the auxiliary loss in the model's own loss.
+    """
+
+    attention_scale: float | tuple[float, ...] | None = None
+    attention_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    key_heads: int | None = None
+    embedding_scale: float | None = None
+    residual_scale: float | tuple[float, ...] | None = None
+    logit_scale: float | None = None
+    logit_cap: float | None = None
+    position_offset: int | None = None
+    windows: tuple[int | None, ...] | None = None
+    embedding_dropout: float | None = None
+    attention_dropout: float | None = None
+    residual_dropout: float | None = None
+    initial_std: Mapping[str, float] | None = None
+    norm_eps: float | None = None
+    qk_norm_eps: float | None = None
+    block_weights: tuple[int, ...] | None = None
+    experts_per_token: int | None = None
+    routing_sum: float | None = None
+    router_loss: float | None = None
+
+    def __post_init__(self) -> None:
+        for fact, value in vars(self).items():
+            if value is None:
+                continue
+            if fact in _COUNTS:
+                check_sizes(_COUNTS[fact], **{fact: value})
+            elif fact in _TUPLES:
+                least = _TUPLES[fact]
+                sizes = [x for x in value if x is not None] if isinstance(value, tuple) else [-1]
+                is_valid = bool(sizes) and all(type(x) is int and x >= least for x in sizes)
+                require(is_valid, fact, value, f"a tuple of integers >= {least}")
+            elif fact in _DROPOUTS:
+                check_number(fact, value, "a number >= 0 and < 1", lambda rate: 0 <= rate < 1)
+            else:
+                self._check_positive(fact, value)
+
+    def _check_positive(self, fact: str, value: Any) -> None:
+        is_allowed = {"alibi_slopes": isinstance(value, tuple), "initial_std": isinstance(value, Mapping)}
+        require(
+            is_allowed.get(fact, True) and value not in ((), {}),
+            fact,
+            value,
+            "a tuple, or a dict of patterns",
+        )
+        several = value.values() if fact == "initial_std" else value if isinstance(value, tuple) else (value,)
+        for number in several:
+            check_number(fact, number, "finite numbers > 0", lambda number: number > 0)
+
+
+def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """Return the slopes of ALiBi (arXiv:2108.12409) for a number of heads."""
+    n = 2 ** math.ceil(math.log2(n_heads))
+    slopes = [2 ** (-max_bias * (i + 1) / n) for i in range(n)]
+    return tuple(slopes if n == n_heads else (slopes[1::2] + slopes[::2])[:n_heads])
+
+
+def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
+    """Return the facts that the configuration of a model of transformers states, and the key of each."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
+        return Facts(), {}
+    config = config.get_text_config()
+    found: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for fact, names, read in _ROWS:
+        for key in names.split():
+            value = getattr(config, key, None)
+            stated = None if fact in found or value is None else read(value, config)
+            if stated is not None:
+                found[fact], keys[fact] = stated, key
+    std = getattr(config, "initializer_range", None)
+    if isinstance(std, float) and any(name.endswith(_QUERIES[1:]) for name, _ in model.named_parameters()):
+        found["initial_std"], keys["initial_std"] = {_QUERIES: std}, "initializer_range"
+    return Facts(**found), keys
+
+
+def _number(value: Any, _: Any) -> Any:
+    return value if type(value) in (int, float) and value > 0 else None
+
+
+def _rate(value: Any, _: Any) -> Any:
+    return float(value) if type(value) in (int, float) and 0 <= value < 1 else None
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _scale_of_gpt2(is_scaled: bool, config: Any) -> float | tuple[float, ...]:
+    scale = _head_dim(config) ** -0.5 if is_scaled else 1.0
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        return tuple(scale / (layer + 1) for layer in range(config.num_hidden_layers))
+    return scale
+
+
+def _key_heads(value: Any, config: Any) -> int | None:
+    # These share heads in another way, or ignore the key.
+    if config.model_type in ("diffllama", "inkling_text", "jetmoe", "mimo_v2_flash", "whisper", "zaya"):
+        return None
+    if value is True:  # multi_query
+        return None if getattr(config, "new_decoder_architecture", False) else 1
+    return value if type(value) is int else None
+
+
+def _windows(window: Any, config: Any) -> tuple[int | None, ...] | None:
+    sizes = {"full_attention": None, "sliding_attention": window}
+    types = getattr(config, "layer_types", None) or ()
+    is_known = type(window) is int and all(x in sizes for x in types) and "sliding_attention" in types
+    return tuple(sizes[x] for x in types) if is_known else None
+
+
+def _slopes(kind: str, config: Any) -> tuple[float, ...] | None:
+    n_heads = getattr(config, "num_attention_heads", None) or 1
+    if kind == "bloom":
+        return alibi_slopes(n_heads)
+    if kind == "mpt" and config.attn_config.alibi:
+        return alibi_slopes(n_heads, config.attn_config.alibi_bias_max)
+    if kind == "falcon" and config.alibi:  # scores and biases are scaled together
+        return tuple(x * _head_dim(config) ** -0.5 for x in alibi_slopes(n_heads))
+    return None
+
+
+def _offset(kind: str, config: Any) -> int | None:
+    if kind in ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl"):
+        return None if config.pad_token_id is None else int(config.pad_token_id) + 1
+    return {"opt": 2, "bart": 2, "mbart": 2, "biogpt": 2, "gpt2": 0, "bert": 0}.get(kind)
+
+
+def _routing_sum(is_normalised: Any, config: Any) -> float | None:
+    return float(getattr(config, "routed_scaling_factor", None) or 1.0) if is_normalised is True else None
+
+
+_QUERIES = "*.q_proj.weight"
+# (fact, keys of a configuration, (value, configuration) -> value of the fact, or None)
+_ROWS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
+    ("attention_scale", "query_pre_attn_scalar", lambda value, _: value**-0.5),
+    ("attention_scale", "attention_multiplier", _number),
+    ("attention_scale", "scale_attn_weights", _scale_of_gpt2),
+    ("attention_cap", "attn_logit_softcapping", _number),
+    ("alibi_slopes", "model_type", _slopes),
+    ("key_heads", "multi_query num_key_value_heads num_kv_heads", _key_heads),
+    ("embedding_scale", "embedding_multiplier", _number),
+    ("embedding_scale", "scale_embedding", lambda value, config: config.hidden_size**0.5 if value else None),
+    ("residual_scale", "residual_multiplier", _number),
+    ("logit_scale", "logits_scaling", lambda value, _: 1 / value),
+    ("logit_scale", "logit_scale lm_head_multiplier", _number),
+    ("logit_cap", "final_logit_softcapping", _number),
+    ("position_offset", "model_type", _offset),
+    ("windows", "sliding_window", _windows),
+    ("embedding_dropout", "embd_pdrop", _rate),
+    ("attention_dropout", "attention_dropout attn_pdrop attention_probs_dropout_prob", _rate),
+    ("residual_dropout", "resid_pdrop residual_dropout hidden_dropout", _rate),
+    ("norm_eps", "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon", _number),
+    ("experts_per_token", "num_experts_per_tok num_experts_per_token", _number),
+    ("routing_sum", "norm_topk_prob", _routing_sum),
+    ("router_loss", "router_aux_loss_coef", _number),
+)

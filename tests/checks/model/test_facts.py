@@ -1,0 +1,186 @@
+"""Facts: constants that a model does not have are found, and unknown ones are not compared."""
+
+import pytest
+import torch
+from torch import nn
+
+from stackwise.checks import check_model
+from stackwise.subject.facts import Facts, alibi_slopes, facts_in
+from stackwise.subject.spec import ModelSpec
+from tests.zoo.declared_facts import STATED, Stated
+from tests.zoo.gpt import GPT, spec_of
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TYPES = ["sliding_attention", "full_attention"]
+BASES = {
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": TYPES},
+    "granite": {"num_key_value_heads": 2, "attention_multiplier": 0.25},
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_positions": 64},
+    "roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 24},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
+    "gpt_bigcode": {"multi_query": False, "n_positions": 64},
+}
+# (type of model, fact, key that differs from the one of the built model, its value)
+CHANGED = [
+    ("gemma2", "attention_scale", "query_pre_attn_scalar", 32),
+    ("gemma2", "attention_cap", "attn_logit_softcapping", 30.0),
+    ("gemma2", "logit_cap", "final_logit_softcapping", 20.0),
+    ("gemma2", "windows", "layer_types", TYPES[::-1]),
+    ("gemma2", "windows", "sliding_window", 7),
+    ("granite", "attention_scale", "attention_multiplier", 0.125),
+    ("granite", "embedding_scale", "embedding_multiplier", 12.0),
+    ("granite", "residual_scale", "residual_multiplier", 0.2),
+    ("granite", "logit_scale", "logits_scaling", 8.0),
+    ("gpt2", "attention_scale", "scale_attn_weights", False),
+    ("gpt2", "attention_scale", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "embedding_dropout", "embd_pdrop", 0.2),
+    ("gpt2", "attention_dropout", "attn_pdrop", 0.0),
+    ("gpt2", "residual_dropout", "resid_pdrop", 0.05),
+    ("gpt2", "norm_eps", "layer_norm_epsilon", 1e-6),
+    ("llama", "norm_eps", "rms_norm_eps", 1e-5),
+    ("llama", "key_heads", "num_key_value_heads", 1),
+    ("llama", "attention_dropout", "attention_dropout", 0.1),
+    ("llama", "initial_std", "initializer_range", 0.03),
+    ("mpt", "alibi_slopes", "attn_config", {"alibi_bias_max": 16}),
+    ("falcon", "alibi_slopes", "alibi", True),
+    ("gpt_neox", "residual_dropout", "hidden_dropout", 0.3),
+    ("roberta", "position_offset", "pad_token_id", 3),
+    ("cohere", "logit_scale", "logit_scale", 0.5),
+    ("mixtral", "experts_per_token", "num_experts_per_tok", 1),
+    ("mixtral", "router_loss", "router_aux_loss_coef", 0.02),
+    ("qwen3_moe", "routing_sum", "norm_topk_prob", True),
+    ("xglm", "embedding_scale", "scale_embedding", True),
+    ("gpt_bigcode", "key_heads", "multi_query", True),
+]
+
+
+def ask(spec, fact):
+    [result] = check_model(spec, checks=[f"claimed_{fact}"])
+    return result
+
+
+def factory(kind, **changed):
+    transformers = pytest.importorskip("transformers")
+    settings = {**SIZES, **BASES.get(kind, {}), **changed}
+    if kind == "xglm":
+        settings = {"scale_embedding": False, **settings}
+        del settings["hidden_size"]
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+
+
+def spec_with(build, stated):
+    """Return the spec of a model with the facts of another one."""
+    more = {"max_length": 60, "facts": facts_in(stated())[0]}
+    if getattr(build().config, "router_aux_loss_coef", None):
+        return ModelSpec.of(build, **more)
+    return ModelSpec(build, "model", "tokens", SIZES["vocab_size"], causal=True, **more)
+
+
+@pytest.mark.parametrize(("kind", "fact", "key", "value"), CHANGED)
+def test_configuration_that_the_model_ignores_fails(kind, fact, key, value):
+    result = ask(spec_with(factory(kind), factory(kind, **{key: value})), fact)
+
+    assert result.status == "failed", result
+
+
+@pytest.mark.parametrize(("kind", "fact", "key", "value"), CHANGED)
+def test_configuration_that_the_model_follows_passes(kind, fact, key, value):
+    if kind == "mpt":
+        pytest.skip("MptModel ignores alibi_bias_max")
+    build = factory(kind, **{key: value})
+
+    assert ask(spec_with(build, build), fact).status == "passed"
+
+
+def test_notes_name_the_key_of_each_fact():
+    spec = ModelSpec.of(factory("granite"))
+
+    assert spec.facts.attention_scale == 0.25
+    assert "attention_scale (attention_multiplier)" in spec.notes
+
+
+@pytest.mark.parametrize("fact", STATED)
+def test_model_without_a_claim_is_not_compared(fact):
+    result = ask(spec_of(Stated, max_length=60), fact)
+
+    assert result.meaning == f"needs {fact} in ModelSpec.facts, or a configuration with it"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"attention_scale": -1.0}, "attention_scale: got -1.0; allowed: finite numbers > 0"),
+        ({"attention_dropout": 1.0}, "attention_dropout: got 1.0; allowed: a number >= 0 and < 1"),
+        ({"alibi_slopes": 0.5}, "alibi_slopes: got 0.5; allowed: a tuple"),
+        ({"initial_std": {"*": -0.1}}, "initial_std: got -0.1"),
+        ({"key_heads": 0}, "key_heads: got 0; allowed: an integer >= 1"),
+        ({"windows": (0, None)}, r"windows: got \(0, None\); allowed: a tuple of integers >= 1"),
+        ({"block_weights": 2}, "block_weights: got 2; allowed: a tuple of integers >= 0"),
+    ],
+)
+def test_invalid_facts_are_refused(given, error):
+    with pytest.raises(ValueError, match=error):
+        Facts(**given)
+
+
+def test_facts_of_another_type_are_refused():
+    with pytest.raises(ValueError, match=r"facts: got \{\}"):
+        ModelSpec.of(GPT, facts={})
+
+
+@pytest.mark.parametrize(
+    ("facts", "error"),
+    [
+        (Facts(initial_std={"*.query": 0.1}), "initial_std: got '*.query'; allowed: a pattern of names"),
+        (Facts(alibi_slopes=(0.5,)), "alibi_slopes: got (0.5,); allowed: a tuple of 4 numbers"),
+        (Facts(key_heads=3), "key_heads: got 3; allowed: a divisor of the number of heads, 4"),
+    ],
+)
+def test_facts_that_do_not_fit_the_model_are_errors(facts, error):
+    [fact] = [name for name, value in vars(facts).items() if value is not None]
+    result = ask(spec_of(Stated, max_length=60, facts=facts), fact)
+
+    assert result.status == "error"
+    assert error in result.meaning
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(61, 32), nn.GRU(32, 32, 2), nn.Linear(32, 61)
+
+    def forward(self, ids):
+        return self.head(self.layer(self.embedding(ids).mT.mT)[0])
+
+
+@pytest.mark.parametrize("fact", sorted(STATED.keys() - {"initial_std", "logit_cap"}))
+def test_model_without_such_a_part_is_not_compared(fact):
+    facts = Facts(**{fact: STATED[fact][1]})
+    result = ask(ModelSpec(Recurrent, "recurrent", "tokens", 61, facts=facts), fact)
+
+    assert result.status == "not applicable", result
+
+
+def test_layers_that_are_not_measured_are_counted():
+    class Partly(Stated):
+        def softmax(self, scores):
+            return scores.softmax(dim=-1) if self.index else scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+    result = ask(spec_of(Partly, max_length=60, facts=Facts(attention_dropout=0.0)), "attention_dropout")
+
+    assert result.status == "passed"
+    assert result.meaning == "1 of 1 places were measured."
+
+
+@pytest.mark.parametrize("n_heads", [2, 4, 8, 12])
+def test_alibi_slopes_are_those_of_transformers(n_heads):
+    modeling = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    bias = modeling.build_alibi_tensor(torch.ones(1, 3), n_heads, torch.float64)
+
+    torch.testing.assert_close(torch.tensor(alibi_slopes(n_heads)), bias[:, 0, 1].float())

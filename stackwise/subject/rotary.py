@@ -33,7 +33,8 @@ class RotaryClaim:
         original_length: original length of the context, for "llama3" and "yarn".
         low, high: for "llama3", factors of the lowest and highest wavelength between which frequencies are
             interpolated. For "yarn", numbers of rotations in the original context (beta_slow and beta_fast).
-        attention_factor: factor of rotated queries and keys, such as mscale of "yarn".
+        attention_factor: factor of rotated queries and keys, such as mscale of "yarn". None: 1, or no claim
+            for "yarn".
         layout: "halves" (element i is rotated with i + dim / 2), "interleaved" (with its neighbour), or None.
     """
 
@@ -44,11 +45,13 @@ class RotaryClaim:
     original_length: int = 8192
     low: float = 1.0
     high: float = 4.0
-    attention_factor: float = 1.0
+    attention_factor: float | None = None
     layout: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("theta", "factor", "low", "high", "attention_factor"):
+            if name == "attention_factor" and self.attention_factor is None:
+                continue
             check_number(name, getattr(self, name), "a finite number > 0", lambda number: number > 0)
         check_choice("kind", self.kind, _KINDS)
         check_choice("layout", self.layout or "halves", ("halves", "interleaved"))
@@ -88,6 +91,7 @@ class RotaryClaim:
 
     def __str__(self) -> str:
         parts = [f"theta {self.theta:g}"]
+        parts += [self.layout] if self.layout is not None else []
         parts += [f"{self.dim} elements"] if self.dim is not None else []
         parts += [f"{self.kind} scaling by {self.factor:g}"] if self.kind != "default" else []
         return ", ".join(parts)

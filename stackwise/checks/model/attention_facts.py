@@ -28,11 +28,10 @@ def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) 
     """Are scores q k^T times the claimed factor?"""
     one, two = (planted(subject, size, even=True).sites for size in (SMALL, 2 * SMALL))
     # The attention factor of a rotary embedding is part of queries and keys.
-    factors = {rotary.attention_factor**2 for rotary in subject.spec.rotary} or {1.0}
-    if len(factors) > 1:
-        raise UnmeasuredError("needs rotary embeddings with one attention factor")
-    factor = factors.pop()
-    claims = [float(x) * factor for x in each(claim, len(one))]
+    factors = {x.attention_factor or (0.0 if x.kind == "yarn" else 1.0) for x in subject.spec.rotary} or {1.0}
+    if len(factors) > 1 or 0.0 in factors:
+        raise UnmeasuredError("needs one attention_factor in ModelSpec.rotary")
+    claims = [float(x) * min(factors) ** 2 for x in each(claim, len(one))]
     is_trained = subject.spec.trained
     return [(_scale(*pair, is_trained=is_trained), pair[2]) for pair in zip(one, two, claims, strict=True)]
 

@@ -19,6 +19,8 @@ from stackwise.subject.rotary import RotaryClaim
 _LIMIT = 1e-4
 # Absolute error of an angle if the rotation is computed in float32.
 _ROUNDING = 1e-7
+# Angle per position above which values are rotated. The largest one of a rotary embedding is 1.
+_TURNED = 0.1
 
 
 @check
@@ -28,12 +30,20 @@ def rotary_frequencies(subject: Subject) -> CheckResult:
     if not claims:
         return subject.not_applicable("needs ModelSpec.rotary, or a configuration that states it")
     seen = rotations_of(subject)
-    rotated = [pair for pair in seen if all(each.is_pure and len(each.frequencies) for each in pair)]
+    rotated = [each for each in seen if all(one.is_pure and len(one.frequencies) for one in each[:2])]
     if not rotated:
         return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
     worst = 0.0
-    for number, pair in enumerate(rotated, start=1):
-        for name, rotation in zip(("queries", "keys"), pair, strict=True):
+    for number, operands in enumerate(rotated, start=1):
+        if any(values.is_pure and bool((values.frequencies > _TURNED).any()) for values in operands[2:]):
+            return subject.failed(
+                float(operands[2].frequencies[0]),
+                _TURNED,
+                where=f"values of attention {number} of {len(rotated)}",
+                meaning="Values depend on the position, although all tokens are equal.",
+                advice="Rotate queries and keys only.",
+            )
+        for name, rotation in zip(("queries", "keys"), operands, strict=False):
             claim = min(claims, key=lambda each: _gap(rotation, each))
             gap = _gap(rotation, claim)
             if gap > _LIMIT:
@@ -55,7 +65,12 @@ def _wanted(rotation: Rotation, claim: RotaryClaim) -> Tensor:
 
 
 def _gap(rotation: Rotation, claim: RotaryClaim) -> float:
-    """Return the largest relative difference of a frequency, above rounding. inf: another number of pairs."""
+    """Return the largest relative difference of a frequency, above rounding.
+
+    inf: another number of pairs, or another layout.
+    """
+    if claim.layout and rotation.layout and claim.layout != rotation.layout:
+        return math.inf
     wanted = _wanted(rotation, claim)
     n = int((wanted > rotation.least).sum())
     if not n <= len(rotation.frequencies) <= len(wanted):
@@ -66,6 +81,8 @@ def _gap(rotation: Rotation, claim: RotaryClaim) -> float:
 
 def _text(rotation: Rotation, claim: RotaryClaim) -> str:
     found, wanted = rotation.frequencies, _wanted(rotation, claim)
+    if claim.layout and rotation.layout and claim.layout != rotation.layout:
+        return f"The pairs are {rotation.layout}, and {claim.layout} pairs are claimed ({claim})."
     if _gap(rotation, claim) == math.inf:
         return (
             f"{2 * len(found)} of the {rotation.head_dim} elements of a head are rotated, and "

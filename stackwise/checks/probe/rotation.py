@@ -40,16 +40,18 @@ class Rotation:
         head_dim: D.
         is_pure: True if each pair of elements is only rotated.
         least: smallest frequency that can be measured in the dtype of the model.
+        layout: "halves" or "interleaved" pairs. "": unknown.
     """
 
     frequencies: Tensor
     head_dim: int
     is_pure: bool
     least: float
+    layout: str = ""
 
 
-def rotations_of(subject: Subject) -> list[tuple[Rotation, Rotation]]:
-    """Return the rotations of the queries and of the keys of each product of attention, in order.
+def rotations_of(subject: Subject) -> list[tuple[Rotation, ...]]:
+    """Return the rotations of queries, keys and, if they are seen, values of each attention, in order.
 
     []: the model does not run with a sequence of equal tokens.
     """
@@ -64,7 +66,7 @@ def rotations_of(subject: Subject) -> list[tuple[Rotation, Rotation]]:
                 subject.spec.logits(model, inputs)
         except refusals():
             continue
-        return [(rotation_of(queries), rotation_of(keys)) for queries, keys in mode.seen]
+        return [tuple(rotation_of(x) for x in operands) for operands in mode.seen]
     return []
 
 
@@ -75,7 +77,7 @@ def rotation_of(x: Tensor) -> Rotation:
     D = vectors.shape[-1]
     change = (vectors - vectors[:1]).abs().amax(dim=0) / vectors.norm(dim=1).max()
     free = [i for i in range(D) if change[i] > least_change]
-    frequencies, is_pure = [], True
+    frequencies, is_pure, distances = [], True, set[int]()
     while len(free) > 1:
         first = max(free, key=lambda i: float(change[i]))
         free.remove(first)
@@ -85,10 +87,13 @@ def rotation_of(x: Tensor) -> Rotation:
         steps = _angles(vectors[:, first], vectors[:, second])
         frequencies.append(abs(float(steps.mean())))
         is_even = bool(((steps - steps.mean()).abs() < _IMPURE * frequencies[-1] + rounding).all())
+        distances.add(abs(first - second))
         is_pure = is_pure and is_even and (errors[second] < _IMPURE or frequencies[-1] < least)
     is_pure = is_pure and all(change[i] < least for i in free)
     ordered = torch.tensor(frequencies, dtype=torch.float64).sort(descending=True).values
-    return Rotation(ordered, D, is_pure, least)
+    is_known = len(distances) == 1 and len(ordered) > 1
+    layout = ("interleaved" if distances == {1} else "halves") if is_known else ""
+    return Rotation(ordered, D, is_pure, least, layout)
 
 
 def _impurity(x: Tensor, y: Tensor) -> float:
@@ -105,17 +110,19 @@ def _angles(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record queries and keys (N, T, D) of each product of scores (N, T, T)."""
+    """Record queries and keys (N, T, D) of each product of scores (N, T, T), and the values."""
 
     def __init__(self, length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = length
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.seen: list[list[Tensor]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if name in ("bmm", "baddbmm") and output.shape[-2:] == (self.length, self.length):
             queries, keys = args[-2:]
-            self.seen.append((queries.detach().clone(), keys.detach().mT.clone()))
+            self.seen.append([queries.detach().clone(), keys.detach().mT.clone()])
+        elif name == "bmm" and self.seen and args[0].shape[1:] == (self.length, self.length):
+            self.seen[-1][2:] = [args[1].detach().clone()]
         return output

@@ -6,6 +6,7 @@ from torch import nn
 
 from stackwise.checks import check_model
 from stackwise.checks.probe.rotation import rotation_of
+from stackwise.subject.facts import Facts
 from stackwise.subject.rotary import RotaryClaim
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.facts import Partial, Rotating, Scaled, of, rotary_part_is_ignored, rotary_scaling_is_ignored
@@ -156,3 +157,40 @@ class Grouped(nn.Module):
 def test_interleaved_complex_rotation():
     assert ask(ModelSpec.of(Grouped, rotary=RotaryClaim(theta=1000.0))).status == "passed"
     assert ask(ModelSpec.of(Grouped, rotary=RotaryClaim(theta=1010.0))).status == "failed"
+
+
+def test_other_layout_fails():
+    assert ask(ModelSpec.of(Grouped, rotary=RotaryClaim(1000.0, layout="interleaved"))).status == "passed"
+
+    result = ask(ModelSpec.of(Grouped, rotary=RotaryClaim(1000.0, layout="halves")))
+
+    assert result.status == "failed"
+    assert result.meaning.startswith("The pairs are interleaved, and halves pairs are claimed")
+
+
+def test_rotated_values_fail():
+    class WithValues(Rotating):
+        def split(self, x):
+            x = super().split(x)
+            self.n_splits = getattr(self, "n_splits", 0) + 1
+            positions = torch.arange(x.shape[2]).expand(len(x), -1)
+            return x if self.n_splits % 3 else super().rotate(x, positions)
+
+    result = ask(of(WithValues))
+
+    assert (result.status, result.where) == ("failed", "values of attention 1 of 1")
+
+
+def test_attention_factor_is_part_of_the_scores():
+    class Scaled(Rotating):
+        def rotate(self, x, positions):
+            return 1.2 * super().rotate(x, positions)
+
+    def status(factor):
+        rotary = RotaryClaim(attention_factor=factor)
+        spec = ModelSpec.of(Scaled, rotary=rotary, facts=Facts(attention_scale=8**-0.5))
+        [result] = check_model(spec, checks=["claimed_attention_scale"])
+        return result.status
+
+    assert status(1.2) == "passed"
+    assert status(1.0) == status(1.44) == "failed"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from stackwise.checks.check import OTHER_NAMES, Check, Suite, select_checks
-from stackwise.checks.engine.examination import Examination
 from stackwise.checks.output import shown_once
 from stackwise.checks.result import CheckResult, Status
+from stackwise.checks.subject import forget_results
 from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
@@ -106,7 +106,7 @@ def _run(
                     result = broken_off(one.name, spec.name, error)
             results.append(declared.apply(result))
     finally:
-        Examination.forget()
+        forget_results()
     return results
 
 

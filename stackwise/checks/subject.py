@@ -6,17 +6,24 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.checks.engine.template import Template
 from stackwise.checks.result import Examined
 from stackwise.subject.inference import logits_of
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.random_state import seeded
 
-__all__ = ["Subject"]
+__all__ = ["LARGE", "Subject", "forget_results"]
+
+T = TypeVar("T")
+
+# Number of parameters above which a model is built again instead of copied, and variations are not combined,
+# because copies need too much time and memory.
+LARGE = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,18 @@ class Subject(Examined):
     device: torch.device
     seed: int = 0
 
-    def is_same(self, other: Subject) -> bool:
-        """Return True if `other` has the same spec object, device and seed."""
-        return self.spec is other.spec and (self.device, self.seed) == (other.device, other.seed)
+    def once(self, key: str, trial: Callable[[], T]) -> T:
+        """Return the result of a trial, which is done once for this spec, device and seed.
+
+        Only the results of the last spec are stored.
+        """
+        if not (_results and _results[0][0] is self.spec):
+            _results[:] = [(self.spec, {})]
+        results, place = _results[0][1], (key, self.device, self.seed)
+        if place not in results:
+            results[place] = trial()
+        result: T = results[place]
+        return result
 
     @property
     def name(self) -> str:
@@ -52,7 +68,8 @@ class Subject(Examined):
             dtype: dtype of floating-point weights and buffers. Complex ones get the complex dtype of it.
             fill_zeros: replace weights that are zero by random ones. See `starts_at_zero`.
         """
-        model = self.spec.create(self.device, self.seed)
+        template = self.once("template", self._template)
+        model = self.spec.create(self.device, self.seed) if template is None else template.copy()
         if fill_zeros:
             generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
@@ -68,7 +85,19 @@ class Subject(Examined):
 
         It hides the code before it until it is trained or replaced by a random one.
         """
-        return bool(_zero_weights(self.spec.create(self.device, self.seed)))
+        return bool(_zero_weights(self.model()))
+
+    def _template(self) -> Template | None:
+        """Return the template of new models. None: each is built, because copies may share state."""
+        if self.spec.n_parameters > LARGE:
+            return None
+        template = Template(self.spec.create(self.device, self.seed))
+
+        def call(model: nn.Module) -> Tensor:
+            with self.fixed_randomness():
+                return self.spec.logits(model.eval(), self.inputs(1))
+
+        return template if template.is_pickled and template.has_own_tensors(call) else None
 
     def inputs(self, batch_size: int, seq_len: int | None = None, *, shift: int = 0) -> Tensor:
         """Return a batch, another one for each `shift`."""
@@ -101,6 +130,14 @@ class Subject(Examined):
     def fixed_randomness(self) -> AbstractContextManager[None]:
         """Return a context in which random choices start from the seed. It restores random states."""
         return seeded(self.seed, self.device)
+
+
+_results: list[tuple[ModelSpec, dict[tuple[str, torch.device, int], Any]]] = []
+
+
+def forget_results() -> None:
+    """Free the results of `Subject.once`, with their models."""
+    _results.clear()
 
 
 def _zero_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ _DRAWS_ALONE = 2
 # Chance of each variation to be part of a random composition.
 _CHANCE = 0.3
 # Variations of a set that is planned for its pairs.
-_LARGEST_SET = 4
+_LARGEST_SET = 5
 
 
 @dataclass(frozen=True)

@@ -103,15 +103,8 @@ class Examination:
 
     @classmethod
     def of(cls, subject: Subject) -> Examination:
-        """Return the examination that all checks of a subject share. Only that of the last one is kept."""
-        if not (_shared and _shared[0].subject.is_same(subject)):
-            _shared[:] = [cls(subject)]
-        return _shared[0]
-
-    @staticmethod
-    def forget() -> None:
-        """Free the shared examination with its models."""
-        _shared.clear()
+        """Return the examination that all checks of a subject share."""
+        return subject.once("examination", lambda: cls(subject))
 
     @property
     def spec(self) -> ModelSpec:
@@ -143,8 +136,9 @@ class Examination:
     def in_dtype(self, dtype: Precision) -> Examination:
         """Return the examination of the same model in another dtype."""
         if dtype not in self._others:
+            results = self._results  # lengths and capabilities are those of the model in any dtype
             self._others[dtype] = Examination(
-                self.subject, dtype, self.most, self.random_norms, self.settings
+                self.subject, dtype, self.most, self.random_norms, self.settings, _results=results
             )
         return self._others[dtype]
 
@@ -163,19 +157,9 @@ class Examination:
 
     @cached_property
     def _can_copy(self) -> bool:
-        """Return True if a copy does not use the tensors of its original, as patched functions may."""
-        try:
-            model = self._template.copy()
-            with torch.enable_grad():
-                output = self.spec.logits(model, self.subject.inputs(1))
-                if output.requires_grad:
-                    output.sum().backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # any other exception means: built again
-            reraise_if_out_of_memory(error)
-            return False
-        uses_original = bool(gradients_in(self.base))
-        self.base.zero_grad(set_to_none=True)
-        return not uses_original
+        """Return True if a copy does not use the tensors of its original."""
+        inputs = self.subject.inputs(1)
+        return self._template.has_own_tensors(lambda model: self.spec.logits(model, inputs))
 
     def _built(self, dtype: torch.dtype | None) -> nn.Module:
         model = self.subject.model(dtype=dtype)
@@ -187,9 +171,12 @@ class Examination:
         """Return True if the model runs in float64."""
         return dtype_of(self.base) == torch.float64
 
-    @cached_property
+    @property
     def longest(self) -> int:
         """Return the longest sequence of the examination that the model takes."""
+        return self.once("longest", self._longest)
+
+    def _longest(self) -> int:
         most = self.most
         if isinstance(self.spec.window, int) and self.spec.window <= _LONGEST_WINDOW:
             most = max(most, 2 * self.spec.window + 3)  # a cache of this window rolls
@@ -198,9 +185,12 @@ class Examination:
         taken = (n for n in sorted(lengths, reverse=True) if 0 < n <= most and self._takes(n))
         return next(taken, self.subject.seq_len)
 
-    @cached_property
+    @property
     def shortest(self) -> int:
         """Return the shortest length of 1, 2 and 4 that the model takes, otherwise that of the checks."""
+        return self.once("shortest", self._shortest)
+
+    def _shortest(self) -> int:
         for length in (1, 2, 4):
             if length <= self.longest and self._takes(length):
                 return length
@@ -254,11 +244,16 @@ class Examination:
 
     def sequence(self, number: int, length: int) -> Tensor:
         """Return sequence `number`, (T,) or (T, C), which depends on the length as well."""
-        return real_inputs(self.subject, 1, length, shift=1 + number, model=self.base)[0]
+        key = f"sequence {number} of {length}"
+        return self.once(key, lambda: self._real_inputs(1, length, 1 + number)[0]).clone()
 
     def filler(self, n_rows: int, width: int) -> Tensor:
         """Return other inputs, such as those after a sequence, (B, W) or (B, W, C)."""
-        return real_inputs(self.subject, n_rows, width, shift=1000, model=self.base)
+        key = f"filler {n_rows} x {width}"
+        return self.once(key, lambda: self._real_inputs(n_rows, width, 1000)).clone()
+
+    def _real_inputs(self, n_rows: int, width: int, shift: int) -> Tensor:
+        return real_inputs(self.subject, n_rows, width, shift=shift, model=self.base)
 
     def padding(self, n_rows: int, width: int) -> Tensor:
         """Return inputs for padding: other inputs, or the padding id of a text classifier.
@@ -474,6 +469,8 @@ class Examination:
         If a part of the model computes in a narrower dtype than float64, the limits are a multiple of the
         effect of a change of the weights by the rounding of this dtype.
         """
+        if not self.compares_values:
+            return _LARGEST_LIMIT, _LARGEST_GRADIENT_LIMIT
         if self._coarse_rounding is None:
             return _OUTPUT_LIMIT, _GRADIENT_LIMIT
         key, gradient_gap = (0, self.lengths[-1]), 0.0
@@ -532,9 +529,6 @@ class Examination:
             if output.requires_grad:
                 (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
         return output.detach(), gradients_in(model)
-
-
-_shared: list[Examination] = []
 
 
 def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:

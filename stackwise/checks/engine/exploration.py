@@ -30,23 +30,22 @@ from stackwise.checks.engine.location import first_difference
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of, reason_of
 from stackwise.checks.probe.difference import NOT_REPEATED
-from stackwise.checks.subject import Subject
+from stackwise.checks.subject import LARGE, Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["LARGE", "Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
+__all__ = ["Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
 # Variations that choose a dtype themselves.
 _NOT_IN_OWN_DTYPE = ("half_precision",)
 # Draws of the values of a pair, until the model takes them.
-_ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 2
-# Numbers of parameters above which variations are not combined, and above which nothing is asked, because
-# copies in float64 need too much time and memory.
-LARGE, _TOO_LARGE = 20_000_000, 500_000_000
+_ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 3
+# Number of parameters above which nothing is asked, because copies in float64 need too much time and memory.
+_TOO_LARGE = 500_000_000
 # Exceptions by which a model says that it does not support a call.
 _REFUSALS = (Refused, ValueError, NotImplementedError, AssertionError)
 
@@ -154,7 +153,7 @@ class Exploration:
 
 
 def explore(
-    subject: Subject, variations: Variations, count: int = 110, *, longest: int = LONGEST
+    subject: Subject, variations: Variations, count: int = 60, *, longest: int = LONGEST
 ) -> Exploration:
     """Execute all compositions of a plan: `Explorer.explore()`."""
     return Explorer(subject, variations, count, longest=longest).explore()
@@ -174,7 +173,7 @@ class Explorer:
     """
 
     def __init__(
-        self, subject: Subject, variations: Variations, count: int = 110, *, longest: int = LONGEST
+        self, subject: Subject, variations: Variations, count: int = 60, *, longest: int = LONGEST
     ) -> None:
         self.result = Exploration()
         self._variations, self._count = variations, count

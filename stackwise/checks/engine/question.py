@@ -102,8 +102,8 @@ class Question:
         return max(sum(segment.length for segment in row) for row in self.rows)
 
     def prompt_and_tokens(self, least: int) -> tuple[int, ...]:
-        """Return sizes of parts: a prompt of at least `least` tokens, then about six single tokens."""
-        return max(least, self.width - 6), 1
+        """Return sizes of parts: a prompt of at least `least` tokens, then about four single tokens."""
+        return max(least, self.width - 4), 1
 
     def cut_to_shortest(self) -> None:
         """Shorten the last sequence of each row, so that all rows have the same width."""

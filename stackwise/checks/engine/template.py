@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["Template"]
 
@@ -27,6 +31,28 @@ class Template:
         self.model = model
         self._tensors: list[Tensor] = []
         self._pickle = self._pickled()
+
+    @property
+    def is_pickled(self) -> bool:
+        """True if copies come from a pickle. Otherwise they share functions and closures with the model."""
+        return self._pickle is not None
+
+    def has_own_tensors(self, call: Callable[[nn.Module], Tensor]) -> bool:
+        """Return True if a copy does not use the parameters of the model, as patched functions may.
+
+        `call` returns an output of a model. False also if it raises.
+        """
+        try:
+            with torch.enable_grad():
+                output = call(self.copy())
+                if output.requires_grad:
+                    output.sum().backward()  # type: ignore[no-untyped-call]
+        except Exception as error:  # any other exception means: not known
+            reraise_if_out_of_memory(error)
+            return False
+        uses_original = any(p.grad is not None for p in self.model.parameters())
+        self.model.zero_grad(set_to_none=True)
+        return not uses_original
 
     def copy(self) -> nn.Module:
         """Return a new copy."""

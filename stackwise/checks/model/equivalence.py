@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from stackwise.checks.check import Check, check, enter, known_checks
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.exploration import LARGE, Exploration, Explorer, Finding
+from stackwise.checks.engine.exploration import Exploration, Explorer, Finding
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.result import CheckResult
-from stackwise.checks.subject import Subject
+from stackwise.checks.subject import LARGE, Subject
 from stackwise.checks.variations import known_variations
 
 __all__ = ["explored", "simplest"]

@@ -87,7 +87,6 @@ def real_inputs(
     return inputs
 
 
-@torch.no_grad()
 def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
     """Return True if decoding rewrites a tensor in the cache that does not grow, as recurrent layers do.
 
@@ -97,6 +96,11 @@ def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
         subject: the model, with or without a cache.
         inputs: (B, T), T > 1.
     """
+    return subject.once(f"fixed state of {inputs.shape[1]}", lambda: _rewrites_state(subject, inputs))
+
+
+@torch.no_grad()
+def _rewrites_state(subject: Subject, inputs: Tensor) -> bool:
     decode, model = subject.spec.decode, subject.model()
     if decode is None:
         return False

@@ -36,6 +36,7 @@ _PROBABILITY: dict[Callable[..., Any], int] = {
 }
 # The index depends on the overload. The probability is the only float.
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_CHANGED = {*_DROPOUTS, *_PROBABILITY, *_RECURRENT, torch.native_dropout, torch.Tensor.backward}
 
 
 class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -43,6 +44,8 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function with a dropout probability of 0."""
+        if function not in _CHANGED:
+            return function(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]

@@ -100,6 +100,20 @@ def read_loss_formula(subject: Subject) -> LossFormula:
         UnreadableLossError: there is no labelled loss, or its formula cannot be found.
         RefusedLabelsError: labels of -100 raise.
     """
+    found = subject.once("loss formula", lambda: _formula_or_reason(subject))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _formula_or_reason(subject: Subject) -> LossFormula | UnreadableLossError | RefusedLabelsError:
+    try:
+        return _formula(subject)
+    except (UnreadableLossError, RefusedLabelsError) as reason:
+        return reason
+
+
+def _formula(subject: Subject) -> LossFormula:
     reading = _read(subject)
     for logits in reading.logits:
         if (found := reading.exact_formula(logits)) is not None:

@@ -51,12 +51,14 @@ class LaterTokens(Variation):
         length, largest = exam.longest, 0.0
         suspect = None
         sequence, others = exam.sequence(0, length), exam.filler(1, length)[0]
-        answer, model = exam.answer(0, length), exam.model()
+        answer = exam.answer(0, length)
+        changed = sequence[None].repeat(length - 1, *(1 for _ in sequence.shape))
         for first in range(1, length):
-            changed = sequence.clone()
-            changed[first:] = exam.unlike(sequence, others)[first:]
-            output = exam.plain(model, changed)
-            gap = float(relative_difference(answer[:first], output[:first]).max())
+            changed[first - 1, first:] = exam.unlike(sequence, others)[first:]
+        with exam.subject.fixed_randomness(), exam.precision():
+            outputs = exam.spec.logits(exam.model(), changed)
+        for first in range(1, length):
+            gap = float(relative_difference(answer[:first], outputs[first - 1, :first]).max())
             if not gap <= max(largest, exam.limit):
                 largest, suspect = gap, ("replace", length - first)
         if suspect is not None:

@@ -23,7 +23,11 @@ class LogitsToKeep(Variation):
     name = "logits_to_keep"
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
-    excludes = frozenset({"cache_parts", "static_cache", "labels", "recomputation"})
+    # The parts of a cached call would each have last outputs of their own.
+    excludes = frozenset({"cache_parts", "static_cache", "turns", "cache_operations", "padded_prompt"}) | {
+        "labels",
+        "recomputation",
+    }
     advice = (
         "Look for a slice of the hidden states at the wrong end, or of the wrong length, and for an argument "
         "that has no effect."
@@ -69,8 +73,7 @@ class LogitsToKeep(Variation):
         so that the comparison fails.
         """
         width = call.inputs.shape[1]
-        if not call.parts:  # each part has its own last outputs
-            output = output[:, : min(value, width)]
+        output = output[:, : min(value, width)]
         return F.pad(output, (0, 0, width - output.shape[1], 0))
 
 

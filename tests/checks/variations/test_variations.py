@@ -512,7 +512,6 @@ def test_number_of_logits_without_an_effect_is_found():
     assert not outputs_agree(AllLogitsKept, {"logits_to_keep": 2})
     assert outputs_agree(WithArguments, {"logits_to_keep": 2})
     assert outputs_agree(WithArguments, {"logits_to_keep": 20})
-    assert outputs_agree(transformers.LlamaForCausalLM, {"logits_to_keep": 3, "turns": True})
 
 
 class ChunksOfTwoAndMore(GPT):

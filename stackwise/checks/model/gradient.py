@@ -5,14 +5,17 @@ Shapes: B batch, T positions, V outputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.examination import Examination, gradients_in
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import REFUSALS, refusals
 from stackwise.checks.probe.derivative import Comparison, compared, direction_of, trainable_parameters
 from stackwise.checks.probe.difference import relative_difference
@@ -20,13 +23,22 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.loss_formula import IGNORED
+from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
+from stackwise.subject.call_form import forward_parameters
 
 _STEPS = 3
 _ENCODER_POSITIONS = 4
 _NOTHING_TO_TRAIN = "no parameter is trainable"
+# Arguments of data that the checks do not pass.
+_OTHER_DATA = re.compile(
+    "pixel|image|video|audio|bbox|xpath|perm_mask|target_mapping|masked_pos|global_attention"
+)
+_OTHER_DATA_TEXT = "Some parameters are for arguments that the checks do not pass, such as images."
+_RETURNED_TEXT = "Some parameters compute a result that is returned, and that this loss does not use."
+_SELECTING_TEXT = "Some parameters may only choose positions by a top k, and need a loss of their own."
 
 
 @check
@@ -96,6 +108,11 @@ def gradient_flow(subject: Subject) -> CheckResult:
             advice="A step function (round, sign, argmax, a comparison) has the derivative 0. Pass gradients "
             "straight through, as in x + (round(x) - x).detach().",
         )
+    reasons = _not_in_this_loss(subject, model, missing, called)
+    if all(name in reasons for name in missing):
+        texts = " ".join(dict.fromkeys(reasons.values()))
+        return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
+    missing = [name for name in missing if name not in reasons]
     unused = [name for name in missing if name.rpartition(".")[0] not in called]
     return subject.warned(
         len(missing) / n,
@@ -104,8 +121,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
         meaning=f"{len(missing)} of {n} parameters never train: they get no gradient in {_STEPS} steps, and "
         f"no small change of them changes the output. The modules of {len(unused)} are not called; large "
         f"changes of {len(stepped)} change the output.",
-        correct_if="they are experts that no token reached, or a pooler or cross-attention that is not used "
-        "(then declare unused=)",
+        correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
         advice="Remove them, or look for the code that should call them.",
     )
 
@@ -188,6 +204,8 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
         return subject.not_applicable(f"needs a model whose {name} is smooth in the parameters")
     if found.value <= found.limit:
         return subject.passed(found.value, found.limit)
+    if name == "loss" and found.truncates and not _output_is_exact(subject):
+        return subject.not_applicable("the recurrence is truncated; see gradient_exact")
     where = ": ".join(filter(None, [place, listed([name for name, _, _ in found.wrong])]))
     is_lost = bool(found.wrong) and found.wrong[0][1] == 0
     meaning = f"The gradient is not the derivative of the {name} along a random direction."
@@ -416,6 +434,56 @@ def _dependence(
     if small > noise and 3 < larger / small < 30:
         return "smooth"
     return "steps" if max(small, larger, moved(1.0)) > 100 * noise else "none"
+
+
+def _not_in_this_loss(
+    subject: Subject, model: nn.Module, missing: list[str], called: set[str]
+) -> dict[str, str]:
+    """Return why parameters get no gradient on purpose, by name. Parameters without a reason are left out."""
+    reasons = {name: _OTHER_DATA_TEXT for name in missing if _reads_other_data(model, name, called)}
+    left = [name for name in missing if name not in reasons]
+    if left:
+        reasons |= dict.fromkeys(_returned_only(subject, left), _RETURNED_TEXT)
+    left = [name for name in left if name not in reasons]
+    if left and selects_positions(subject):
+        chosen = (name for name in left if name.rpartition(".")[0] in called)
+        reasons |= dict.fromkeys(chosen, _SELECTING_TEXT)
+    return reasons
+
+
+def _reads_other_data(model: nn.Module, name: str, called: set[str]) -> bool:
+    """Return True for a parameter that this call does not use, in a module that also takes other data."""
+    owner = name.rpartition(".")[0]
+    if owner in called and not any(model.get_submodule(owner).children()):
+        return False
+    parts, passed = owner.split("."), next(iter(forward_parameters(model)), "")
+    around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
+    taken = {each for module in around for each in forward_parameters(module)} - {passed}
+    crosses = "encoder_hidden_states" in taken and re.search("encoder|cross", owner)
+    return bool(crosses) or any(_OTHER_DATA.search(each) for each in taken)
+
+
+def _returned_only(subject: Subject, names: list[str]) -> list[str]:
+    """Return the parameters that a module outside the layers uses for one of several tensors that it returns.
+
+    Such as a pooler: its output is returned beside the hidden states, and a head may use it.
+    """
+    model = subject.model(train=True)
+    layers = tuple(f"{layer}." for group in repeated_layers(model) for layer in group)
+    returned: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = [each for each in tensors_in(output) if each.requires_grad]
+        returned.extend(tensors if len(tensors) > 1 else ())
+
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(layers):
+            module.register_forward_hook(keep)
+    with torch.enable_grad(), subject.fixed_randomness():
+        subject.spec.logits(model, subject.inputs(4))
+        if returned:
+            torch.stack([each.sum() for each in returned]).sum().backward()  # type: ignore[no-untyped-call]
+    return [name for name in names if model.get_parameter(name).grad is not None]
 
 
 def _is_layer_weight(model: nn.Module, name: str) -> bool:

@@ -81,6 +81,8 @@ def token_order(subject: Subject) -> CheckResult:
             return subject.passed(meaning=f"the output changes by {order:.2g}")
     if effect <= limit:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
+    if order > limit / 3:  # a third of the limit is three times the measured rounding
+        return subject.not_applicable("needs an effect of the order that exceeds the rounding of the model")
     return subject.warned(
         order,
         limit,

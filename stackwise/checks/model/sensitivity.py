@@ -11,6 +11,7 @@ from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
+from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import can_generate
@@ -52,7 +53,8 @@ def token_effect(subject: Subject) -> CheckResult:
         changed[index, index] = torch.where(same, (other + 1) % spec.width, other)
     answer = exam.answer(0, length)
     try:
-        outputs = torch.stack([subject.logits(exam.model(), row[None])[0] for row in changed])
+        model = exam.model()
+        outputs = torch.stack([subject.logits(model, row[None])[0] for row in changed])
     except refusals() as error:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     # The last output, or for a bidirectional model any output.
@@ -64,12 +66,15 @@ def token_effect(subject: Subject) -> CheckResult:
     without = (effects == 0).nonzero().flatten().tolist()
     if not without:
         return subject.passed(float(effects.min()), None)
+    if selects_positions(subject):
+        return subject.passed(
+            float(len(without)),
+            meaning="The model attends to a top k of positions, so that some have no effect.",
+        )
     last = max(without)
-    reads_selected = (
-        "the model has a window, or reads selected inputs only; if all layers have one, declare window="
-    )
+    has_window = "the model has a window; if all layers have one, declare window="
     return subject.failed_unless(
-        None if spec.window == "full" else reads_selected,
+        None if spec.window == "full" else has_window,
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 from torch import Tensor
 
@@ -11,10 +12,13 @@ from stackwise.checks.probe.host_wait import host_waits_in, listed_places
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
+# Waits per call that cost little, such as tests if there is padding, if no line of code waits twice.
+_FEW = 3
+
 
 @check
 def host_waits(subject: Subject) -> CheckResult:
-    """Does a forward and backward pass, after a first one, make the host wait for the device at most once?"""
+    """Does a forward and backward pass, after a first one, make the host wait for the device rarely?"""
     model = subject.model(train=True)
     with subject.fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -26,8 +30,11 @@ def host_waits(subject: Subject) -> CheckResult:
             else:
                 _backward(subject.spec.loss_of(model, inputs))
     count = float(places.total())
-    # A single wait per call, such as a mask that is tested for padding, costs little.
-    limit = 0.0 if subject.spec.never_waits else 1.0
+    by_line = Counter[str]()
+    for (_, place), number in places.items():
+        by_line[place.rpartition(", ")[2]] += number  # a line in a layer waits in each layer
+    is_rare = max(by_line.values(), default=0) <= 1 and not subject.spec.never_waits
+    limit = float(_FEW if is_rare else not subject.spec.never_waits)
     if count <= limit:
         return subject.passed(count, limit, where=listed_places(places))
     return subject.failed_unless(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks.probe.layers import repeated_layers
+from stackwise.subject.call_form import forward_parameters
 
 __all__ = ["NoSwitch", "by_its_own_switch", "by_wrapping_layers", "switched"]
 
@@ -59,6 +60,12 @@ def by_wrapping_layers(model: nn.Module) -> None:
         raise NoSwitch
     for layer in layers:
         layer.forward = _recomputed(layer.forward)
+    if "use_cache" in forward_parameters(model):  # training code switches the cache off
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return args, {"use_cache": False, **kwargs}
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

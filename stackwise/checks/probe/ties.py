@@ -1,4 +1,4 @@
-"""Ties: choices of the largest among equals, which sound code may decide either way."""
+"""Top k: choices of the largest among equals, and choices of positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["chooses_among_equals"]
+from stackwise.checks.subject import Subject
+
+__all__ = ["chooses_among_equals", "selects_positions"]
+
+_LENGTH = 13  # unlikely to be a number of experts
+
+
+def selects_positions(subject: Subject) -> bool:
+    """Return True if the model takes the top k of values per position, as sparse attention does."""
+    length = min(_LENGTH, subject.spec.max_length or _LENGTH)
+    watch = _Ties()  # type: ignore[no-untyped-call]
+    with watch:
+        subject.logits(subject.model(), subject.inputs(1, length))
+    return length in watch.sizes
 
 
 def chooses_among_equals(call: Callable[[], object]) -> bool:
@@ -25,21 +38,25 @@ def chooses_among_equals(call: Callable[[], object]) -> bool:
 
 
 class _Ties(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether any top-k ended within equals."""
+    """Records if a top k ends within equals, and the number of values of each top k."""
 
-    seen: bool = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+        self.sizes: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.topk.default and not self.seen:
+        if function is torch.ops.aten.topk.default and args[0].ndim:
             values, k = args[0], args[1]
             dim = args[2] if len(args) > 2 else -1
-            self.seen = _is_tied(values, k, dim)
+            self.seen = self.seen or _is_tied(values, k, dim)
+            self.sizes.add(values.shape[dim])
         return output
 
 
 def _is_tied(values: Tensor, k: int, dim: int) -> bool:
-    if values.ndim == 0 or not 0 < k < values.shape[dim]:
+    if not 0 < k < values.shape[dim]:
         return False
     ordered = values.detach().sort(dim=dim, descending=True).values
     last, first = ordered.select(dim, k - 1), ordered.select(dim, k)

@@ -153,7 +153,7 @@ class Exploration:
 
 
 def explore(
-    subject: Subject, variations: Variations, count: int = 60, *, longest: int = LONGEST
+    subject: Subject, variations: Variations, count: int = 80, *, longest: int = LONGEST
 ) -> Exploration:
     """Execute all compositions of a plan: `Explorer.explore()`."""
     return Explorer(subject, variations, count, longest=longest).explore()
@@ -173,7 +173,7 @@ class Explorer:
     """
 
     def __init__(
-        self, subject: Subject, variations: Variations, count: int = 60, *, longest: int = LONGEST
+        self, subject: Subject, variations: Variations, count: int = 80, *, longest: int = LONGEST
     ) -> None:
         self.result = Exploration()
         self._variations, self._count = variations, count

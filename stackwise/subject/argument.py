@@ -121,7 +121,7 @@ class Argument:
         if self.kind in ("ids", "vectors") and inputs.ndim > 3:
             raise ValueError(f"{self.name}: inputs {tuple(inputs.shape)} have no positions")
         n_rows, row = len(inputs), self._row(inputs.shape[1])
-        return cast(row.to(inputs.device), model).expand(n_rows, *row.shape)
+        return cast(row.to(inputs.device), model).expand(n_rows, *row.shape).contiguous()
 
     def _row(self, n_positions: int) -> Tensor:
         """Return the value for one row."""

@@ -29,7 +29,7 @@ def logits_of(output: Any) -> Tensor:
         if by_name is not None or isinstance(output, Mapping):
             found = by_name
         elif isinstance(output, tuple | list) and output:  # a scalar in front is a loss
-            found = next((each for each in output if isinstance(each, Tensor) and each.ndim), output[0])
+            found = next((each for each in output if not isinstance(each, Tensor) or each.ndim), output[0])
     if not isinstance(found, Tensor):
         keys = f" (keys: {', '.join(map(repr, output))})" if isinstance(output, Mapping) and output else ""
         raise TypeError(

@@ -125,7 +125,7 @@ FOUND = {
     HidesPadding: ("mask= of zeros", None),
     OtherName: ("found: masked", None),
     IgnoresPadding: ("found: masked", None),
-    Batch: ("a dict of words, padding, logits at 'scores'", None),
+    Batch: ("a dict of words, padding, logits at 'scores'", True),
 }
 FAILS = {Leaky: "causality", IgnoresPadding: "padding_amount"}
 

@@ -106,7 +106,7 @@ def plans(
 ) -> Iterator[Plan]:
     """Yield each variation alone, sets that contain each pair, then random sets.
 
-    A variation is planned alone with several values. Pairs are planned in sets of up to four variations
+    A variation is planned alone with several values. Pairs are planned in sets of up to five variations
     (pairwise testing), then alone if the model refused all sets that contain them.
 
     Args:
@@ -127,7 +127,7 @@ def plans(
     for pair in combinations(names, 2):
         if not asked[frozenset(pair)] and _compatible(pair, variations):
             yield Plan(pair, " ".join(sorted(pair)))
-    for number in range(max(0, count - len(alone) - len(sets))):
+    for number in range(max(0, count - len(alone) - len(sets)) if names else 0):
         chosen = [
             name
             for name in names

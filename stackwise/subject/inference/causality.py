@@ -33,6 +33,7 @@ _CAUSAL_SETTINGS = {
 
 _CAUSAL_NAME = re.compile(r"GPT|LM(?![a-z])|LanguageModel|Decoder|Causal|Llama|Autoregressive")
 _NOT_CAUSAL_NAME = re.compile(r"MLM|MaskedL|Bert|BERT|Diffusion|Encoder(?!Decoder)|Tagger")
+_ENCODER_ARGUMENT = re.compile("mask|pad|type|segment|len")
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -40,7 +41,7 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
     """Return True, False or None (no claim), and the reason.
 
     A model of tokens is assumed to be causal if it does not read later tokens, or if a sign says so. It is
-    also assumed if the model has as many outputs as tokens, but then a leak is a warning only.
+    also assumed if nothing says the opposite, but then a leak is a warning only.
     """
     for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
@@ -63,10 +64,19 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
         return None, "no claim about causality (declare causal=True to check it)"
     if not _reads_ahead(model, known) or _is_meant_causal(model, known):
         return True, ASSUMED_CAUSAL
-    output = logits_of(known.get("forward", _called)(model, example_batch(model, known)))
-    if output.shape[-1] >= known["width"] and not _NOT_CAUSAL_NAME.search(_class_names(model)):
+    if _may_be_causal(model, known):
         return True, READS_AHEAD
     return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
+
+
+def _may_be_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return True if a model has as many outputs as tokens, and neither name nor arguments of an encoder."""
+    names = forward_parameters(model)
+    required = [name for name, each in names.items() if each.default is each.empty]
+    if len(required) > 1 or any(map(_ENCODER_ARGUMENT.search, names)):
+        return False
+    output = logits_of(known.get("forward", _called)(model, example_batch(model, known)))
+    return output.shape[-1] >= known["width"] and not _NOT_CAUSAL_NAME.search(_class_names(model))
 
 
 def _is_meant_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.update import distance, norm, observed
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.subject.trainer_spec import labels_in, with_labels
 
 _ROWS = 2
 _MICRO_BATCHES = 3
@@ -26,6 +26,7 @@ _ROUNDINGS = 16.0
 _SHRUNK = 1e-3
 _PARALLEL = 1e-3
 _EXPLAINED = 0.1
+_NEEDS = "needs accumulate(batches)"
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,29 @@ class _Comparison:
     updates: int
 
     @property
-    def real(self) -> bool:
+    def differs(self) -> bool:
+        """Return True if the difference is larger than rounding."""
         return not self.value <= self.limit
 
 
 @trainer_check
 def accumulated_gradient(subject: TrainerSubject) -> CheckResult:
-    """Do micro-batches of equal size give the gradient of the full batch?"""
-    if (reason := _unasked(subject)) is not None:
-        return subject.not_applicable(reason)
-    return _judged(subject, _compared(subject, _micro_batches(subject)), f"{_MICRO_BATCHES} micro-batches")
+    """Do several micro-batches, or fewer at the end of an epoch, give the gradient of the full batch?"""
+    if not subject.has(subject.run(), "accumulate"):
+        return subject.not_applicable(_NEEDS)
+    micro_batches = _micro_batches(subject)
+    results = [
+        _judged(subject, _compared(subject, micro_batches[:n]), f"an update from {n} micro-batches")
+        for n in (_MICRO_BATCHES, _MICRO_BATCHES - 1)
+    ]
+    return next((each for each in results if each.status != "passed"), results[0])
 
 
 @trainer_check
 def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
     """Do micro-batches with many, few and no targets give the gradient of the full batch?"""
-    if (reason := _unasked(subject)) is not None:
-        return subject.not_applicable(reason)
+    if not subject.has(subject.run(), "accumulate"):
+        return subject.not_applicable(_NEEDS)
     micro_batches = _micro_batches(subject)
     if (labels := labels_in(micro_batches[1])) is None:
         return subject.not_applicable("needs batches with labels")
@@ -79,25 +86,9 @@ def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
         ("micro-batches with many, few and no targets", [*ragged, with_labels(micro_batches[2], none)]),
     ):
         compared = _compared(subject, parts)
-        if compared.real or compared.updates != 1:
+        if compared.differs or compared.updates != 1:
             return _judged(subject, compared, where)
     return subject.passed(compared.value, compared.limit)
-
-
-@trainer_check
-def accumulation_window(subject: TrainerSubject) -> CheckResult:
-    """Does an update from fewer micro-batches, as at the end of an epoch, get the gradient of its batch?"""
-    if (reason := _unasked(subject)) is not None:
-        return subject.not_applicable(reason)
-    micro_batches = _micro_batches(subject)
-    worst: CheckResult | None = None
-    for n in range(1, len(micro_batches)):
-        compared = _compared(subject, micro_batches[:n])
-        result = _judged(subject, compared, f"an update from {n} micro-batch" + ("es" if n > 1 else ""))
-        if worst is None or (result.value or 0.0) > (worst.value or 0.0) or not result.ok:
-            worst = result
-    assert worst is not None
-    return worst
 
 
 def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> CheckResult:
@@ -109,41 +100,31 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             meaning=f"The run makes {compared.updates} updates instead of one.",
             advice="Call optimizer.step() only after the last micro-batch of an update.",
         )
-    if not compared.real:
+    if not compared.differs:
         return subject.passed(compared.value, compared.limit)
     meaning = f"The gradient is {compared.ratio:.3g} times that of the full batch."
     if not compared.parallel:
         meaning = "The gradient differs from that of the full batch, and not only by a factor."
+    correct_if = None
+    advice = "Divide once, by the actual number of micro-batches of the update."
+    if "targets" in where:
+        advice = (
+            "Divide the sum of the losses by the number of targets of all micro-batches of the update, not "
+            "each loss by the number of targets of its micro-batch."
+        )
+        if subject.averages_batches(subject.run(), "accumulate"):
+            correct_if = (
+                "each micro-batch has the same weight on purpose: this trainer divides each loss by the "
+                "number of micro-batches"
+            )
     if not _adds_up(subject, compared.value):
-        return subject.warned(
-            compared.value,
-            compared.limit,
-            where=where,
-            meaning=meaning,
-            correct_if="the loss of a batch is not the mean of the losses of its parts, as with batch "
-            "statistics, a contrastive loss or a routing loss",
-            advice="Look for state that one micro-batch leaves for the next one.",
+        correct_if = (
+            "the loss of a batch is not the mean of the losses of its parts, as with batch statistics, a "
+            "contrastive loss or a routing loss"
         )
-    if "targets" in where and subject.averages_batches(subject.run(), "accumulate"):
-        return subject.warned(
-            compared.value,
-            compared.limit,
-            where=where,
-            meaning=meaning,
-            correct_if="each micro-batch has the same weight on purpose: this trainer divides each loss by "
-            "the number of micro-batches",
-            advice="Sum the losses of all targets, and divide the sum by a number that does not depend on "
-            "the micro-batch.",
-        )
-    return subject.failed(
-        compared.value,
-        compared.limit,
-        where=where,
-        meaning=meaning,
-        advice="Divide the sum of the losses by the number of targets of all micro-batches of the update, "
-        "not each loss by the number of targets of its micro-batch."
-        if "targets" in where
-        else "Divide once, by the actual number of micro-batches of the update.",
+        advice = "Look for state that one micro-batch leaves for the next one."
+    return subject.failed_unless(
+        correct_if, compared.value, compared.limit, where=where, meaning=meaning, advice=advice
     )
 
 
@@ -162,11 +143,6 @@ def _adds_up(subject: TrainerSubject, value: float) -> bool:
         for name, g in part.items():
             mean[name] = mean.get(name, torch.zeros_like(g)) + g / len(micro_batches)
     return distance(mean, whole) <= _EXPLAINED * value
-
-
-def _unasked(subject: TrainerSubject) -> str | None:
-    """Return why a run cannot be checked, or None."""
-    return None if subject.has(subject.run(), "accumulate") else "needs accumulate(batches)"
 
 
 def _micro_batches(subject: TrainerSubject) -> list[Any]:
@@ -195,12 +171,12 @@ def _gradient(
 ) -> tuple[dict[str, Tensor], int]:
     """Return the gradient at the optimizer, in float64 if the run supports it, and the number of updates."""
     for dtype in (torch.float64, None):
-        run = subject.run()
+        run: Any = subject.run()
         if dtype is not None:
             run.model.to(dtype)
         try:
             with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_SHRUNK) as seen:
-                _step(run, batch, accumulated)
+                (run.accumulate if accumulated else run.step)(batch)
         except REFUSALS:
             if dtype is None:
                 raise
@@ -208,10 +184,3 @@ def _gradient(
         break
     gradients = seen.updates[-1].gradients if seen.updates else {}
     return gradients, len(seen.updates)
-
-
-def _step(run: TrainingRun, batch: Any, accumulated: bool) -> None:
-    if accumulated:
-        run.accumulate(batch)  # type: ignore[attr-defined]
-    else:
-        run.step(batch)

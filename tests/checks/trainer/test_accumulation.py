@@ -9,7 +9,7 @@ from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
 
-CHECKS = ("accumulated_gradient", "accumulation_ragged", "accumulation_window")
+CHECKS = ("accumulated_gradient", "accumulation_ragged")
 
 
 def ask(subject, check, **declared):
@@ -44,9 +44,10 @@ def test_needs_accumulation(check):
         (lambda own, total, n: 1 / n, {"accumulation_ragged"}),
         (lambda own, total, n: 1.0, set(CHECKS)),
         (lambda own, total, n: own / max(total, 1) * n / 4, set(CHECKS)),
+        (lambda own, total, n: own / max(total, 1) * n / 3, set(CHECKS)),
         (lambda own, total, n: own / max(total, 64), set()),
     ],
-    ids=["mean of means", "sum of means", "fixed window", "a floor under all"],
+    ids=["mean of means", "sum of means", "fixed window", "window of three", "a floor under all"],
 )
 def test_weights(weigh, failing):
     build = type("Mutant", (Weighted,), {"weigh": staticmethod(weigh)})

@@ -20,7 +20,7 @@ from stackwise.subject.trainer_spec import TrainingRun
 _STEPS = 12
 # Largest relative difference of a change from the common fraction of the distance.
 _LIMIT = 0.1
-# Largest relative difference if an average follows the weights from before the update.
+# Largest relative difference of a fraction from that of two updates.
 _EXACT = 0.01
 # Fraction above which an update copies the weights.
 _COPY = 0.999
@@ -31,35 +31,6 @@ _MICRO_BATCHES = 3
 _UNIT = 1e-3
 # Largest relative difference of the fraction from the declared 1 - decay.
 _DECAY_LIMIT = 0.02
-_NEEDS = "needs a copy of the weights in an attribute of the run"
-
-
-@trainer_check
-def average_follows(subject: TrainerSubject) -> CheckResult:
-    """Does an average of the weights, or a target network, change during training?"""
-    run = subject.run()
-    start = _weights_of(run)
-    before = {name: value for name, value in averages_of(run).items() if _is_copy(value, start)}
-    if not before:
-        return subject.not_applicable(_NEEDS)
-    with subject.fixed_randomness():
-        for number in range(_STEPS):
-            run.step(subject.batch(number))
-    if all(torch.equal(p, start[name]) for name, p in run.model.named_parameters()):
-        return subject.not_applicable(f"needs a weight that {_STEPS} steps change")
-    after = averages_of(run)
-    still = [name for name, value in before.items() if name in after and torch.equal(value, after[name])]
-    moving = {name.partition(".")[0] for name in before.keys() - set(still)}
-    still = [name for name in still if name.partition(".")[0] not in moving]
-    if not still:
-        return subject.passed(meaning=f"Number of averaged tensors: {len(before)}.")
-    return subject.warned(
-        0.0,
-        where=listed(still),
-        meaning=f"A copy of the weights did not change in {_STEPS} steps, but the weights changed.",
-        correct_if="the copy is a reference model, or is updated less often",
-        advice="Look for a decay of 1, and for an update over parameters() of a copy that has no parameters.",
-    )
 
 
 @trainer_check
@@ -67,14 +38,12 @@ def average_share(subject: TrainerSubject) -> CheckResult:
     """Does an update of an average move all its tensors by the same fraction, and by the declared one?"""
     averages = _moves(subject)
     if not averages:
-        return subject.not_applicable(
-            "needs a copy of the weights that changes, with a tensor for each weight"
-        )
+        return _unmoved(subject)
     averages = {path: updates for path, updates in averages.items() if _moves_towards_weights(updates)}
     if not averages:
         return subject.not_applicable("needs an average whose tensors move towards the weights")
     for updates in averages.values():
-        result = _uneven(subject, updates) or _late(subject, updates) or _stuck(subject, updates)
+        result = _uneven(subject, updates) or _stuck(subject, updates)
         if result is not None:
             return result
     if difference := _more_in_accumulation(subject, averages):
@@ -122,9 +91,32 @@ class _Update:
 
     @property
     def best(self) -> Move:
-        """Return the move that explains most tensors."""
+        """Return the move that explains most tensors. An average may be one step late on purpose."""
         moves = [each for each in (self.after, self.middle, self.before) if each.share]
         return min(moves, key=lambda each: len(_wrong(each.gaps())))
+
+
+def _unmoved(subject: TrainerSubject) -> CheckResult:
+    """Return a warning if a copy of the weights does not change during training, but the weights do."""
+    run = subject.run()
+    start = _weights_of(run)
+    before = {name: value for name, value in averages_of(run).items() if _is_copy(value, start)}
+    if not before:
+        return subject.not_applicable("needs a copy of the weights in an attribute of the run")
+    _train(subject, run)
+    if all(torch.equal(p, start[name]) for name, p in run.model.named_parameters()):
+        return subject.not_applicable(f"needs a weight that {_STEPS} steps change")
+    after = averages_of(run)
+    still = [name for name, value in before.items() if name in after and torch.equal(value, after[name])]
+    if len(still) < len(before):
+        return subject.not_applicable("needs an average with a tensor for each weight")
+    return subject.warned(
+        0.0,
+        where=listed(still),
+        meaning=f"A copy of the weights did not change in {_STEPS} steps, but the weights changed.",
+        correct_if="the copy is a reference model, or is updated less often",
+        advice="Look for a decay of 1, and for an update over parameters() of a copy that has no parameters.",
+    )
 
 
 def _moves_towards_weights(updates: list[_Update]) -> bool:
@@ -178,25 +170,6 @@ def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | No
     return None
 
 
-def _late(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
-    """Return a warning if an average follows the weights from before the update of the optimizer."""
-    late = []
-    for update in updates:
-        now, earlier = update.after.gaps(), update.before.gaps()
-        if earlier and update.before.share < _COPY:
-            late.append(max(now.values()) > _EXACT >= max(earlier.values()))
-    if not late or not all(late):
-        return None
-    return subject.warned(
-        1.0,
-        0.0,
-        where="all averages",
-        meaning="The average follows the weights from before the update of the optimizer.",
-        correct_if="the average is one step late on purpose",
-        advice="Update the average after optimizer.step().",
-    )
-
-
 def _stuck(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
     """Return a failure if rounding keeps most elements of an average from changing."""
     stuck = updates[-1].after.stuck
@@ -247,9 +220,7 @@ def _more_in_accumulation(
 def _averaged_vector(subject: TrainerSubject) -> str:
     """Return the path of a buffer whose norm is 1 in the model and different in an average, or ""."""
     run = subject.run()
-    with subject.fixed_randomness():
-        for number in range(_STEPS):
-            run.step(subject.batch(number))
+    _train(subject, run)
     averages = averages_of(run)
     for name, buffer in run.model.named_buffers():
         if buffer.ndim == 1 and len(buffer) > 1 and _has_unit_norm(buffer):
@@ -257,6 +228,12 @@ def _averaged_vector(subject: TrainerSubject) -> str:
             if path := next((path for path in paths if not _has_unit_norm(averages[path])), ""):
                 return path
     return ""
+
+
+def _train(subject: TrainerSubject, run: TrainingRun) -> None:
+    with subject.fixed_randomness():
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
 
 
 def _has_unit_norm(x: Tensor) -> bool:

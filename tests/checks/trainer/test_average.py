@@ -25,17 +25,11 @@ def ask(subject, check, **declared):
     return result
 
 
-@pytest.mark.parametrize("check", ["average_follows", "average_share"])
-def test_run_without_an_average(check):
-    result = ask(TrainerSpec.from_function(bare_step, GPT), check)
+def test_run_without_an_average():
+    result = ask(TrainerSpec.from_function(bare_step, GPT), "average_share")
 
     assert result.status == "not applicable"
     assert result.meaning.startswith("needs a copy of the weights")
-
-
-def test_correct_average_follows():
-    for build in (Averaged, Ema, Listed):
-        assert ask(loop_spec_of(build), "average_follows").status == "passed"
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -51,7 +45,7 @@ def test_average_that_never_moves_is_a_warning(counts):
             super().average_weights()
             self.average.n_updates += counts
 
-    result = ask(loop_spec_of(Still), "average_follows")
+    result = ask(loop_spec_of(Still), "average_share")
 
     assert result.status == "warned"
     assert result.where.startswith("average.")
@@ -59,7 +53,7 @@ def test_average_that_never_moves_is_a_warning(counts):
 
 
 def test_average_of_a_model_that_does_not_train_is_not_compared():
-    result = ask(loop_spec_of(variant(base_lr=0.0), learning_rate=None), "average_follows")
+    result = ask(loop_spec_of(variant(base_lr=0.0), learning_rate=None), "average_share")
 
     assert (result.status, result.meaning) == ("not applicable", "needs a weight that 12 steps change")
 
@@ -72,7 +66,7 @@ def test_average_that_is_created_in_training_is_not_compared():
             super().update()
             self.average = [p.detach().clone() for p in self.model.parameters()]
 
-    assert ask(loop_spec_of(Late), "average_follows").status == "not applicable"
+    assert ask(loop_spec_of(Late), "average_share").status == "not applicable"
 
 
 class Swa(Loop):
@@ -184,7 +178,7 @@ def test_updates_below_the_rounding_of_bfloat16_fail():
     assert "below the rounding" in result.meaning
 
 
-def test_average_of_earlier_weights_is_a_warning():
+def test_average_that_is_one_step_late_passes():
     class Late(Ema):
         def update(self):
             self.average_weights()
@@ -192,8 +186,7 @@ def test_average_of_earlier_weights_is_a_warning():
 
     result = ask(loop_spec_of(Late), "average_share")
 
-    assert result.status == "warned"
-    assert "from before the update" in result.meaning
+    assert result.status == "passed"
 
 
 @pytest.mark.parametrize(("decay", "status"), [(0.9, "passed"), (0.91, "failed"), (0.99, "failed")])

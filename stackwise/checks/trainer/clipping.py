@@ -26,13 +26,13 @@ _NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 @trainer_check
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
-    """Does the gradient that the optimizer gets have at most the declared norm?"""
-    step = _step_at(subject, _ABOVE)
-    if isinstance(step, str):
-        return subject.not_applicable(step)
-    seen, run, max_norm = step
-    gradients = seen.updates[0].gradients
-    value, limit = norm(gradients.values()), max_norm * (1 + _tolerance(run))
+    """Does the optimizer get a gradient of at most the declared norm, and smaller ones unchanged?"""
+    large, small = (_step_at(subject, multiple) for multiple in (_ABOVE, _BELOW))
+    if isinstance(large, str) or isinstance(small, str):
+        return subject.not_applicable(large if isinstance(large, str) else str(small))
+    seen, run, max_norm = large
+    gradients, tolerance = seen.updates[0].gradients, _tolerance(run)
+    value, limit = norm(gradients.values()), max_norm * (1 + tolerance)
     if not value <= limit:
         worst = max(gradients, key=lambda name: norm([gradients[name]]))
         raw = {name: g for name, g in seen.raw.items() if name in gradients}
@@ -51,45 +51,26 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             else "Look for clipping that is skipped or comes after the update, and for an iterator that is "
             "exhausted, such as a stored model.parameters().",
         )
-    if value < max_norm * (1 - 5 * _tolerance(run) - 0.05):
-        return subject.warned(
-            value,
-            limit,
-            where="global norm",
-            meaning=f"Clipping is stronger than max_norm: a gradient of {_ABOVE:g} times the limit is "
-            f"clipped to norm {value:.3g}.",
-            correct_if="there is a second limit on purpose, such as a limit of each value",
-            advice="Look for gradients that are clipped before they are unscaled, or twice.",
-        )
-    return subject.passed(value, limit)
-
-
-@trainer_check
-def small_gradients_pass(subject: TrainerSubject) -> CheckResult:
-    """Is a gradient below the limit unchanged by clipping?"""
-    step = _step_at(subject, _BELOW)
-    if isinstance(step, str):
-        return subject.not_applicable(step)
-    seen, run, max_norm = step
-    value = norm(seen.updates[0].gradients.values()) / max_norm
-    limit = _BELOW * (1 + max(_tolerance(run), 0.02))
-    if value > 0.9:
+    passed = norm(small[0].updates[0].gradients.values()) / max_norm
+    if passed > 0.9:
         return subject.failed(
-            value,
-            limit,
+            passed,
+            _BELOW,
             where="global norm",
-            meaning=f"A gradient of {_BELOW:g} times the limit was scaled up to {value:.3g} times the limit.",
+            meaning=f"A gradient of {_BELOW:g} times the limit was scaled to {passed:.3g} times the limit.",
             advice="The gradient is normalised: the factor limit / norm must be at most 1.",
         )
-    if abs(value - _BELOW) > limit - _BELOW:
+    is_stronger = value < max_norm * (1 - 5 * tolerance - 0.05)
+    if is_stronger or abs(passed / _BELOW - 1) > max(tolerance, 0.02):
         return subject.warned(
             value,
             limit,
             where="global norm",
-            meaning=f"A gradient below the limit is changed: its norm is {_BELOW:g} times the limit, and "
-            f"{value:.3g} times the limit when the optimizer gets the gradient.",
+            meaning=f"Gradients of {_ABOVE:g} and {_BELOW:g} times the limit reach the optimizer with "
+            f"{value / max_norm:.3g} and {passed:.3g} times the limit.",
             correct_if="there is a second limit on purpose, such as a limit of each value",
-            advice="Look for a factor between backward and the update: max_norm then limits something else.",
+            advice="Look for gradients that are clipped twice or before they are unscaled, and for a factor "
+            "between the backward pass and the update.",
         )
     return subject.passed(value, limit)
 

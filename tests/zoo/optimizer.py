@@ -133,7 +133,7 @@ def frozen_in_eval_mode_alone():
     return loop_spec_of(Mutant, frozen=("embedding",))
 
 
-@mutant("66", twin=loop, family="optimizer", source="accelerate#2665", observable=moved)
+@mutant("66", twin=loop, family="step", source="accelerate#2665", observable=moved)
 def head_replaced_after_the_optimizer():
     """The head is replaced after the optimizer is made, which goes on training the old one."""
 
@@ -145,7 +145,7 @@ def head_replaced_after_the_optimizer():
     return loop_spec_of(Mutant)
 
 
-@mutant("66", twin=loop, family="optimizer", source="accelerate#3256", observable=moved)
+@mutant("66", twin=loop, family="step", source="accelerate#3256", observable=moved)
 def optimizer_of_another_copy():
     """The model is built again after the optimizer is made, as where a wrapper copies it."""
 
@@ -157,7 +157,7 @@ def optimizer_of_another_copy():
     return loop_spec_of(Mutant)
 
 
-@mutant("66", twin=loop, family="optimizer", source="pytorch#149205", observable=moved)
+@mutant("66", twin=loop, family="step", source="pytorch#149205", observable=moved)
 def last_layer_left_out():
     """The parameters of the last layer are in no group."""
 
@@ -487,7 +487,7 @@ def weights_after_overflow(spec: TrainerSpec) -> int:
     return sum(int((~p.isfinite()).sum()) for p in run.model.parameters())
 
 
-@mutant("74", twin=scaled_loop, family="step", source="classic", observable=weights_after_overflow)
+@mutant("74", twin=scaled_loop, family="non_finite", source="classic", observable=weights_after_overflow)
 def optimizer_stepped_past_the_scaler():
     """optimizer.step() instead of scaler.step(optimizer): an update that overflowed is made."""
 

@@ -25,7 +25,7 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 _FIRST, _LATER = 2, 13
 # Steps after the step with NaN gradients. One of them must make an update.
 _STEPS_AFTER = 10
-_UNPROTECTED = "needs a run that skips updates with non-finite gradients and passes non_finite_gradient"
+_UNPROTECTED = "needs a run that skips updates with non-finite gradients"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class _Outcome:
         earlier: weights before each earlier step.
         end: state after the later steps.
         names: names of the parameters with a NaN gradient.
+        spoiled: fraction of the weights that are not finite after this step.
     """
 
     step: int
@@ -46,6 +47,7 @@ class _Outcome:
     earlier: list[State]
     end: State
     names: set[str]
+    spoiled: float
 
     @property
     def restores(self) -> bool:
@@ -57,7 +59,19 @@ class _Outcome:
 @trainer_check
 def skipped_step(subject: TrainerSubject) -> CheckResult:
     """If a step has only non-finite gradients, are weights, moments, counters and schedule unchanged?"""
-    outcomes = _outcomes(subject)
+    every = _outcomes(subject)
+    outcomes = [each for each in every if _protects(each)]
+    for outcome in every:
+        if outcome.spoiled and subject.scales(subject.run()):
+            return subject.failed(
+                outcome.spoiled,
+                0.0,
+                where="the update after a gradient that is not finite",
+                meaning="The run has a scaler, but the update is not skipped: "
+                f"{100 * outcome.spoiled:.3g} % of the weights are not finite afterwards.",
+                advice="Call scaler.step(optimizer) instead of optimizer.step(): it skips updates with "
+                "overflowed gradients, which a loss scale causes regularly.",
+            )
     if not outcomes:
         return subject.not_applicable(_UNPROTECTED)
     for outcome in outcomes:
@@ -69,7 +83,7 @@ def skipped_step(subject: TrainerSubject) -> CheckResult:
 @trainer_check
 def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
     """Does the run make updates again after a step with non-finite gradients?"""
-    outcomes = _outcomes(subject)
+    outcomes = [each for each in _outcomes(subject) if _protects(each)]
     for outcome in outcomes:
         if not _weights_differ(outcome.after, outcome.end):
             return subject.failed(
@@ -116,7 +130,7 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
     elif not (weights or moments):
         # If the schedule does not change with an unfused optimizer, the run means to skip its step.
         other = _outcome(subject, step, unfused=True)
-        is_meant = other is not None and not _changed(subject, other)
+        is_meant = other is not None and _protects(other) and not _changed(subject, other)
         correct_if = None if is_meant else "the schedule counts steps instead of updates on purpose"
     return subject.failed_unless(
         correct_if,
@@ -152,7 +166,7 @@ def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _outcomes(subject: TrainerSubject) -> list[_Outcome]:
-    """Return the outcomes of an early and a later step, if the run protects its weights from NaN there."""
+    """Return the outcomes of an early and a later step."""
     outcomes = (_outcome(subject, step) for step in _steps_with_update(subject))
     return [each for each in outcomes if each is not None]
 
@@ -173,10 +187,7 @@ def _steps_with_update(subject: TrainerSubject) -> list[int]:
 
 
 def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _Outcome | None:
-    """Run steps, of which one has NaN as gradients.
-
-    None: a step raises, a guard responds, no gradient was NaN, or NaN reaches weights, optimizer or averages.
-    """
+    """Run steps, of which one has NaN as gradients. None: a step raises, or a guard responds."""
     run, earlier = subject.run(), list[State]()
     if unfused:
         _unfuse(run)
@@ -192,13 +203,25 @@ def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _O
             responds = len(_alarms(run)) > n_alarms
             for number in range(step + 1, step + 1 + _STEPS_AFTER):
                 run.step(subject.batch(number))
-    except Exception as error:  # non_finite_gradient reports what the step raises
+    except Exception as error:  # the run may stop by an exception
         reraise_if_out_of_memory(error)
         return None
-    end = _state_of(run)
-    is_finite = not any(_became_non_finite(before, each) for each in (after, end))
-    protects = names and is_finite and not responds
-    return _Outcome(step, before, after, earlier, end, names) if protects else None
+    weights = [p.detach() for p in run.model.parameters()]
+    n_spoiled = sum(int((~p.isfinite()).sum()) for p in weights)
+    spoiled = n_spoiled / sum(p.numel() for p in weights) if names else 0.0
+    return None if responds else _Outcome(step, before, after, earlier, _state_of(run), names, spoiled)
+
+
+def _protects(outcome: _Outcome) -> bool:
+    """Return True if gradients were NaN, and neither weights nor optimizer nor averages became NaN."""
+
+    def is_finite(value: Any) -> bool:
+        return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+
+    ends = (*outcome.after.items(), *outcome.end.items())
+    return bool(outcome.names) and all(
+        is_finite(value) or not is_finite(outcome.before.get(name)) for name, value in ends
+    )
 
 
 @contextmanager
@@ -236,13 +259,6 @@ def _unfuse(run: TrainingRun) -> None:
 
 def _alarms(run: Any) -> list[Any]:
     return list(getattr(run, "alarms", None) or getattr(getattr(run, "guard", None), "alarms", None) or ())
-
-
-def _became_non_finite(before: State, after: State) -> bool:
-    def is_finite(value: Any) -> bool:
-        return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
-
-    return any(is_finite(before.get(name)) and not is_finite(value) for name, value in after.items())
 
 
 def _state_of(run: TrainingRun) -> State:

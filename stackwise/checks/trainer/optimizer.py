@@ -1,4 +1,4 @@
-"""Optimizer: it contains all trained parameters, decays the right ones, and its updates reach the weights."""
+"""Optimizer: it decays the right parameters, and its updates reach the weights."""
 
 from __future__ import annotations
 
@@ -26,59 +26,6 @@ _USUAL_SHARE = 0.5
 _FEW = 16
 _OTHER_UPDATE = 0.1
 _SAME_GRADIENT = 1e-3
-
-
-@trainer_check
-def optimizer_coverage(subject: TrainerSubject) -> CheckResult:
-    """Does the optimizer contain every trainable parameter of the model exactly once?"""
-    run, seen = _trained(subject)
-    held = [id(p) for group in run.optimizer.param_groups for p in group["params"]]
-    named = dict(run.model.named_parameters())
-    twice = sorted(name for name, p in named.items() if held.count(id(p)) > 1)
-    if twice:
-        return subject.failed(
-            len(twice),
-            0.0,
-            where=listed(twice),
-            meaning="The optimizer contains these parameters more than once, and updates them several times.",
-            advice="Collect parameters with named_parameters(), which returns tied parameters once.",
-        )
-    trained = {name: p for name, p in named.items() if p.requires_grad and not subject.is_frozen(name)}
-    masters = list(_wide_tensors(run))
-    missing = sorted(
-        name
-        for name, p in trained.items()
-        if id(p) not in held and not (p.dtype in _NARROW and any(_is_master(t, p) for t in masters))
-    )
-    elsewhere = {name for name in missing if _changed(seen, name)}
-    lost = [name for name in missing if name not in elsewhere and name in seen.reached]
-    strangers = sum(each not in {id(p) for p in named.values()} for each in held)
-    if lost:
-        text = f". It contains other tensors, which the model does not have: {strangers}" if strangers else ""
-        return subject.failed(
-            len(lost),
-            0.0,
-            where=listed(lost),
-            meaning=f"{len(lost)} of {len(trained)} trainable parameters have gradients, but are not in the "
-            f"optimizer{text}.",
-            advice="Create the optimizer from the model that trains, after this model is wrapped and moved, "
-            "its weights are tied and its head is replaced.",
-        )
-    if strangers:
-        return subject.warned(
-            strangers,
-            0.0,
-            where=f"tensors of the optimizer: {strangers}",
-            meaning="The optimizer contains tensors that are not parameters of the model.",
-            correct_if="they are float32 master weights, or parameters of the loss",
-            advice="Look for an optimizer that was created from an earlier version of the model.",
-        )
-    notes = []
-    if elsewhere:
-        notes.append(f"Parameters that other code than `optimizer` updates: {len(elsewhere)}.")
-    if idle := set(missing) - elsewhere - set(lost):
-        notes.append(f"Without a gradient and in no optimizer: {listed(sorted(idle))}.")
-    return subject.passed(0.0, 0.0, meaning=" ".join(notes))
 
 
 @trainer_check
@@ -214,11 +161,6 @@ def _trained(subject: TrainerSubject) -> tuple[TrainingRun, Observation]:
         for number in range(_STEPS):
             run.step(subject.batch(number))
     return run, seen
-
-
-def _changed(seen: Observation, name: str) -> bool:
-    updates = seen.updates
-    return bool(updates) and not torch.equal(updates[0].before[name], updates[-1].after[name])
 
 
 def _touched(updates: list[Update], name: str) -> tuple[int, int]:

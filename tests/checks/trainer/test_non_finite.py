@@ -73,7 +73,7 @@ def test_loop_without_a_protection_is_not_applicable(check):
     result = ask(loop(), check)
 
     assert result.status == "not applicable"
-    assert result.meaning.endswith("passes non_finite_gradient")
+    assert result.meaning == "needs a run that skips updates with non-finite gradients"
 
 
 @pytest.mark.parametrize("check", ["skipped_step", "recovers_after_skip"])
@@ -115,6 +115,24 @@ def test_schedule_that_advances_with_a_plain_optimizer_is_a_warning():
     assert result.status == "warned"
     assert "entries of the schedule" in result.meaning and "weight tensors" not in result.meaning
     assert "the schedule counts steps instead of updates on purpose" in str(result)
+
+
+def test_update_past_the_scaler_fails():
+    class Past(Loop):
+        init_scale = 2.0**10
+
+        def update(self):
+            self.scaler.unscale_(self.optimizer)
+            self.optimizer.step()
+            self.scaler.update()
+            self.zero_grad()
+
+    result = ask(loop_spec_of(Past))
+
+    assert (result.status, result.value) == ("failed", 1.0)
+    assert "scaler.step(optimizer)" in result.advice
+    off = type("Off", (Past,), {"create_scaler": lambda self: torch.amp.GradScaler("cpu", enabled=False)})
+    assert ask(loop_spec_of(off)).status == "not applicable"
 
 
 def test_schedule_that_advances_with_a_scaler_is_a_warning():

@@ -56,29 +56,19 @@ def ignored_targets(subject: TrainerSubject) -> CheckResult:
         return subject.passed(value, limit)
     if _apart(found, whole) <= limit:
         return subject.not_applicable("needs a step that reads labels: its loss does not depend on them")
-    counted = kept / 2
     tokens = [
         k for k in (0, subject.spec.vocab_size - 1) if _close(_loss(subject, relabelled(k)), found, limit)
     ]
-    if not tokens and _apart(found, counted) > limit:
-        return subject.warned(
-            value,
-            limit,
-            meaning=f"Ignored rows change the loss. If half of the rows are ignored, the loss is {found:.6g}"
-            f"; the loss of the other rows is {kept:.6g}.",
-            correct_if="a part of the loss does not depend on targets",
-            advice="Look at the number that the loss is divided by.",
-        )
-    meaning = (
-        f"The loss treats ignored targets as token {tokens[0]}."
-        if tokens
-        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets, so they are counted."
-    )
+    is_counted = _apart(found, kept / 2) <= limit
+    if not tokens and not is_counted:
+        return subject.not_applicable("needs a loss that depends on targets only")
     return subject.failed(
         value,
         limit,
         where=f"labels of {ignored}",
-        meaning=meaning,
+        meaning=f"The loss treats ignored targets as token {tokens[0]}."
+        if tokens
+        else f"The loss is {found:.6g}, and {kept:.6g} without ignored targets, so they are counted.",
         advice="Pass the unchanged labels and their ignore_index to cross_entropy (no clamp, no remainder), "
         "and divide a sum by the number of targets that are not ignored.",
     )
@@ -146,34 +136,17 @@ def loss_divisor(subject: TrainerSubject) -> CheckResult:
     ignored = subject.spec.ignored_label
     n_targets = int(labels[:, 1:].ne(_NO_LABEL if ignored is None else ignored).sum())
     divisor = n_targets / ratios[0]
-
-    def is_divisor(number: float) -> bool:
-        return abs(number - divisor) <= limit * divisor
-
-    advice = (
-        "Divide a sum by the number of targets in the batches of this update: clipping and the epsilon of "
-        "the optimizer depend on the size of the gradient."
-    )
     numbers = {name: int(tensor) for name, tensor in named_tensors(batches[0]) if tensor.numel() == 1}
-    if name := next((name for name, number in numbers.items() if is_divisor(number)), ""):
-        return subject.failed(
-            value,
-            limit,
-            where=f"batch[{name!r}]",
-            meaning=f"The loss is divided by {numbers[name]}, and the batch has {n_targets} targets.",
-            advice=advice,
-        )
-    counts = {1, *labels.shape, labels.numel(), *(n_targets * k for k in range(2, 9))}
-    counts |= {n_targets / k for k in range(2, 9)}
-    if not any(map(is_divisor, counts)):
-        return subject.not_applicable("needs a loss that is the mean over targets, times a ratio of counts")
-    return subject.warned(
+    name = next((name for name, number in numbers.items() if abs(number - divisor) <= limit * divisor), "")
+    if not name:
+        return subject.not_applicable("needs a loss that is divided by a number in the batch")
+    return subject.failed(
         value,
         limit,
-        where="the loss of a batch",
-        meaning=f"The loss is {ratios[0]:.6g} times the mean over the {n_targets} targets of the batch.",
-        correct_if="the factor is intended, and the learning rate and the clipping norm are chosen for it",
-        advice=advice,
+        where=f"batch[{name!r}]",
+        meaning=f"The loss is divided by {numbers[name]}, and the batch has {n_targets} targets.",
+        advice="Divide a sum by the number of targets in the batches of this update: clipping and the "
+        "epsilon of the optimizer depend on the size of the gradient.",
     )
 
 

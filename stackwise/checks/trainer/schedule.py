@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Any
 
@@ -51,17 +51,12 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
         apart[number, closest] = abs(each[closest] - claimed[number]) / peak
     (number, group), value = max(apart.items(), key=lambda item: item[1])
     if value > _ROUNDING:
-        shift = _shift([each[closest] for each in rates], claim)
         return subject.failed(
             value,
             _ROUNDING,
             where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed[number]:.6g}",
-            meaning="The learning rate differs from the declared one"
-            + (
-                f" in {len(rates)} steps. The value is relative to the largest declared rate."
-                if shift is None
-                else f": the number of steps by which the schedule is shifted is {shift:+d}."
-            ),
+            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The value is "
+            "relative to the largest declared rate.",
             advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
             "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
         )
@@ -129,15 +124,6 @@ def scheduler_count(subject: TrainerSubject) -> CheckResult:
             meaning=meaning,
             advice="Call scheduler.step() once after each update. A loop and a library that it uses may both "
             "call it, and the schedule then ends too early.",
-        )
-    if steps > updates:
-        return subject.warned(
-            steps / updates,
-            1.0,
-            where="scheduler.step()",
-            meaning=f"The scheduler is stepped more often than the optimizer: {meaning}",
-            correct_if="some updates are skipped, as after an overflow",
-            advice="Call scheduler.step() once after each update, or once per epoch.",
         )
     if idle := [name for name, count in before.items() if count == start[name]]:
         return subject.warned(
@@ -231,10 +217,7 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
     run = subject.run()
     if total is None or not subject.has(run, "fit"):
         return subject.not_applicable("needs total_steps, and a run with fit()")
-    updates: list[list[float]] = []
-    with subject.fixed_randomness(), each_update(run.optimizer, lambda o: updates.append(rates_of(o))):
-        run.fit()  # type: ignore[attr-defined]
-    made = len(updates)
+    made = len(_windows_of_fit(subject, run))
     if made != total:
         return subject.failed(
             made,
@@ -251,30 +234,9 @@ def planned_steps(subject: TrainerSubject) -> CheckResult:
 def equal_windows(subject: TrainerSubject) -> CheckResult:
     """Do all updates of a full training contain at most the usual number of backward passes?"""
     run = subject.run()
-    trained = next((p for p in run.model.parameters() if p.requires_grad), None)
-    if not subject.has(run, "fit") or trained is None:
+    if not subject.has(run, "fit"):
         return subject.not_applicable("needs a run with fit()")
-    counts = [0]
-
-    def count(_: Any) -> None:
-        counts[-1] += 1
-
-    def end(_: Any) -> None:
-        counts.append(0)
-        if len(counts) > _MOST_UPDATES:
-            raise _EnoughError
-
-    handle = trained.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
-    try:
-        with (
-            subject.fixed_randomness(),
-            each_update(run.optimizer, lambda _: None, end),
-            suppress(_EnoughError),
-        ):
-            run.fit()  # type: ignore[attr-defined]
-    finally:
-        handle.remove()
-    made = [each for each in counts[:-1] if each]
+    made = [each for each in _windows_of_fit(subject, run, _MOST_UPDATES) if each]
     if not made:
         return subject.not_applicable("needs updates with a gradient of the first parameter")
     usual = Counter(made).most_common(1)[0][0]
@@ -293,6 +255,31 @@ def equal_windows(subject: TrainerSubject) -> CheckResult:
         advice="Make an update from the last micro-batches of an epoch, or clear their gradients: the first "
         "update of the next epoch must not contain them.",
     )
+
+
+def _windows_of_fit(subject: TrainerSubject, run: Any, most: int | None = None) -> list[int]:
+    """Return the number of backward passes of the first parameter in each update of a training.
+
+    The training ends after `most` updates.
+    """
+    counts = [0]
+
+    def count(_: Any) -> None:
+        counts[-1] += 1
+
+    def end(_: Any) -> None:
+        counts.append(0)
+        if len(counts) - 1 == most:
+            raise _EnoughError
+
+    with ExitStack() as stack:
+        for p in [p for p in run.model.parameters() if p.requires_grad][:1]:
+            stack.callback(p.register_post_accumulate_grad_hook(count).remove)
+        stack.enter_context(subject.fixed_randomness())
+        stack.enter_context(suppress(_EnoughError))
+        stack.enter_context(each_update(run.optimizer, lambda _: None, end))
+        run.fit()
+    return counts[:-1]
 
 
 def _length_of_epoch(subject: TrainerSubject) -> int | None:
@@ -336,15 +323,3 @@ def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], A
         for number in range(n):
             step(run, subject.batch(number, **_SMALL))
     return rates
-
-
-def _shift(rates: list[float], claim: Callable[[int], float]) -> int | None:
-    """Return the number of steps by which the schedule is shifted. None: it is not shifted."""
-    for shift in (1, -1, 2, -2):
-        pairs = [
-            (rate, float(claim(number + shift))) for number, rate in enumerate(rates) if number + shift >= 0
-        ]
-        peak = max((abs(claimed) for _, claimed in pairs), default=0.0)
-        if len(pairs) > 2 and all(abs(rate - claimed) <= _ROUNDING * peak for rate, claimed in pairs):
-            return shift
-    return None

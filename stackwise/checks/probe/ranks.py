@@ -56,7 +56,6 @@ class Record:
     Attributes:
         initial, final: parameters by name, without the prefixes of wrappers, before and after all steps.
         accumulated: parameters after a further update from two micro-batches. {}: no `accumulate`.
-        buffers: buffers after all steps.
         gradients: gradients at the optimizer in the first step.
         norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
         losses: results of the steps. NaN for a step without a result.
@@ -69,7 +68,6 @@ class Record:
     initial: Tensors = field(default_factory=dict)
     final: Tensors = field(default_factory=dict)
     accumulated: Tensors = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     norm: float | None = None
     losses: list[float] = field(default_factory=list)
@@ -206,10 +204,8 @@ def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
     """Run the same steps in one process, on the batches of all ranks."""
     run = subject.run()
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
-    norm = None
     with seeded(subject.seed):
-        if callable(getattr(run, "loss", None)):
-            norm = _gradient_norm(subject, batches[0])
+        norm = _gradient_norm(subject, batches[0]) if callable(getattr(run, "loss", None)) else None
         record = observe(run, batches, None, evaluates=_can_evaluate(subject))
     record.norm = norm
     return record
@@ -278,7 +274,6 @@ def observe(
                 run.accumulate(batches)
             record.accumulated = _parameters(run.model)
         collectives.end()
-    record.buffers = {_plain(name): buffer.detach().clone() for name, buffer in run.model.named_buffers()}
     return record
 
 
@@ -372,10 +367,8 @@ def _read(log: Path) -> list[str]:
 
 
 def _disagreement(collectives: list[list[str]]) -> int | None:
-    for number, entries in enumerate(zip(*collectives, strict=False)):
-        if len(set(entries)) > 1:
-            return number
-    return None
+    steps = enumerate(zip(*collectives, strict=False))
+    return next((number for number, entries in steps if len(set(entries)) > 1), None)
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

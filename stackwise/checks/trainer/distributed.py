@@ -132,7 +132,7 @@ def non_finite_rank(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
-    """Is the gradient of all ranks equal to that of one process on their joint batch?"""
+    """Are the gradient of all ranks and its norm those of one process on their joint batch?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks
@@ -157,7 +157,20 @@ def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
             else "Look for parameters that are not reduced, for a model that is called without its wrapper, "
             "and for communication that loses data.",
         )
-    return subject.passed(gaps[worst], limit, where=worst)
+    if whole.norm is None or any(record.norm is None for record in ranks.records):
+        return subject.passed(gaps[worst], limit, where=worst)
+    norms = [record.norm or 0.0 for record in ranks.records]
+    apart = [abs(each / whole.norm - 1) for each in norms]
+    rank = apart.index(max(apart))
+    return subject.at_most(
+        apart[rank],
+        limit,
+        where=f"rank {rank}",
+        meaning=f"The grad_norm of this rank is {norms[rank]:.4g}; the norm of the joint batch is "
+        f"{whole.norm:.4g}.",
+        advice="Compute the norm of all parameters after the reduction. Count replicated parameters once, "
+        "and sum the squares of sharded ones over the ranks.",
+    )
 
 
 @trainer_check(suite="full")
@@ -187,34 +200,6 @@ def unequal_targets(subject: TrainerSubject) -> CheckResult:
         correct_if="all ranks always have the same number of targets",
         advice="Divide the sum of each rank by the number of targets of all ranks, times the number of ranks "
         "if gradients are averaged.",
-    )
-
-
-@trainer_check(suite="full")
-def norm_equals_dense(subject: TrainerSubject) -> CheckResult:
-    """Does each rank clip by the norm of the full gradient?"""
-    ranks = _finished(subject)
-    if isinstance(ranks, CheckResult):
-        return ranks
-    if any(record.norm is None for record in ranks.records):
-        return subject.not_applicable(
-            "needs grad_norm of the run: the norm of the last step, before clipping"
-        )
-    whole = dense(subject)
-    if whole.norm is None:
-        return subject.not_applicable("needs loss(batch) of the run in one process")
-    if (reason := _not_comparable(subject, ranks, whole)) is not None:
-        return subject.not_applicable(reason)
-    gaps = [abs((record.norm or 0.0) / whole.norm - 1) for record in ranks.records]
-    rank = gaps.index(max(gaps))
-    return subject.at_most(
-        gaps[rank],
-        _limit(whole),
-        where=f"rank {rank}",
-        meaning=f"The grad_norm of this rank is {ranks.records[rank].norm:.4g}; the norm of the joint batch "
-        f"is {whole.norm:.4g}.",
-        advice="Compute the norm of all parameters after the reduction. Count replicated parameters once, "
-        "and sum the squares of sharded ones over the ranks.",
     )
 
 
@@ -272,28 +257,6 @@ def ranks_share_data(subject: TrainerSubject) -> CheckResult:
         meaning=f"Of {len(whole)} examples, the ranks read {twice} twice and {left_out} not at all.",
         advice="Shuffle with the same seed on all ranks: each rank takes its part of the same permutation.",
     )
-
-
-@trainer_check(suite="full")
-def buffers_agree(subject: TrainerSubject) -> CheckResult:
-    """Do the ranks have the same buffers?"""
-    ranks = _finished(subject)
-    if isinstance(ranks, CheckResult):
-        return ranks
-    buffers = [record.buffers for record in ranks.records]
-    if not buffers[0]:
-        return subject.not_applicable("needs a model with buffers")
-    apart = different(buffers[0], buffers[1])
-    if apart:
-        return subject.warned(
-            float(len(apart)),
-            0.0,
-            where=apart[0],
-            meaning="A buffer has different values on the ranks.",
-            correct_if="ranks share the buffer before its use, and the rank that saves has the right values",
-            advice="Broadcast the buffer, or reduce it over the ranks.",
-        )
-    return subject.passed(0.0, 0.0, meaning=f"Compared buffers: {len(buffers[0])}.")
 
 
 def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:

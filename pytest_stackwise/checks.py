@@ -151,7 +151,7 @@ def _names(asks: Asks) -> dict[str, None]:
     from stackwise.checks.check import OTHER_NAMES, select_checks
 
     checks = select_checks(suite="full", asks=asks)
-    others = OTHER_NAMES if asks == "model" else ()
+    others = [old for old, new in OTHER_NAMES.items() if any(c.name == new for c in checks)]
     return dict.fromkeys([*(c.name for c in checks), *(c.family for c in checks), *others])
 
 

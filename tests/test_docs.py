@@ -182,9 +182,12 @@ def test_page_of_equivalent_calls_lists_every_variation():
     assert rows == [(each.name, each.check or each.name) for each in known_variations().values()]
 
 
-def test_page_of_equivalent_calls_lists_every_earlier_name():
-    section = _section("docs/reference/equivalent-calls.md", "Earlier names")
-    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)) == OTHER_NAMES
+@pytest.mark.parametrize(("page", "asks"), [("equivalent-calls", "model"), ("trainer-checks", "trainer")])
+def test_page_lists_every_earlier_name(page, asks):
+    section = _section(f"docs/reference/{page}.md", "Earlier names")
+    checks = {check.name for check in select_checks(suite="full", asks=asks)}
+    wanted = {old: new for old, new in OTHER_NAMES.items() if new in checks}
+    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)) == wanted
 
 
 def test_page_of_the_plugin_lists_every_option_and_marker(pytestconfig):

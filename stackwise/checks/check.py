@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from stackwise.checks.engine.variation import Suite
-from stackwise.checks.probe.run_state import WrongPositionError
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -43,13 +42,29 @@ __all__ = [
 Kind = Literal["model", "trainer"]
 # Former names of checks -> present names. Selections and declarations may use both.
 OTHER_NAMES = {
+    "accumulation_window": "accumulated_gradient",
+    "average_follows": "average_share",
     "cache_chunks": "cache_decoding",
     "cache_padding": "padding_amount",
     "causality_far": "long_sequences",
+    "checkpoint_round_trip": "interrupted_run",
+    "data_resumes": "interrupted_run",
+    "evaluation_batches": "evaluation_exact",
+    "evaluation_repeats": "evaluation_exact",
+    "evaluation_restores": "undisturbed_run",
+    "non_finite_gradient": "skipped_step",
+    "norm_equals_dense": "gradients_equal_dense",
+    "optimizer_coverage": "parameters_change",
     "packing_isolation": "packing_alone",
     "padding_content": "padding_amount",
     "padding_finite": "half_precision",
     "padding_gradients": "padding_empty_row",
+    "position_in_epoch": "interrupted_run",
+    "resume": "interrupted_run",
+    "resume_in_new_process": "interrupted_run",
+    "saving_disturbs_nothing": "undisturbed_run",
+    "single_update": "fresh_gradients",
+    "small_gradients_pass": "clipped_norm",
 }
 
 
@@ -88,10 +103,7 @@ class Check:
             subject = Subject(spec, torch.device(device), seed)
         start = time.perf_counter()
         with threads_for(spec.n_parameters), kept_settings():
-            try:
-                result = self.function(subject)
-            except WrongPositionError as error:
-                result = subject.not_applicable(f"needs a correct position(), see position_in_epoch: {error}")
+            result = self.function(subject)
         seconds = time.perf_counter() - start if result.seconds is None else result.seconds
         return replace(result, check=self.name, seconds=round(seconds, 3))
 
@@ -149,7 +161,7 @@ def refuse_unknown(names: Iterable[str], *, asks: Kind | None = None) -> None:
     wanted = set(names)
     require(bool(wanted), "checks", [], "names of checks or families, or None for all")
     checks = {one.name: one.family for one in known_checks().values() if asks in (None, one.asks)}
-    known = {*checks, *checks.values()} | (set() if asks == "trainer" else OTHER_NAMES.keys())
+    known = {*checks, *checks.values()} | {old for old, new in OTHER_NAMES.items() if new in checks}
     every_kind = {name for one in known_checks().values() for name in (one.name, one.family)}
     unknown = sorted(wanted - known - every_kind - OTHER_NAMES.keys())
     of_other_kind = sorted(wanted - known - set(unknown))

@@ -6,7 +6,7 @@ from stackwise import check_trainer
 from tests.popular import nanochat, nanogpt, vit
 
 # All batches weigh the same, as the loop says.
-EQUAL_WEIGHT = {"accumulation_ragged", "evaluation_batches"}
+EQUAL_WEIGHT = {"accumulation_ragged", "evaluation_exact"}
 LOOPS = {
     "nanogpt": (nanogpt.trainer, nanogpt.Loop, EQUAL_WEIGHT),
     "nanogpt-float16": (nanogpt.trainer, nanogpt.HalfLoop, {"accumulation_ragged"}),
@@ -18,7 +18,7 @@ LOOPS = {
 }
 SLOW = ("nanogpt-float16", "nanochat-container", "vit-convolutional")
 # Asked of every loop.
-ASKED = {"optimizer_coverage", "parameters_change", "resume", "checkpoint_round_trip", "evaluation_restores"}
+ASKED = {"parameters_change", "interrupted_run", "undisturbed_run"}
 
 
 @pytest.mark.parametrize(

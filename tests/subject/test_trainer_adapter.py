@@ -113,11 +113,10 @@ class Accelerated(Loop):
 def test_run_with_an_optimizer_of_accelerate_is_checked():
     spec = loop_spec_of(Accelerated)
     names = [
-        "single_update",
         "parameters_change",
         "learning_rate",
         "separate_updates",
-        "checkpoint_round_trip",
+        "interrupted_run",
     ]
 
     assert isinstance(spec.create(), JoinedRun)

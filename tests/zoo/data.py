@@ -88,7 +88,7 @@ def following(spec):
             return [other.position(), list(other.epoch(epoch))[number]["input_ids"]]
 
 
-@mutant("82", twin=reading, family="data", source="OHF-Voice/phoonnx#464", observable=following)
+@mutant("82", twin=reading, family="sequence", source="OHF-Voice/phoonnx#464", observable=following)
 def resumed_epoch_replays_the_first():
     """After a resume the order is that of epoch 0 again."""
 
@@ -145,7 +145,7 @@ def resumed_rows(spec):
             return torch.equal(list(other.epoch(0))[2]["input_ids"], whole[2])
 
 
-@mutant("82", twin=own_order, family="data", source="modelscope/ms-swift#9935", observable=resumed_rows)
+@mutant("82", twin=own_order, family="sequence", source="modelscope/ms-swift#9935", observable=resumed_rows)
 def order_drawn_anew_on_resume():
     """The order comes from the global generator, and the resumed run draws another one."""
 

@@ -75,7 +75,7 @@ def trained_once():
     return loop_spec_of(_TrainedOnce)
 
 
-@mutant("99", twin=trained_once, family="evaluation", source="classic", observable=modes)
+@mutant("99", twin=trained_once, family="sequence", source="classic", observable=modes)
 def train_mode_not_restored():
     """After evaluation the model stays in eval mode: dropout is off from then on."""
 
@@ -88,7 +88,7 @@ def train_mode_not_restored():
     return loop_spec_of(Mutant)
 
 
-@mutant("99", twin=trained_once, family="evaluation", source="classic", observable=modes)
+@mutant("99", twin=trained_once, family="sequence", source="classic", observable=modes)
 def all_put_into_train_mode():
     """After evaluation every module is put into train mode, also what was kept in eval mode."""
 
@@ -101,7 +101,7 @@ def all_put_into_train_mode():
     return loop_spec_of(Mutant)
 
 
-@mutant("99", twin=loop, family="evaluation", source="classic", observable=weights_after)
+@mutant("99", twin=loop, family="sequence", source="classic", observable=weights_after)
 def evaluation_leaves_gradients():
     """Evaluation computes gradients and leaves them for the next step."""
 

@@ -645,7 +645,7 @@ def second_epoch(spec: TrainerSpec) -> list:
     return [batch["input_ids"] for batch in list(other.epoch(epoch))[start:]]
 
 
-@mutant("ckpt-epoch", twin=loop, family="checkpoint", source="ms-swift#10050", observable=second_epoch)
+@mutant("ckpt-epoch", twin=loop, family="sequence", source="ms-swift#10050", observable=second_epoch)
 def resumed_epoch_has_the_order_of_the_first():
     """A resume in the second epoch reads its rest in the order of the first epoch."""
 

@@ -26,11 +26,11 @@ __all__ = [
     "Trace",
     "WrongPositionError",
     "different",
-    "drive",
     "is_close",
     "next_batches",
     "number_in",
     "save",
+    "saved_tensors",
     "state_of",
     "wait_for",
 ]
@@ -63,7 +63,8 @@ def state_of(run: TrainingRun) -> State:
             places.setdefault((p.data_ptr(), p.shape), []).append(name)
     shared = sorted(sorted(group) for group in places.values() if len(group) > 1)
     state["model: weights that share memory"] = str(shared)
-    state |= {f"model.{name}": buffer.detach().clone() for name, buffer in _saved_buffers(model)}
+    for name, tensor in saved_tensors(model):
+        state.setdefault(f"model.{name}", tensor.detach().clone())
 
     saved = run.optimizer.state_dict()
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -192,6 +193,7 @@ class Trace:
         state: state after the last step.
         averages: tensors of weight averages after the last step, by path.
         evaluation: result of evaluate(batches) after the last step. None: it was not evaluated.
+        lost: state that a checkpoint did not restore: name -> value at the save and after the load.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -200,6 +202,15 @@ class Trace:
     state: State = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float | None = None
+    lost: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def drive(self, run: TrainingRun, batches: Iterable[Any], n_steps: int) -> None:
+        """Run `n_steps` steps on the next batches, and record them."""
+        for batch in islice(batches, n_steps):
+            self.batches.append(batch)
+            loss = number_in(run.step(batch))
+            self.losses.append(math.nan if loss is None else loss)
+            self.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
 
     def differs(self, other: Trace, near: Trace | None = None, *, rounding: float = 0.0) -> str:
         """Return the first difference in words, or "".
@@ -209,6 +220,8 @@ class Trace:
             near: record of a run whose weights differ by rounding, as in `is_close`.
             rounding: as in `is_close`.
         """
+        for name, (saved, loaded) in other.lost.items():
+            return f"{name} after loading: {_change(saved, loaded)}"
         near = self if near is None else near
         close = partial(is_close, rounding=rounding)
         for step, (ours, theirs) in enumerate(zip(self.batches, other.batches, strict=False)):
@@ -229,19 +242,6 @@ class Trace:
         if not close(self.evaluation, other.evaluation, near.evaluation):
             return f"the result of evaluate(batches): {other.evaluation} instead of {self.evaluation}"
         return ""
-
-
-def drive(run: TrainingRun, batches: Iterable[Any], n_steps: int, *, with_state: bool = True) -> Trace:
-    """Run `n_steps` steps on the next batches, and return their record, with or without the final state."""
-    trace = Trace()
-    for batch in islice(batches, n_steps):
-        trace.batches.append(batch)
-        loss = number_in(run.step(batch))
-        trace.losses.append(math.nan if loss is None else loss)
-        trace.rates.append([float(group["lr"]) for group in run.optimizer.param_groups])
-    if with_state:
-        trace.state = state_of(run)
-    return trace
 
 
 def save(run: Any, folder: Path) -> None:
@@ -271,11 +271,26 @@ def number_in(returned: Any) -> float | None:
     return None
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, also under their further names, and persistent buffers."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), tensor
+
+
+def _change(saved: Any, loaded: Any) -> str:
+    """Return the difference of a saved value and a loaded one in words."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        if saved.dtype != loaded.dtype or saved.shape != loaded.shape:
+            return f"{saved.dtype} {tuple(saved.shape)} is {loaded.dtype} {tuple(loaded.shape)}"
+        share = (saved != loaded.to(saved.device)).double().mean().item()
+        return f"{share:.0%} of its elements differ from the saved ones"
+    texts = [
+        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else str(each)[:200]
+        for each in (saved, loaded)
+    ]
+    return f"it was {texts[0]}, and is {texts[1]}"
 
 
 def _indices(saved: Mapping[str, Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,10 +22,10 @@ from stackwise.checks.probe.run_state import (
     ROUNDING,
     Trace,
     different,
-    drive,
     next_batches,
     number_in,
     save,
+    saved_tensors,
     state_of,
     wait_for,
 )
@@ -77,6 +77,8 @@ _SHRINKING = 40
 # Steps that "resume later" and "rewind" make after the save: one before and one after a second save.
 _FURTHER_STEPS = 2
 
+_RAISES = "the sequence raises "
+
 # Names of operations, in order.
 Operations = tuple[str, ...]
 
@@ -88,10 +90,14 @@ class Finding:
     Attributes:
         sequence: the operations.
         difference: the first difference in words, or the exception that the sequence raises.
+        lost: state that a checkpoint does not restore: name -> value at the save and after the load.
+        is_random: True if there is no difference after the random states are restored.
     """
 
     sequence: Operations
     difference: str
+    lost: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    is_random: bool = False
 
     @property
     def text(self) -> str:
@@ -188,46 +194,36 @@ class Sequences:
         return not self._straight_run(self.n_steps).differs(again, rounding=ROUNDING)
 
     def find(self, operations: tuple[str, ...]) -> tuple[Finding | None, int]:
-        """Return the first difference of sequences with some operations, and the number of sequences.
-
-        Operations that raise an exception after the first step are skipped: other checks report them.
-        """
+        """Return the first difference of sequences with some operations, and the number of sequences."""
         count = 0
-        possible = [each for each in self.possible if each in operations and self._runs(each)]
-        for sequence in self._planned(possible):
+        for sequence in self._planned([each for each in self.possible if each in operations]):
             count += 1
             if self._problem(sequence):
-                sequence = self._shrunk(sequence)
-                return Finding(sequence, self._problem(sequence)), count
+                return self._finding(self._shrunk(sequence)), count
         return None, count
 
-    def difference(self, sequence: Operations) -> str:
+    def difference(self, sequence: Operations, *, keeps_randomness: bool = False) -> str:
         """Return the first difference between a sequence and an uninterrupted run in words, or "".
+
+        Args:
+            sequence: the operations.
+            keeps_randomness: restore the random states of the save after each load.
 
         Raises:
             Exception: an operation raises.
         """
         n = sequence.count(STEP)
-        straight, found = self._straight_run(n), self._executed(sequence)
+        straight, found = self._straight_run(n), self._executed(sequence, keeps_randomness=keeps_randomness)
         if not straight.differs(found, rounding=ROUNDING):
             return ""
         return straight.differs(found, self._rounded_run(n), rounding=ROUNDING)
 
-    def is_rounding(self, wanted: Trace, got: Trace, n_before: int) -> bool:
-        """Return True if two records of the steps after the first `n_before` differ by rounding."""
-        n = len(wanted.losses)
-        near = self._rounded_run(n_before + n)
-        near = replace(near, losses=near.losses[-n:], averages={}, evaluation=None)
-        return not wanted.differs(got, near, rounding=ROUNDING)
-
-    def _runs(self, operation: str) -> bool:
-        """Return True if an operation, or a simpler one, raises no exception after the first step."""
-        try:
-            self._executed((STEP, "resume" if operation in INTERRUPTIONS else operation, STEP))
-        except Exception as error:
-            reraise_if_out_of_memory(error)
-            return False
-        return True
+    def _finding(self, sequence: Operations) -> Finding:
+        problem = self._problem(sequence)
+        if problem.startswith(_RAISES):
+            return Finding(sequence, problem)
+        lost = self._executed(sequence).lost
+        return Finding(sequence, problem, lost, not self.difference(sequence, keeps_randomness=True))
 
     def _problem(self, sequence: Operations) -> str:
         """Return the difference, or the exception, of a sequence as text, or ""."""
@@ -235,7 +231,7 @@ class Sequences:
             return self.difference(sequence)
         except Exception as error:
             reraise_if_out_of_memory(error)
-            return f"the sequence raises {reason_of(error)}"
+            return f"{_RAISES}{reason_of(error)}"
 
     def _planned(self, operations: list[str]) -> Iterator[Operations]:
         """Yield each operation at several places, pairs of operations, then random sequences of three.
@@ -294,28 +290,36 @@ class Sequences:
         before, after = averages_of(self.subject.run()), self._straight_run(self.n_steps).averages
         return set(different(before, after))
 
-    def _executed(self, sequence: Operations, *, rounded: bool = False) -> Trace:
-        """Execute a sequence on a new run, with weights that differ by rounding if `rounded`."""
+    def _executed(
+        self, sequence: Operations, *, rounded: bool = False, keeps_randomness: bool = False
+    ) -> Trace:
+        """Execute a sequence on a new run.
+
+        Args:
+            sequence: the operations.
+            rounded: change the first weights by rounding.
+            keeps_randomness: restore the random states of the save after each load.
+        """
         subject = self.subject
         run: Any = subject.run()
         if rounded:
             _change_by_rounding(run)
         trace = Trace()
-        with subject.fixed_randomness():
+        with subject.fixed_randomness(), torch.enable_grad():
             batches = self._batches(run, 0)
             for operation in sequence:
                 if operation == STEP:
-                    made = drive(run, batches, 1, with_state=False)
-                    trace.losses += made.losses
-                    trace.rates += made.rates
-                    trace.batches += made.batches
+                    trace.drive(run, batches, 1)
                 elif operation in INTERRUPTIONS:
-                    run = self._interrupted(run, operation, batches)
+                    run = self._interrupted(run, operation, batches, trace, keeps_randomness)
                     batches = self._batches(run, len(trace.batches))
                 else:
-                    with keep_random_states():
-                        self._apply(run, operation)
-            trace.state, trace.averages = state_of(run), averages_of(run)
+                    self._apply(run, operation)
+            trace.state = state_of(run) | {
+                f"the mode of {name or 'the model'}": module.training
+                for name, module in run.model.named_modules()
+            }
+            trace.averages = averages_of(run)
             if subject.has(run, "evaluate"):
                 trace.evaluation = number_in(run.evaluate(self._evaluated))
         return trace
@@ -330,39 +334,56 @@ class Sequences:
         return own if own is not None else _numbered(self.subject.batch, n_steps)
 
     def _apply(self, run: Any, operation: str) -> None:
-        if operation == "evaluate":
-            run.evaluate(self._evaluated)
-        elif operation == "save":
+        if operation == "save":
             with TemporaryDirectory() as folder:
                 save(run, Path(folder))
+            return
+        with keep_random_states():  # an evaluation may draw its batches
+            run.evaluate(self._evaluated)
 
-    def _interrupted(self, run: Any, operation: str, batches: Iterator[Any]) -> Any:
-        """Save, and return the run that loads the checkpoint. Restore the random states of the save."""
+    def _interrupted(
+        self, run: Any, operation: str, batches: Iterator[Any], trace: Trace, keeps_randomness: bool
+    ) -> Any:
+        """Save, and return the run that loads the checkpoint. Add the state that is lost to the trace."""
         subject = self.subject
         with TemporaryDirectory() as folder, TemporaryDirectory() as second:
-            saved = run.save(Path(folder))
-            states = random_states()
+            saving = run.save(Path(folder))
+            saved, states = state_of(run), random_states()
             if operation != "resume":
-                drive(run, batches, 1, with_state=False)
+                Trace().drive(run, batches, 1)
                 if operation == "resume later":
                     save(run, Path(second))
-                drive(run, batches, 1, with_state=False)
-            wait_for(saved)
+                Trace().drive(run, batches, 1)
+            wait_for(saving)
             if operation != "rewind":
                 run = subject.run()  # with the same seed, on which its data may depend
-                self._spoil_averages(run)
+                self._spoil(run)
             with seeded(subject.seed + 1, subject.device):
                 run.load(Path(folder))
+                states = states if keeps_randomness else random_states()
             set_random_states(states)
+        loaded = state_of(run)
+        for name in different(saved, loaded, rounding=ROUNDING):
+            # The next step may freeze parameters. The end of an epoch is also the start of the next one.
+            if not name.startswith("position()") and not name.endswith("takes gradients"):
+                trace.lost.setdefault(name, (saved.get(name), loaded.get(name)))
         return run
 
-    def _spoil_averages(self, run: Any) -> None:
-        """Change the averages of a new run. Loading a checkpoint must replace them."""
-        moving = self._moving_averages
-        with torch.no_grad():
-            for path, tensor in averages_in(run).items():
-                if path in moving and tensor.is_floating_point():
-                    tensor.add_(torch.ones_like(tensor))
+    @cached_property
+    def _other_weights(self) -> dict[str, Any]:
+        """Return the weights and buffers of a model with another seed. Those from a file are the same."""
+        model = self.subject.spec.create(self.subject.device, self.subject.seed + 1).model
+        return {name: tensor.detach().clone() for name, tensor in saved_tensors(model)}
+
+    @torch.no_grad()
+    def _spoil(self, run: Any) -> None:
+        """Change weights and averages of a new run. Loading a checkpoint must replace them."""
+        for name, tensor in saved_tensors(run.model):
+            if name in self._other_weights:
+                tensor.copy_(self._other_weights[name])
+        for path, tensor in averages_in(run).items():
+            if path in self._moving_averages and tensor.is_floating_point():
+                tensor.add_(torch.ones_like(tensor))
 
 
 def _numbered(batch: Callable[[int], Any], number: int) -> Iterator[Any]:

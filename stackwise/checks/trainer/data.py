@@ -1,4 +1,4 @@
-"""Data: each example is read once in an epoch, in a new order, also after a resume.
+"""Data: each example is read once in an epoch, in a new order.
 
 Shapes: B rows of a batch.
 """
@@ -9,8 +9,6 @@ import hashlib
 import math
 from collections import Counter
 from itertools import islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import named_tensors, tensors_in
-from stackwise.checks.probe.run_state import WrongPositionError, drive, next_batches, save
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -199,70 +196,6 @@ def _distinct(a: Any, b: Any) -> bool:
 
 
 @trainer_check
-def data_resumes(subject: TrainerSubject) -> CheckResult:
-    """Does a resumed run read the batch that follows the last one before the save?"""
-    run: Any = subject.run()
-    if not subject.has(run, "epoch", "position", "save", "load"):
-        return subject.not_applicable("needs epoch(number), position(), save(folder) and load(folder)")
-    with subject.fixed_randomness(), TemporaryDirectory() as folder:
-        own = next_batches(run)
-        if own is None:
-            return subject.not_applicable("needs a position() of two integers: epoch, next batch")
-        start = run.position()
-        length = len(_read(subject, run, start[0], _MOST_BATCHES))
-        n_before = length + 2 if 2 <= length <= 2 * _N_BATCHES else 3
-        drive(run, own, n_before)
-        place = run.position()
-        if place == start:
-            return subject.not_applicable("needs a position() that changes during training")
-        save(run, Path(folder))
-        wanted = [_row_marks(batch) for batch in islice(own, 2)]
-        other: Any = subject.run()
-        with seeded(subject.seed + 1, subject.device):
-            other.load(Path(folder))
-            resumed = next_batches(other)
-            assert resumed is not None
-            got = [_row_marks(batch) for batch in islice(resumed, 2)]
-    if wanted == got:
-        return subject.passed(0.0, 0.0, meaning=f"After {n_before} batches, position() is {tuple(place)}.")
-    first = [_row_marks(batch) for batch in _read(subject, subject.run(), start[0], _MOST_BATCHES)]
-    replayed = got[0] in first and wanted[0] not in first
-    return subject.failed(
-        float(sum(a != b for a, b in zip(wanted, got, strict=True))),
-        0.0,
-        where=f"batch {place[1]} of epoch {place[0]}; resumed at {tuple(other.position())}",
-        meaning="The resumed run continues with different data"
-        + (f": with a batch of epoch {start[0]}, a second time." if replayed else "."),
-        advice="Save the epoch and the number of its used batches, pass the epoch to the sampler, and skip "
-        "the used batches. If the global generator draws the order, save its state at the epoch's start.",
-    )
-
-
-@trainer_check
-def position_in_epoch(subject: TrainerSubject) -> CheckResult:
-    """Does position() refer to a batch that exists, at the start and after some steps?"""
-    run: Any = subject.run()
-    if not subject.has(run, "epoch", "position"):
-        return subject.not_applicable("needs epoch(number) and position()")
-    try:
-        with subject.fixed_randomness():
-            own = next_batches(run)
-            if own is None:
-                return subject.not_applicable("needs a position() of two integers: epoch, next batch")
-            drive(run, own, _N_BATCHES)
-            later = next_batches(run)
-            assert later is not None
-            next(later)
-    except WrongPositionError as error:
-        return subject.failed(
-            meaning=f"The position in the data is wrong: {error}.",
-            where="position()",
-            advice="Return the epoch, and the number of batches of this epoch that were used.",
-        )
-    return subject.passed(meaning=f"After {_N_BATCHES} batches, position() is {tuple(run.position())}.")
-
-
-@trainer_check
 def batch_rows(subject: TrainerSubject) -> CheckResult:
     """Does every part of a batch grow with the number of examples in it?"""
     small, large, other = (subject.batch(i, batch_size=size) for i, size in ((0, 2), (0, 6), (1, 2)))
@@ -286,16 +219,6 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
             meaning="This part of a batch contains data, but has the same shape for 6 examples as for 2.",
             advice="Look in the collate function for a squeeze(), an index [0], or a list that is joined to "
             "one row.",
-        )
-    rows = {name: leaf.shape[0] for name, leaf in named_tensors(large) if name in shapes}
-    if len(set(rows.values())) > 1:
-        return subject.warned(
-            float(len(set(rows.values()))),
-            1.0,
-            where=", ".join(f"{name}: {count}" for name, count in rows.items()),
-            meaning="The parts of a batch have different numbers of rows.",
-            correct_if="an example has several parts, such as images or documents",
-            advice="Look at the collate function, which joins examples to a batch.",
         )
     return subject.passed(0.0, 0.0, meaning=", ".join(shapes))
 

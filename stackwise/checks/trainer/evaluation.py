@@ -1,10 +1,11 @@
-"""Evaluation: evaluate() has no side effects, is repeatable, and gives each target the same weight."""
+"""Evaluation: the evaluation loss gives each target the same weight, and a perplexity is exp of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,195 +15,108 @@ from torch import Tensor, nn
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.batch import joined, rows_of
 from stackwise.checks.probe.call import refusals
-from stackwise.checks.probe.run_state import different, state_of
-from stackwise.checks.probe.update import distance, observed
-from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 4
 _EXACT = 1e-5
 _NARROW = 1e-2
-_SAME = 1e-6
-_OTHER_STEP = 1e-3
 # Label for padding if no label is ignored. No token has it.
 _NO_LABEL = -100
 _UNEQUAL = "batches of 1 and 3 rows"
 _SAME_SIZE = "all batches have the same number of rows, such as batches that are drawn at random"
-_REASON = "needs evaluate(batches)"
 _AVERAGES = "all batches have the same number of targets: this trainer averages the losses of batches"
-
-
-@trainer_check
-def evaluation_restores(subject: TrainerSubject) -> CheckResult:
-    """Does evaluation leave weights, modes and the next training step unchanged?"""
-    if not subject.has(subject.run(), "evaluate"):
-        return subject.not_applicable(_REASON)
-    steps: dict[bool, dict[str, Tensor]] = {}
-    modes: dict[bool, dict[str, bool]] = {}
-    for evaluating in (False, True):
-        run = subject.run()
-        with subject.fixed_randomness():
-            run.step(subject.batch(0))
-        if evaluating:
-            grad_mode = torch.is_grad_enabled()
-            before = state_of(run)
-            with subject.fixed_randomness():
-                evaluated(run, [subject.batch(2)])
-            changed = different(before, state_of(run))
-            if torch.is_grad_enabled() != grad_mode:
-                torch.set_grad_enabled(grad_mode)
-                changed.append("torch.is_grad_enabled()")
-            if changed:
-                return subject.failed(
-                    len(changed),
-                    0.0,
-                    where=listed(changed),
-                    meaning=f"An evaluation changed {len(changed)} of {len(before)} tensors and settings.",
-                    advice="Evaluate in eval mode under torch.no_grad(), and restore the state afterwards.",
-                )
-        with subject.fixed_randomness(), observed(run) as seen:
-            run.step(subject.batch(1))
-        modes[evaluating] = _modes(run)
-        steps[evaluating] = seen.updates[-1].gradients if seen.updates else {}
-    wrong = [name for name, mode in modes[True].items() if mode != modes[False].get(name, mode)]
-    if wrong:
-        mode = "train" if modes[True][wrong[0]] else "eval"
-        return subject.failed(
-            len(wrong),
-            0.0,
-            where=listed([name or "the model" for name in wrong]),
-            meaning=f"Modules that stay in {mode} mode after an evaluation: {len(wrong)}.",
-            advice="Restore the mode of each module after evaluation. Otherwise training continues without "
-            "dropout, or frozen parts leave eval mode.",
-        )
-    value = distance(steps[True], steps[False])
-    return subject.at_most(
-        value,
-        _OTHER_STEP,
-        where="gradient of the next step",
-        meaning="After an evaluation, the gradient differs from that of the same step without it.",
-        advice="Look for gradients or other state that the evaluation does not restore.",
-    )
-
-
-@trainer_check
-def evaluation_repeats(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss of a model in train mode independent of the random state?"""
-    run = subject.run()
-    if not subject.has(run, "evaluate"):
-        return subject.not_applicable(_REASON)
-    values = []
-    for seed in range(2):
-        run.model.train()
-        with subject.under_seed(seed):
-            values.append(evaluated(run, [subject.batch(0), subject.batch(1)]))
-    one, other = values
-    return subject.at_most(
-        _apart(other, one),
-        _SAME,
-        where="the result of evaluate(batches)",
-        meaning=f"With two seeds, the same batches give {one:.6g} and {other:.6g} nats per target.",
-        advice="Call model.eval() before the evaluation and model.train() after it: dropout is active.",
-    )
-
-
-@trainer_check
-def evaluation_batches(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss independent of the batch size and the order of rows?"""
-    run = subject.run()
-    if not subject.has(run, "evaluate"):
-        return subject.not_applicable(_REASON)
-    rows = _ragged_rows(subject)
-    whole = evaluated(run, [joined(rows, 1)])
-    value, where, found = 0.0, "", whole
-    for name, batches in (
-        ("batches of one row", rows),
-        ("batches of one row, in reverse order", rows[::-1]),
-        (_UNEQUAL, [rows[0], joined(rows[1:], 1)]),
-    ):
-        other = evaluated(run, batches)
-        apart = _apart(other, whole)
-        if not apart <= value:
-            value, where, found = apart, name, other
-    averages = subject.averages_batches(run, "evaluate")
-    declare = (
-        " If all batches have the same number of targets, declare it with averages_batches = ("
-        '"evaluate",) on the run. The check then warns only.'
-    )
-    result = subject.at_most(
-        value,
-        _limit(run, rows),
-        where=where,
-        meaning="The evaluation loss depends on the division of rows into batches: it is "
-        f"{found:.6g} nats per target, and {whole:.6g} with all rows in one batch.",
-        advice="Sum the losses of all targets and divide once by their number. A mean over batches gives "
-        "more weight to the targets of short batches." + declare * (not averages),
-    )
-    if averages:
-        return _warned(subject, result, _AVERAGES)
-    has_ignored = subject.spec.ignored_label is not None
-    return result if has_ignored or where != _UNEQUAL else _warned(subject, result, _SAME_SIZE)
+_AUXILIARY = "evaluate() adds the auxiliary loss of the routers on purpose, and gives no perplexity"
 
 
 @trainer_check
 def evaluation_exact(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss the mean negative log likelihood of all targets?"""
+    """Is the evaluation loss the mean over all targets, however the rows are divided into batches?"""
     run = subject.run()
     if not subject.has(run, "evaluate"):
-        return subject.not_applicable(_REASON)
+        return subject.not_applicable("needs evaluate(batches)")
+    run.model.train()
     rows = _ragged_rows(subject)
-    batches = [joined(rows[:2], 1), joined(rows[2:], 1)]
-    exact = exact_loss(run, batches, subject.spec.ignored_label)
+    divisions = {
+        "two batches of two rows": [joined(rows[:2], 1), joined(rows[2:], 1)],
+        "batches of one row": rows,
+        "batches of one row, in reverse order": rows[::-1],
+        _UNEQUAL: [rows[0], joined(rows[1:], 1)],
+    }
+    exact = exact_loss(run, rows, subject.spec.ignored_label)
+    wanted = evaluated(run, [joined(rows, 1)]) if exact is None else exact
+    found = {name: evaluated(run, batches) for name, batches in divisions.items()}
+    gaps = {name: _apart(each, wanted) for name, each in found.items()}
+    where = max(gaps, key=lambda name: math.inf if math.isnan(gaps[name]) else gaps[name])
+    limit = _limit(run, rows, run.evaluate)  # type: ignore[attr-defined]
+    averages = subject.averages_batches(run, "evaluate")
+    if gaps[where] <= limit:
+        return subject.passed(gaps[where], limit)
+    mistake, correct_if = "", None
     if exact is None:
-        return subject.not_applicable(
-            "needs batches with input_ids and labels, and a model that gives logits"
+        is_same_size = subject.spec.ignored_label is None and all(
+            gap <= limit for name, gap in gaps.items() if name != _UNEQUAL
         )
-    found, limit = evaluated(run, batches), _limit(run, batches)
+        run.model.train()
+        if _apart(evaluated(run, divisions[where]), found[where]) <= limit:  # nothing is random
+            correct_if = _AVERAGES if averages else _SAME_SIZE if is_same_size else None
+    else:
+        mistake, correct_if = _explained(subject, run, divisions[where], found[where], exact, limit)
+    declare = (
+        " If all batches have the same number of targets, declare it with averages_batches = ("
+        '"evaluate",) on the run. The check then warns only.'
+    )
+    return subject.failed_unless(
+        correct_if,
+        gaps[where],
+        limit,
+        where=f"the result of evaluate(batches), {where}",
+        meaning=f"The evaluation loss is {found[where]:.6g}; the mean loss over all targets is {wanted:.6g}."
+        + mistake,
+        advice="Evaluate in eval mode. Sum the losses of all targets, and divide once by their number: T - 1 "
+        "of T tokens, without ignored ones. If windows of the text overlap, count each token once."
+        + declare
+        * (not averages),
+    )
+
+
+def _explained(
+    subject: TrainerSubject, run: TrainingRun, batches: list[Any], found: float, exact: float, limit: float
+) -> tuple[str, str | None]:
+    """Return the mistake in an evaluation loss, or "", and the condition under which the loss is correct."""
     ignored = _NO_LABEL if subject.spec.ignored_label is None else subject.spec.ignored_label
     averages = subject.averages_batches(run, "evaluate")
-    means = [exact_loss(run, [batch], ignored) or math.nan for batch in batches]
-    counts = [int((batch["labels"][:, 1:] != ignored).sum()) for batch in batches]
-    n_labels = [int((batch["labels"] != ignored).sum()) for batch in batches]
-    sums = [mean * count for mean, count in zip(means, counts, strict=True)]
-    by_labels = (
-        sum(total / n for total, n in zip(sums, n_labels, strict=True)) / len(sums)
-        if averages
-        else sum(sums) / sum(n_labels)
-    )
+    losses = [exact_loss(run, [batch], ignored) or math.nan for batch in batches]
+    targets = [int((batch["labels"][:, 1:] != ignored).sum()) for batch in batches]
+    labels = [int((batch["labels"] != ignored).sum()) for batch in batches]
+    by_labels = [loss * n / m for loss, n, m in zip(losses, targets, labels, strict=True)]
+    # A mean over batches may weigh them by their rows.
+    weights = [[1] * len(batches), [len(batch["labels"]) for batch in batches]] if averages else [targets]
+
+    def is_mean(values: list[float], weights: list[list[int]] = weights) -> bool:
+        """Return True if the evaluation loss is a weighted mean of the values of the batches."""
+        return any(
+            _apart(found, sum(map(operator.mul, each, values)) / sum(each)) <= limit for each in weights
+        )
+
+    near = limit * max(1.0, exact)
     mistakes = {
-        "exp of this mean. Report a perplexity through perplexity(batches)": float(
-            torch.tensor(exact, dtype=torch.float64).exp()
+        "exp of this mean. Report a perplexity through perplexity(batches)": _apart(found, math.exp(exact))
+        <= near,
+        "2 to the power of this mean": _apart(found, 2**exact) <= near,
+        "the sum divided by the number of labels. The first label of a row is not a target": is_mean(
+            by_labels, weights if averages else [labels]
         ),
-        "2 to the power of this mean": float(torch.tensor(exact, dtype=torch.float64).exp2()),
-        "the sum divided by the number of labels. The first label of a row is not a target": by_labels,
     }
-    mistake = next(
-        (name for name, each in mistakes.items() if _apart(found, each) <= limit * max(1.0, exact)), ""
-    )
-    result = subject.at_most(
-        _apart(found, exact),
-        limit,
-        where="the result of evaluate(batches)",
-        meaning=f"The evaluation loss is {found:.6g}; the mean loss over all targets is {exact:.6g} nats."
-        + (f" The evaluation loss is {mistake}." if mistake else ""),
-        advice="Divide by the number of targets: T - 1 of T tokens, without ignored ones. If windows "
-        "of the text overlap, count each token once.",
-    )
-    if result.ok:
-        return result
-    if averages and _apart(found, sum(means) / len(means)) <= limit:
-        return _warned(subject, result, _AVERAGES)
-    if (trained := _trained_losses(run, batches)) is not None:
-        weights = [1] * len(batches) if averages else counts
-        own = sum(w * loss for w, loss in zip(weights, trained, strict=True)) / sum(weights)
-        if _apart(found, own) <= limit:
-            return _warned(
-                subject,
-                result,
-                "evaluate() adds the auxiliary loss of the routers on purpose, and gives no perplexity",
-            )
-    return result
+    mistake = next((name for name, is_made in mistakes.items() if is_made), "")
+    correct_if = None
+    trained = _trained_losses(run, batches)
+    if averages and is_mean(losses):
+        correct_if = _AVERAGES
+    elif trained is not None and is_mean(trained):
+        correct_if = _AUXILIARY
+    return f" The evaluation loss is {mistake}." if mistake else "", correct_if
 
 
 @trainer_check
@@ -231,7 +145,7 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
         "the loss itself": exact,
     }
     # exp multiplies the relative error of a loss by the loss.
-    limit = _limit_of(run, batches, run.perplexity) * max(1.0, exact)  # type: ignore[attr-defined]
+    limit = _limit(run, batches, run.perplexity) * max(1.0, exact)  # type: ignore[attr-defined]
     closest = min(names, key=lambda name: _apart(found, names[name]))
     return subject.at_most(
         _apart(found, wanted),
@@ -242,14 +156,6 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
         advice="Sum the losses of all targets of all batches in nats, divide once by their number, and take "
         "exp last: a mean of exponentials is too high.",
     )
-
-
-def _warned(subject: TrainerSubject, result: CheckResult, correct_if: str) -> CheckResult:
-    """Return a failure as a warning, because it may be intended, and other results unchanged."""
-    if result.status != "failed":
-        return result
-    text = {"where": result.where, "meaning": result.meaning, "advice": result.advice}
-    return subject.warned(result.value, result.limit, correct_if=correct_if, **text)
 
 
 def _apart(found: float, wanted: float) -> float:
@@ -279,10 +185,8 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
 def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
     """Return the mean loss over targets in float64, from the logits. None: the model returns none."""
     ignored = _NO_LABEL if ignored is None else ignored
-    modes = _modes(run)
     total, count = 0.0, 0
-    try:
-        run.model.eval()
+    with _eval_mode(run.model):
         for batch in batches:
             logits = _logits(run, batch)
             if logits is None:
@@ -297,9 +201,6 @@ def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) ->
                 reduction="sum",
             )
             total, count = total + float(losses), count + int((targets != ignored).sum())
-    finally:
-        for name, module in run.model.named_modules():
-            module.training = modes[name]
     return total / count if count else math.nan
 
 
@@ -308,22 +209,18 @@ def _trained_losses(run: TrainingRun, batches: Iterable[Any]) -> list[float] | N
     """Return the training loss of each batch in eval mode. None: no auxiliary terms."""
     if getattr(run, "loss", None) is None:
         return None
-    modes, losses = _modes(run), []
-    try:
-        run.model.eval()
+    losses = []
+    with _eval_mode(run.model):
         for batch in batches:
-            output = run.model(**batch)
-            auxiliary = (
-                output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
-            )
+            try:
+                output = run.model(**batch)
+                losses.append(float(run.loss(batch)))  # type: ignore[attr-defined]
+            except refusals():
+                return None
+            is_mapping = isinstance(output, Mapping)
+            auxiliary = output.get("aux_loss") if is_mapping else getattr(output, "aux_loss", None)
             if not (isinstance(auxiliary, Tensor) and auxiliary.numel() == 1 and auxiliary > 0):
                 return None
-            losses.append(float(run.loss(batch)))  # type: ignore[attr-defined]
-    except refusals():
-        return None
-    finally:
-        for name, module in run.model.named_modules():
-            module.training = modes[name]
     return losses
 
 
@@ -346,13 +243,8 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
     return None
 
 
-def _limit(run: TrainingRun, batches: list[Any]) -> float:
-    """Return the largest difference by rounding. It is larger if weights or outputs are in half precision."""
-    return _limit_of(run, batches, run.evaluate)  # type: ignore[attr-defined]
-
-
-def _limit_of(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]], Any]) -> float:
-    """Return the largest difference by rounding in the result of `evaluate(batches)`."""
+def _limit(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]], Any]) -> float:
+    """Return the largest difference by rounding, which is larger if weights or outputs are in 16 bits."""
     dtypes = {p.dtype for p in run.model.parameters()}
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -366,5 +258,12 @@ def _limit_of(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any
     return _NARROW if dtypes & {torch.bfloat16, torch.float16} else _EXACT
 
 
-def _modes(run: TrainingRun) -> dict[str, bool]:
-    return {name: module.training for name, module in run.model.named_modules()}
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

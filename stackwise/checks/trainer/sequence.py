@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
+
+import torch
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.result import CheckResult
-from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Sequences
-from stackwise.checks.trainer.checkpoint import checkpoint_round_trip, resume, saving_disturbs_nothing
-from stackwise.checks.trainer.evaluation import evaluation_restores
+from stackwise.checks.result import CheckResult, listed
+from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Finding, Sequences
 from stackwise.checks.trainer_subject import TrainerSubject
 
 _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
+_PLACE = (
+    "Save the position in the data, which is the epoch and the number of its used batches, and pass the "
+    "epoch to the sampler (set_epoch). If the global generator draws the order, save its state at the start "
+    "of the epoch."
+)
 
 
 @trainer_check
 def interrupted_run(subject: TrainerSubject) -> CheckResult:
     """Does a run that is saved and loaded at any step, or several times, end like an uninterrupted run?"""
-    return _compared(
-        subject,
-        INTERRUPTIONS,
-        (checkpoint_round_trip, resume),
-        "Save everything that later steps and evaluate() use: counters, averages of the weights and their "
-        "number of updates, and the position in the data, which starts at 0 in the next epoch.",
-    )
+    return _compared(subject, INTERRUPTIONS)
 
 
 @trainer_check
 def undisturbed_run(subject: TrainerSubject) -> CheckResult:
     """Does a run that is evaluated or saved between any steps end like an uninterrupted run?"""
-    return _compared(
-        subject,
-        _OTHERS,
-        (evaluation_restores, saving_disturbs_nothing),
-        "Look for counters, modes, gradients and iterators that the operation shares with the training step.",
-    )
+    return _compared(subject, _OTHERS)
 
 
 @lru_cache(maxsize=1)
@@ -44,13 +38,8 @@ def _sequences(subject: TrainerSubject) -> Sequences:
     return Sequences(subject)
 
 
-def _compared(
-    subject: TrainerSubject,
-    operations: tuple[str, ...],
-    simple: tuple[Callable[[TrainerSubject], CheckResult], ...],
-    advice: str,
-) -> CheckResult:
-    """Compare the sequences with some operations. If a simple check fails, it reports the difference."""
+def _compared(subject: TrainerSubject, operations: tuple[str, ...]) -> CheckResult:
+    """Compare the sequences with some operations."""
     sequences = _sequences(subject)
     if set(operations).isdisjoint(sequences.possible):
         needs = sorted({member for name in operations for member in OPERATIONS[name][0]})
@@ -58,17 +47,71 @@ def _compared(
     if not sequences.repeats:
         return subject.not_applicable("needs a deterministic step: two runs with the same seed differ")
     finding, count = sequences.find(operations)
-    if finding is None and not count:
-        return subject.not_applicable("needs an operation that raises no exception after the first step")
     if finding is None:
         return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")
-    for check in simple:
-        if check(subject).status == "failed":
-            return subject.not_applicable(f"needs a run that passes {check.__name__}")
+    if set(operations).isdisjoint(finding.sequence):
+        return subject.not_applicable("needs a run that passes undisturbed_run")
     return subject.failed(
-        1.0,
+        float(max(1, len(finding.lost))),
         0.0,
         where=finding.difference,
-        meaning=f"A run does not end like an uninterrupted run if {finding.text}.",
-        advice=f"{advice} To repeat it: {finding.code}",
+        meaning=f"A run does not end like an uninterrupted run if {finding.text}."
+        + (f" State that differs after loading: {listed(finding.lost)}." if finding.lost else ""),
+        advice=f"{_advice(finding)} To repeat it: {finding.code}",
+    )
+
+
+def _advice(finding: Finding) -> str:
+    """Return the probable cause of a difference."""
+    if set(INTERRUPTIONS).isdisjoint(finding.sequence):
+        return (
+            "Evaluate in eval mode under torch.no_grad(), and restore the mode of each module. Look for "
+            "weights that saving casts, moves or replaces, and for random numbers that it draws."
+        )
+    if finding.lost:
+        name, (saved, loaded) = next(iter(finding.lost.items()))
+        return _advice_on_lost(name, saved, loaded, is_used="rewind" in finding.sequence)
+    if finding.is_random:
+        return (
+            "Save and load the random states (torch.get_rng_state, of every CUDA device, random.getstate, "
+            "numpy's): dropout and augmentation draw from them."
+        )
+    if finding.difference.startswith(("batch", "position()")):
+        return _PLACE
+    if finding.difference.startswith("the learning rate"):
+        return "Save and load the number of the step, from which the learning rate is computed."
+    if finding.difference.startswith("the sequence raises"):
+        return "Look for names that a wrapper or torch.compile changes, and for state that training adds."
+    return (
+        "Save everything that later steps and evaluate() use: counters, averages of the weights and their "
+        "number of updates, buffers, and gradients of earlier steps."
+    )
+
+
+def _advice_on_lost(name: str, saved: Any, loaded: Any, *, is_used: bool) -> str:
+    """Return the probable cause of an entry of the state that a checkpoint does not restore."""
+    part = name.partition(".")[0]
+    if is_used:
+        return "After loading, state of the earlier training remains: clear or replace it."
+    if name == "model: weights that share memory":
+        return (
+            "Tied weights are two tensors after loading: tie them after the load, and do not use assign=True."
+        )
+    if part == "scheduler" or name.startswith("optimizer.group"):
+        return "Save and load the scheduler's state_dict; without it the schedule restarts."
+    if part == "scaler":
+        return "Save and load the GradScaler's state_dict; without it the first steps overflow."
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if saved.dtype != loaded.dtype:
+            return (
+                "The dtype changed. Optimizer.load_state_dict casts state to its parameter's dtype: cast it "
+                "back if its dtype was wider."
+            )
+        if saved.shape == loaded.shape and torch.equal(saved.bfloat16(), loaded.bfloat16()):
+            return "The values are rounded to 16 bits: save them in the dtype in which the run trains."
+    if part == "optimizer":
+        return "Save and load the optimizer's state_dict, after its parameter groups are restored."
+    return (
+        "Look for names that strict=False skips (a prefix of a wrapper such as module. or _orig_mod.), for a "
+        "copy that is older than the last optimizer step, and for frozen or tied weights that are not saved."
     )

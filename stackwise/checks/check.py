@@ -61,7 +61,6 @@ OTHER_NAMES = {
     "padding_gradients": "padding_empty_row",
     "position_in_epoch": "interrupted_run",
     "resume": "interrupted_run",
-    "resume_in_new_process": "interrupted_run",
     "saving_disturbs_nothing": "undisturbed_run",
     "single_update": "fresh_gradients",
     "small_gradients_pass": "clipped_norm",

@@ -31,6 +31,7 @@ from stackwise.checks.probe.run_state import (
 )
 from stackwise.checks.runs.averages import averages_in, averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.subject.trainer_adapter import with_one_optimizer
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.support.arguments import require
 from stackwise.support.random_state import (
@@ -48,6 +49,7 @@ __all__ = [
     "Finding",
     "Sequences",
     "compare_runs",
+    "resumed",
 ]
 
 STEP = "step"
@@ -315,14 +317,27 @@ class Sequences:
                     batches = self._batches(run, len(trace.batches))
                 else:
                     self._apply(run, operation)
-            trace.state = state_of(run) | {
-                f"the mode of {name or 'the model'}": module.training
-                for name, module in run.model.named_modules()
-            }
-            trace.averages = averages_of(run)
-            if subject.has(run, "evaluate"):
-                trace.evaluation = number_in(run.evaluate(self._evaluated))
+            _record_end(trace, run, self._evaluated)
         return trace
+
+    def resumed_elsewhere(self, resume: Callable[..., Trace]) -> str:
+        """Return the first difference of a run that another process continues, in words, or "".
+
+        Args:
+            resume: function of `folder`, `batches`, `evaluated` and `n_steps`, like `resumed`.
+        """
+        n, n_rest = self.n_steps, min(self.n_steps - 1, _STEPS // 2)
+        run: Any = self.subject.run()
+        with TemporaryDirectory() as folder, self.subject.fixed_randomness(), torch.enable_grad():
+            trace = Trace()
+            trace.drive(run, self._batches(run, 0), n - n_rest)
+            save(run, Path(folder))
+            own = next_batches(run) is not None
+            batches = None if own else [self.subject.batch(number) for number in range(n - n_rest, n)]
+            rest = resume(folder=folder, batches=batches, evaluated=self._evaluated, n_steps=n_rest)
+        for part in ("losses", "rates", "batches"):
+            setattr(rest, part, getattr(trace, part) + getattr(rest, part))
+        return self._straight_run(n).differs(rest, self._rounded_run(n), rounding=ROUNDING)
 
     @property
     def _evaluated(self) -> list[Any]:
@@ -384,6 +399,50 @@ class Sequences:
         for path, tensor in averages_in(run).items():
             if path in self._moving_averages and tensor.is_floating_point():
                 tensor.add_(torch.ones_like(tensor))
+
+
+def resumed(
+    build: Callable[[], TrainingRun],
+    *,
+    folder: str,
+    batches: list[Any] | None,
+    evaluated: list[Any],
+    n_steps: int,
+    device: str,
+    seed: int,
+) -> Trace:
+    """Build a run, load a checkpoint, make some steps and return their record.
+
+    Args:
+        build: function that builds the run.
+        folder: folder of the checkpoint.
+        batches: a batch for each step. None: the run's own data.
+        evaluated: batches for `evaluate` after the last step.
+        n_steps: number of steps.
+        device: device of the batches.
+        seed: seed of the run.
+    """
+    with seeded(seed, device):
+        run: Any = with_one_optimizer(build(), "the run")
+    trace = Trace()
+    # A new process has a different random state, so load() must restore the saved one if steps use it.
+    with seeded(seed + 1, device), torch.enable_grad():
+        run.load(Path(folder))
+        own = next_batches(run) if batches is None else iter(batches)
+        assert own is not None
+        trace.drive(run, own, n_steps)
+        _record_end(trace, run, evaluated)
+    return trace
+
+
+def _record_end(trace: Trace, run: Any, evaluated: list[Any]) -> None:
+    """Add the state after the last step to a record."""
+    trace.state = state_of(run) | {
+        f"the mode of {name or 'the model'}": module.training for name, module in run.model.named_modules()
+    }
+    trace.averages = averages_of(run)
+    if callable(getattr(run, "evaluate", None)):
+        trace.evaluation = number_in(run.evaluate(evaluated))
 
 
 def _numbered(batch: Callable[[int], Any], number: int) -> Iterator[Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.another_process import Recipe, run_in_processes
+from stackwise.checks.probe.run_state import Trace
 from stackwise.checks.result import CheckResult, listed
-from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Finding, Sequences
+from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Finding, Sequences, resumed
 from stackwise.checks.trainer_subject import TrainerSubject
 
 _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
@@ -30,6 +32,49 @@ def interrupted_run(subject: TrainerSubject) -> CheckResult:
 def undisturbed_run(subject: TrainerSubject) -> CheckResult:
     """Does a run that is evaluated or saved between any steps end like an uninterrupted run?"""
     return _compared(subject, _OTHERS)
+
+
+@trainer_check(suite="full")
+def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
+    """Does a run that a new process loads and continues end like an uninterrupted run?"""
+    if not subject.has(subject.run(), "save", "load"):
+        return subject.not_applicable("needs the methods load, save")
+    if (recipe := Recipe.of(subject.spec)) is None:
+        return subject.not_applicable(
+            "needs TrainerSpec.factory, or a build function that can be pickled (at top level of a module)"
+        )
+    if interrupted_run(subject).status != "passed":
+        return subject.not_applicable("needs a run that passes interrupted_run")
+
+    def resume(**arguments: Any) -> Trace:
+        arguments |= {"device": str(subject.device), "seed": subject.seed}
+        [outcome] = run_in_processes(f"{resumed.__module__}:resumed", recipe, [arguments])
+        if outcome.error:
+            raise _ProcessError(outcome.error, outcome.built)
+        return outcome.value  # type: ignore[no-any-return]
+
+    try:
+        difference = _sequences(subject).resumed_elsewhere(resume)
+    except _ProcessError as error:
+        text, was_built = error.args
+        if not was_built:
+            return subject.not_applicable(f"needs a run that a new process can set up; error: {text}")
+        difference = f"the new process raises {text}"
+    if not difference:
+        return subject.passed(0.0, 0.0)
+    return subject.failed(
+        1.0,
+        0.0,
+        where=difference,
+        meaning="A run that a new process continues does not end like an uninterrupted run. In one process, "
+        "it does.",
+        advice="Save everything that the run keeps in classes, modules, files or caches of the process, and "
+        "do not depend on hash() of strings or the order of sets.",
+    )
+
+
+class _ProcessError(Exception):
+    """The new process could not build or continue the run. Arguments: the error, and True if it was built."""
 
 
 @lru_cache(maxsize=1)

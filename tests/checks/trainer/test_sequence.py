@@ -406,3 +406,52 @@ def test_former_names_select_the_check(former):
         loop_spec_of(LosesMoments), checks=[former], expected_failures={former: "not saved on purpose"}
     )
     assert result.status == "expected failure"
+
+
+class PositionOfTheFolder(Loop):
+    """The position of each checkpoint is in the memory of the process, not in its folder."""
+
+    positions = {}  # noqa: RUF012
+
+    def save(self, folder):
+        self.positions[str(folder)] = (self.number, self.epoch_number, self.batch_number)
+        super().save(folder)
+
+    def load(self, folder):
+        super().load(folder)
+        self.number, self.epoch_number, self.batch_number = self.positions.get(str(folder), (0, 0, 0))
+
+
+class FailsElsewhere(Loop):
+    """The first load of a process raises if the process did not save before."""
+
+    def save(self, folder):
+        PositionOfTheFolder.positions["saved"] = True
+        super().save(folder)
+
+    def load(self, folder):
+        assert "saved" in PositionOfTheFolder.positions, "no earlier save"
+        super().load(folder)
+
+
+def test_run_that_continues_in_a_new_process_is_compared():
+    result = ask(loop_spec_of(Loop), "resume_in_new_process")
+    assert result.status == "passed", result
+
+    assert ask(loop_spec_of(PositionOfTheFolder), "interrupted_run").status == "passed"
+    result = ask(loop_spec_of(PositionOfTheFolder), "resume_in_new_process")
+    assert result.status == "failed" and result.where.startswith("batch"), result
+
+    result = ask(loop_spec_of(FailsElsewhere), "resume_in_new_process")
+    assert result.status == "failed" and "no earlier save" in result.where, result
+
+
+def test_new_process_needs_instructions_to_build_the_run(tmp_path):
+    class Local(Loop):
+        pass
+
+    result = ask(loop_spec_of(Local), "resume_in_new_process")
+    assert result.status == "not applicable" and "TrainerSpec.factory" in result.meaning
+
+    result = ask(loop_spec_of(Local, factory=str(tmp_path / "none.py") + ":loop"), "resume_in_new_process")
+    assert result.status == "not applicable" and "cannot import" in result.meaning

@@ -104,7 +104,7 @@ def test_models_of_a_size(kind):
     assert (spec.width, spec.causal) == (512, True)
 
 
-class Leaky(nn.Module):
+class LeakyLM(nn.Module):
     """Each output reads the next token too."""
 
     def __init__(self, leaks=True):
@@ -120,7 +120,7 @@ class Leaky(nn.Module):
 
 
 def test_answers_are_plain_values():
-    first, *results = detection.answers(Leaky, "fast")
+    first, *results = detection.answers(LeakyLM, "fast")
     assert first["asks"] == "model"
     by_check = {result["check"]: result for result in results}
     assert by_check["causality"]["status"] == "failed"
@@ -172,7 +172,7 @@ def test_tools_that_are_not_there_say_so(monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    for said in rivals.ask_all(Leaky).values():
+    for said in rivals.ask_all(LeakyLM).values():
         assert said["failed"] == []
         assert said["reason"].startswith("not installed: No module named")
 
@@ -231,7 +231,7 @@ def test_processes_at_a_time():
 
 
 def test_every_check_runs_separately_even_if_a_family_has_its_name(few_compositions):
-    asked = [each["check"] for each in list(detection.answers(Leaky, "full"))[1:]]
+    asked = [each["check"] for each in list(detection.answers(LeakyLM, "full"))[1:]]
     assert asked == [each.name for each in select_checks(suite="full", asks="model")]
 
 

@@ -31,7 +31,7 @@ class Plain(nn.Module):
     def forward(self, ids):
         return self.head(self.embedding(ids))
 
-class Conv(nn.Module):
+class ConvLM(nn.Module):
     def __init__(self, padding):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -61,10 +61,10 @@ def plain():
     return Plain()
 
 def conv():
-    return Conv((2, 0))
+    return ConvLM((2, 0))
 
 def leaky():
-    return Conv((1, 1))
+    return ConvLM((1, 1))
 
 def vectors():
     return Vectors()

@@ -230,7 +230,7 @@ def _selects(subject: Subject, model: nn.Module) -> bool:
 class _Selections(TorchFunctionMode):
     """Finds a topk that leaves entries out, and an argmax."""
 
-    found = False
+    found: bool = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and compare its result with its input."""

@@ -133,7 +133,7 @@ class _Probe:
         self._subject, self._model, self._function = subject, model, function
         self.parameters = trainable_parameters(subject, model)
         self._directions = _directions(subject, model, self.parameters)
-        self.watch = _Watch()  # type: ignore[no-untyped-call]
+        self.watch = _Watch()
         with torch.enable_grad(), self._comparable():
             with self.watch:
                 output = function(model)

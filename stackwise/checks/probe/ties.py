@@ -19,7 +19,7 @@ _LENGTH = 13  # unlikely to be a number of experts
 def selects_positions(subject: Subject) -> bool:
     """Return True if the model takes the top k of values per position, as sparse attention does."""
     length = min(_LENGTH, subject.spec.max_length or _LENGTH)
-    watch = _Ties()  # type: ignore[no-untyped-call]
+    watch = _Ties()
     with watch:
         subject.logits(subject.model(), subject.inputs(1, length))
     return length in watch.sizes
@@ -31,7 +31,7 @@ def chooses_among_equals(call: Callable[[], object]) -> bool:
     Which of them is taken depends on the algorithm, and so on the shape: neither order is wrong. Values at
     the bottom of their dtype are masked out, and their order is of no account.
     """
-    watch = _Ties()  # type: ignore[no-untyped-call]
+    watch = _Ties()
     with watch:
         call()
     return watch.seen

@@ -144,6 +144,7 @@ def gradient_exact(subject: Subject) -> CheckResult:
 def loss_gradient(subject: Subject) -> CheckResult:
     """Is the gradient of the model's own loss its derivative, in eval and train mode, with ignored labels?"""
     worst, limit = -1.0, 0.0
+    reason = "needs labelled_loss or loss that is a smooth function of the parameters in float64"
     for place, model, function in _losses(subject):
         if not trainable_parameters(subject, model):
             return subject.not_applicable(_NOTHING_TO_TRAIN)
@@ -156,10 +157,10 @@ def loss_gradient(subject: Subject) -> CheckResult:
             return result
         if result.status == "passed" and found.value > worst:
             worst, limit = found.value, found.limit
+        if found.is_surrogate:
+            reason = result.meaning
     if worst < 0:
-        return subject.not_applicable(
-            "needs labelled_loss or loss that is a smooth function of the parameters in float64"
-        )
+        return subject.not_applicable(reason)
     return subject.passed(worst, limit)
 
 
@@ -206,6 +207,11 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
         return subject.passed(found.value, found.limit)
     if name == "loss" and found.truncates and not _output_is_exact(subject):
         return subject.not_applicable("the recurrence is truncated; see gradient_exact")
+    if found.is_surrogate:
+        return subject.not_applicable(
+            f"needs a {name} that changes with the parameters: the value of a surrogate loss, as with "
+            "exp(logp - logp.detach()), hides its gradient on purpose"
+        )
     where = ": ".join(filter(None, [place, listed([name for name, _, _ in found.wrong])]))
     is_lost = bool(found.wrong) and found.wrong[0][1] == 0
     meaning = f"The gradient is not the derivative of the {name} along a random direction."

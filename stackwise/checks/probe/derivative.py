@@ -47,6 +47,8 @@ class Comparison:
             of 0 first, then the largest differences.
         uses_steps: the function uses step functions. The author chooses their gradient.
         truncates: matrices are multiplied while gradients are off, as in truncated backpropagation.
+        is_surrogate: the value hides the gradient on purpose, as in exp(logp - logp.detach()): the value is
+            constant, or contains a factor that is always 1.
         has_gradient: the result depends on a parameter.
     """
 
@@ -55,6 +57,7 @@ class Comparison:
     wrong: tuple[tuple[str, float, float], ...] = ()
     uses_steps: bool = False
     truncates: bool = False
+    is_surrogate: bool = False
     has_gradient: bool = True
 
     @property
@@ -115,8 +118,10 @@ def compared(subject: Subject | TrainerSubject, model: nn.Module, function: _Fun
         return Comparison(value, limit)
     if abs(probe.difference(everything, _CLOSER)[0] - measured) > _VAGUE * scale:
         return Comparison(value, limit=torch.inf)
-    wrong = probe.wrong(size, limit * scale)
-    return Comparison(value, limit, wrong, probe.watch.uses_steps, probe.watch.truncates)
+    watch, wrong = probe.watch, probe.wrong(size, limit * scale)
+    is_constant = all(abs(probe.difference(everything, s)[0]) <= 1e-9 * scale for s in _SIZES[2:])
+    surrogate = is_constant or watch.has_unit_factor
+    return Comparison(value, limit, wrong, watch.uses_steps, watch.truncates, surrogate)
 
 
 class _Probe:
@@ -207,10 +212,11 @@ def _directions(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record step functions of floating-point numbers, and products of matrices without gradients."""
+    """Record step functions, products of matrices without gradients, and factors of 1 with a gradient."""
 
     uses_steps: bool = False
     truncates: bool = False
+    has_unit_factor: bool = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,6 +230,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _STEP_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             # Dropout draws its mask in place, and no gradient passes through it.
             self.uses_steps = self.uses_steps or called != "bernoulli_"
+        if name in ("exp", "div") and args[0].requires_grad and not args[0].is_leaf:
+            one = args[1] if name == "div" else torch.zeros_like(args[0])  # the result is exactly 1
+            is_constant = isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1
+            self.has_unit_factor = self.has_unit_factor or (is_constant and torch.equal(args[0], one))
         output = function(*args, **(kwargs or {}))
         if name in _COMPARISONS and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared.append(output)

@@ -337,6 +337,28 @@ def test_loss_with_a_further_term_is_not_compared_with_an_empty_row():
     assert not explore(Subject(spec_of(WithFurtherTerm), CPU), some).findings
 
 
+class WithHeadForALaterToken(GPT):
+    """The own loss adds the loss of the token after the next, which a short row does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.ahead = nn.Linear(self.vocab_size, self.vocab_size)
+
+    def forward(self, input_ids, attention_mask=None, labels=None, *others, **named):
+        output = super().forward(input_ids, attention_mask, labels, *others, **named)
+        if labels is not None:
+            later = self.ahead(output.logits[:, :-2]).flatten(0, 1)
+            output.loss = output.loss + 0.2 * F.cross_entropy(later, labels[:, 2:].flatten())
+        return output
+
+
+def test_loss_without_a_later_token_is_not_compared():
+    spec = spec_of(WithHeadForALaterToken)
+    ids = torch.arange(2)[None]
+    assert spec.labelled_loss(spec.create(), ids, ids).isnan()
+    assert not explore(Subject(spec, CPU), {"labels": KNOWN["labels"]}).findings
+
+
 class DropPath(nn.Module):
     """Stochastic depth with a low rate: two calls seldom differ."""
 

@@ -491,6 +491,32 @@ def test_gradient_of_a_declared_loss(subjects, models):
     assert subjects.ask(models["Sound"], "loss_gradient").status == "not applicable"
 
 
+def log_probabilities(model, ids):
+    return model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+
+
+def policy_loss(model, ids):
+    """The usual loss of an on-policy policy gradient: the ratio is always 1."""
+    logp = log_probabilities(model, ids)
+    return -((logp - logp.detach()).exp() * ids[:, 1:, None]).mean()
+
+
+@pytest.mark.parametrize(
+    "loss, status",
+    [
+        (policy_loss, "not applicable"),
+        (lambda model, ids: policy_loss(model, ids) + model(ids).square().mean(), "not applicable"),
+        (lambda model, ids: (p := model(ids).exp()).div(p.detach()).mean(), "not applicable"),
+        (lambda model, ids: (model(ids) * model(ids).detach()).mean(), "failed"),
+    ],
+    ids=["ratio", "ratio and penalty", "quotient", "detached factor"],
+)
+def test_surrogate_losses_have_no_finite_difference(subjects, models, loss, status):
+    result = subjects.ask(ModelSpec.of(models["Sound"], loss=loss), "loss_gradient")
+    assert result.status == status
+    assert (status == "failed") != ("surrogate" in result.meaning)
+
+
 class ResidualLayer(nn.Linear):
     def forward(self, x):
         return x + super().forward(x).sin()

@@ -187,12 +187,15 @@ class Examination:
 
     @property
     def shortest(self) -> int:
-        """Return the shortest length of 1, 2 and 4 that the model takes, otherwise that of the checks."""
+        """Return the shortest length of 1, 2, 4, 8 and 16 that the model takes, or that of the checks.
+
+        A model with patches of 8 does not take 9 positions.
+        """
         return self.once("shortest", self._shortest)
 
     def _shortest(self) -> int:
-        for length in (1, 2, 4):
-            if length <= self.longest and self._takes(length):
+        for length in (1, 2, 4, 8, 16):
+            if length <= self.longest and self._takes(length) and (length < 8 or self._takes(length + 1)):
                 return length
         return self.subject.seq_len
 

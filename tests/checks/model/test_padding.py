@@ -36,6 +36,40 @@ def failed(results):
     return {check for check, result in results.items() if result.status == "failed"}
 
 
+class Subsampled(nn.Module):
+    """Mean of frames of three positions, each two positions after the one before."""
+
+    def __init__(self, from_lengths):
+        super().__init__()
+        self.from_lengths, self.head = from_lengths, nn.Linear(8, 5)
+        self.conv = nn.Conv1d(12, 8, 3, 2)
+
+    def forward(self, speech, speech_lengths):
+        frames = self.conv(speech.transpose(1, 2)).transpose(1, 2)
+        last = (speech_lengths - 3) // 2 if self.from_lengths else (speech_lengths - 1) // 2
+        used = (torch.arange(frames.shape[1]) <= last[:, None])[..., None]
+        return self.head((frames * used).sum(1) / used.sum(1))
+
+
+@pytest.mark.parametrize("from_lengths, status", [(True, "passed"), (False, "failed")])
+def test_lengths_of_a_model_that_needs_several_positions(from_lengths, status):
+    results = answers(
+        ModelSpec.of(
+            lambda: Subsampled(from_lengths),
+            inputs="vectors",
+            width=12,
+            seq_len=40,
+            per_position=False,
+            forward=lambda model, x: model(x, torch.full((len(x),), x.shape[1])),
+            masked=lambda model, x, keep: model(x, keep.sum(1)),
+        ),
+        "padding_amount",
+        "mask_effect",
+    )
+    assert results["padding_amount"].status == status
+    assert results["mask_effect"].status == "passed"
+
+
 class MaskIgnoredInTraining(GPT):
     def visible(self, T, past, keep, documents):
         return super().visible(T, past, None if self.training else keep, documents)

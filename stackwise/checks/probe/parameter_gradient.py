@@ -30,11 +30,13 @@ class Gradients:
         loss: value of the loss.
         by_name: parameter name -> gradient, or zeros if there is none.
         buffers: buffer name -> value after the pass.
+        moved_backward: names of the buffers that the backward pass changes.
     """
 
     loss: float
     by_name: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    moved_backward: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def gradients_of(
             model.zero_grad(set_to_none=True)
             with around(), torch.enable_grad():
                 loss = subject.spec.loss_of(model if call is None else call, inputs)
+                forward = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
             gradients = {
@@ -85,7 +88,12 @@ def gradients_of(
                 if p.requires_grad
             }
             buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            passes.append(Gradients(loss.item(), gradients, buffers))
+            moved = tuple(
+                name
+                for name, buffer in buffers.items()
+                if name in forward and not torch.equal(buffer.nan_to_num(), forward[name].nan_to_num())
+            )
+            passes.append(Gradients(loss.item(), gradients, buffers, moved))
             if shrink != 1.0:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):

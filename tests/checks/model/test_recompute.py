@@ -142,3 +142,41 @@ def test_a_model_that_offers_nothing_is_only_warned(subjects):
     assert result.status == "warned"
     assert result.value > result.limit
     assert result.where.startswith("layers.")
+
+
+class RecomputedLayer(nn.Linear):
+    """Layer with a running mean, which recomputes its activations."""
+
+    keeps = False
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False)
+
+    def part(self, x):
+        is_first = torch._C._current_graph_task_id() == -1
+        if self.training and (is_first or not self.keeps):
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        return x + F.gelu(super().forward(x))
+
+
+class KeepingLayer(RecomputedLayer):
+    keeps = True
+
+
+@pytest.mark.parametrize("layer, status", [(RecomputedLayer, "warned"), (KeepingLayer, "passed")])
+def test_buffers_of_a_model_that_recomputes_by_itself(subjects, layer, status):
+    def build():
+        return nn.Sequential(
+            nn.Embedding(11, 8), nn.Sequential(*(layer() for _ in range(3))), nn.Linear(8, 11)
+        )
+
+    model = build().train()
+    loss = model(torch.arange(8)[None]).square().mean()
+    before = model[1][0].mean.clone()
+    loss.backward()
+    assert torch.equal(before, model[1][0].mean) == (status == "passed")
+    assert subjects.ask(build, "recompute_gradients").status == status

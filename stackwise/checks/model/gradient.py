@@ -24,6 +24,7 @@ from stackwise.checks.probe.encoder_states import encoder_states, output_with_en
 from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.loss_formula import IGNORED
 from stackwise.checks.probe.ties import selects_positions
+from stackwise.checks.probe.update import norm
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -31,6 +32,8 @@ from stackwise.subject.call_form import forward_parameters
 
 _STEPS = 3
 _ENCODER_POSITIONS = 4
+# Share of the norm of all gradients, in float64. Smaller gradients are sums that cancel.
+_NOISE = 1e-12
 _NOTHING_TO_TRAIN = "no parameter is trainable"
 # Arguments of data that the checks do not pass.
 _OTHER_DATA = re.compile(
@@ -55,12 +58,15 @@ def gradient_flow(subject: Subject) -> CheckResult:
     connected: set[str] = set()
     missing = _without_gradient(subject, model, trainable, called, connected)
     n = len(trainable)
+    rounded = _only_rounding(subject, n)
     if not missing:
-        return subject.passed(0.0, 0.0, meaning=f"All {n} parameters have a gradient that is not 0.")
+        return rounded or subject.passed(
+            0.0, 0.0, meaning=f"All {n} parameters have a gradient that is not 0."
+        )
     elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
     missing = [name for name in missing if name not in elsewhere]
     if not missing:
-        return subject.passed(
+        return rounded or subject.passed(
             0.0,
             0.0,
             meaning="Some parameters get a gradient only from the model's own loss, or only if "
@@ -114,7 +120,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
     missing = [name for name in missing if name not in reasons]
     unused = [name for name in missing if name.rpartition(".")[0] not in called]
-    return subject.warned(
+    return rounded or subject.warned(
         len(missing) / n,
         0.0,
         where=listed(missing),
@@ -123,6 +129,36 @@ def gradient_flow(subject: Subject) -> CheckResult:
         f"changes of {len(stepped)} change the output.",
         correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
         advice="Remove them, or look for the code that should call them.",
+    )
+
+
+def _only_rounding(subject: Subject, n: int) -> CheckResult | None:
+    """Return a result if the gradient of some matrices is rounding noise, although they select a part.
+
+    A matrix that changes nothing, such as one before a softmax over one entry, is no finding.
+    """
+    model = subject.model(train=True, dtype=torch.float64)
+    try:
+        with torch.enable_grad(), subject.fixed_randomness(), Widened():
+            subject.spec.loss_of(model, subject.inputs(4)).backward()  # type: ignore[no-untyped-call]
+    except REFUSALS:
+        return None
+    gradients = gradients_in(model)
+    total = norm(gradients.values())
+    noisy = [name for name, g in gradients.items() if g.ndim > 1 and 0 < norm([g]) < _NOISE * total]
+    influence = _influence(subject, noisy, of_loss=False) if noisy else {}
+    noisy = [name for name in noisy if influence[name] == "steps"]
+    if not noisy:
+        return None
+    return subject.failed_unless(
+        None if subject.spec.loss is not None else "a further loss, such as a balancing loss, trains them",
+        len(noisy) / n,
+        0.0,
+        where=listed(noisy),
+        meaning=f"The gradient of {len(noisy)} of {n} parameters is only rounding noise, although large "
+        "changes of them change the output. An optimizer such as Adam turns this noise into full steps.",
+        advice="Look for a value that is divided by itself: a router with one expert per token and "
+        "normalised weights multiplies by w / w = 1. Multiply by the probability w instead.",
     )
 
 

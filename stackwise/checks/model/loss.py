@@ -20,6 +20,7 @@ from stackwise.checks.probe.loss_formula import (
     expected_shift,
     labelled_loss,
     part_that_learns,
+    part_without_labels,
     read_loss_formula,
 )
 from stackwise.checks.result import CheckResult
@@ -27,6 +28,8 @@ from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import forward_parameters
 from stackwise.support.system_errors import is_out_of_memory
 
+# Share of the gradient of other outputs. A z-loss over all positions with a weight of 1e-4 stays below it.
+_FAINT = 0.01
 _UNKNOWN = "the loss fits no known formula: see loss_formula"
 _REFUSED = "the loss refuses ignored labels: see ignored_labels"
 
@@ -186,7 +189,17 @@ def ignored_labels(subject: Subject) -> CheckResult:
     if not found.known:
         return subject.not_applicable(_UNKNOWN)
     if found.ignored == "skipped":
-        return subject.passed(0.0, 0.0)
+        part = part_without_labels(subject)
+        if not part > _FAINT:
+            return subject.passed(0.0, 0.0)
+        return subject.warned(
+            part,
+            _FAINT,
+            where="outputs far from any label",
+            meaning=f"Outputs without a label get a gradient: {part:.2g} of that of outputs with a label.",
+            correct_if="a further term of the loss, such as a z-loss, includes all positions on purpose",
+            advice="Mask each term of the loss by the labels, such as the distance to a teacher's output.",
+        )
     meaning = {
         "as token 0": "Ignored labels are scored as token 0: the model learns to predict it on padding.",
         "token 0 too": "Token 0 is ignored as if it were padding: the model never learns it.",

@@ -35,6 +35,7 @@ __all__ = [
     "labelled_loss",
     "mean_cross_entropy",
     "part_that_learns",
+    "part_without_labels",
     "read_loss_formula",
 ]
 
@@ -223,17 +224,9 @@ def part_that_learns(subject: Subject) -> float | None:
     It is measured by the gradient of the loss with respect to the logits of the same call. None: the loss is
     not computed from these logits.
     """
-    spec, model = subject.spec, subject.model(fill_zeros=subject.starts_at_zero)
-    inputs, labels = subject.inputs(_ROWS), subject.inputs(_ROWS, shift=1)
-    assert spec.labelled_loss is not None
-    with _recorded_logits(model) as recorded, torch.enable_grad(), subject.fixed_randomness():
-        loss = spec.labelled_loss(model, inputs.clone(), labels.clone())
-    if not recorded or not recorded[-1].requires_grad or not loss.requires_grad:
-        return None
-    gradient = gradients_at(loss, [recorded[-1]])[0]
-    if gradient is None or gradient.shape[:2] != labels.shape or not gradient.any():
-        return None
-    if gradient.ndim != 3 or gradient.shape[-1] < spec.width:
+    labels = subject.inputs(_ROWS, shift=1)
+    gradient = _gradient_of_logits(subject, labels)
+    if gradient is None:
         return None
     T = labels.shape[1]
     parts = []
@@ -245,6 +238,32 @@ def part_that_learns(subject: Subject) -> float | None:
         )
         parts.append((at.gather(-1, of[..., None]) < 0).double().mean().item())
     return max(parts)
+
+
+def part_without_labels(subject: Subject) -> float:
+    """Return the largest gradient of outputs far from any label, over that of all outputs. 0: not known."""
+    labels = subject.inputs(_ROWS, shift=1)
+    labels[:, : labels.shape[1] // 2] = IGNORED
+    gradient = _gradient_of_logits(subject, labels)
+    if gradient is None:
+        return 0.0
+    # Heads for later tokens read labels at the next positions.
+    return float(gradient[:, : labels.shape[1] // 4].abs().max() / gradient.abs().max())
+
+
+def _gradient_of_logits(subject: Subject, labels: Tensor) -> Tensor | None:
+    """Return the gradient of the own loss at the logits (B, T, V) of the same call, or None."""
+    spec, model = subject.spec, subject.model(fill_zeros=subject.starts_at_zero)
+    assert spec.labelled_loss is not None
+    inputs = subject.inputs(_ROWS)
+    with _recorded_logits(model) as recorded, torch.enable_grad(), subject.fixed_randomness():
+        loss = spec.labelled_loss(model, inputs, labels.clone())
+    if not recorded or not recorded[-1].requires_grad or not loss.requires_grad:
+        return None
+    gradient = gradients_at(loss, [recorded[-1]])[0]
+    if gradient is None or gradient.shape[:2] != labels.shape or not gradient.any():
+        return None
+    return gradient if gradient.ndim == 3 and gradient.shape[-1] >= spec.width else None
 
 
 def _labelings(subject: Subject, logits: Tensor) -> list[Tensor]:

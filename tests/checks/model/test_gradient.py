@@ -517,6 +517,50 @@ def test_surrogate_losses_have_no_finite_difference(subjects, models, loss, stat
     assert (status == "failed") != ("surrogate" in result.meaning)
 
 
+class Routed(nn.Module):
+    """A factor per token, chosen by a router."""
+
+    normalized = False
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.gate, self.head = nn.Embedding(29, 16), nn.Linear(16, 3), nn.Linear(16, 29)
+        self.register_buffer("factors", torch.randn(3, 16))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        weight, index = self.gate(x).softmax(-1).topk(1)
+        if self.normalized:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return self.head(x + (weight[..., None] * self.factors[index] * x[..., None, :]).sum(-2))
+
+
+class RoutedWithoutGradient(Routed):
+    normalized = True
+
+
+def square(model, ids):
+    return model(ids).square().mean()
+
+
+@pytest.mark.parametrize(
+    "build, loss, status",
+    [
+        (Routed, None, "passed"),
+        (Routed, square, "passed"),
+        (RoutedWithoutGradient, None, "warned"),
+        (RoutedWithoutGradient, square, "failed"),
+        (RoutedWithoutGradient, lambda m, ids: square(m, ids) + m.gate.weight.square().mean(), "passed"),
+    ],
+)
+def test_rounding_noise_is_no_gradient(subjects, build, loss, status):
+    torch.manual_seed(0)
+    gate = build().double().gate.weight
+    result = subjects.ask(ModelSpec.of(build, loss=loss), "gradient_flow")
+    assert gate.requires_grad
+    assert (result.status, result.where) == (status, "" if status == "passed" else "gate.weight")
+
+
 class ResidualLayer(nn.Linear):
     def forward(self, x):
         return x + super().forward(x).sin()

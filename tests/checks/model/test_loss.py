@@ -1,5 +1,7 @@
 """The model's own loss: each known mistake is told by name, and what is merely unusual is no failure."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,29 @@ def statuses(subjects):
 
 def by_status(results, status):
     return [name for name, r in results.items() if r.status == status]
+
+
+class Distilled(nn.Module):
+    """The own loss adds the distance to the distribution of a teacher."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked, self.embedding, self.head = masked, nn.Embedding(29, 16), nn.Linear(16, 29)
+
+    def forward(self, input_ids, labels=None):
+        logits, loss = self.head(self.embedding(input_ids)), None
+        if labels is not None:
+            teacher = torch.linspace(-1, 1, 29).to(logits).softmax(-1)
+            distance = -(teacher * logits[:, :-1].log_softmax(-1)).sum(-1)
+            used = (labels[:, 1:] != -100) | torch.tensor(not self.masked)
+            loss = sound(logits, labels) + (distance * used).sum() / used.sum().clamp(min=1)
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+@pytest.mark.parametrize("masked, status", [(True, "passed"), (False, "warned")])
+def test_gradient_of_outputs_without_a_label(subjects, masked, status):
+    result = subjects.ask(ModelSpec.of(lambda: Distilled(masked)), "ignored_labels")
+    assert result.status == status
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -41,7 +41,7 @@ class Subject(Examined):
     seed: int = 0
 
     def once(self, key: str, trial: Callable[[], T]) -> T:
-        """Return the result of a trial, which is done once for this spec, device and seed.
+        """Return the result of a trial, which runs only once for this spec, device and seed.
 
         Only the results of the last spec are stored.
         """
@@ -88,7 +88,7 @@ class Subject(Examined):
         return bool(_zero_weights(self.model()))
 
     def _template(self) -> Template | None:
-        """Return the template of new models. None: each is built, because copies may share state."""
+        """Return the template that new models are copied from, or None if copies may share state."""
         if self.spec.n_parameters > LARGE:
             return None
         template = Template(self.spec.create(self.device, self.seed))

@@ -60,7 +60,7 @@ _BY_NAME: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("encoder|context|cond|text|memory|prompt", ("context",)),
 )
 # Kinds to try for an argument that an operation with weights reads. A context is first: it fits only
-# if the model takes another number of positions there.
+# if this argument may have another number of positions.
 _BY_READ: dict[str, tuple[Kind, ...]] = {
     "ids": ("context ids", "ids", "row id"),
     "vectors": ("context", "vectors", "row"),
@@ -111,7 +111,7 @@ class Argument:
 
     @classmethod
     def of_read(cls, name: str, read: Read) -> Argument:
-        """Return the first argument to try for a reader."""
+        """Return the first argument to try for the operation that reads it."""
         return Argument(name, _BY_READ[read.kind][0], read.width, (read.sizes or ((),))[0])
 
     def value(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def arguments_for(
 ) -> Iterator[tuple[tuple[Argument, ...], int]]:
     """Yield combinations of likely values for the required arguments of `forward`, and their rank.
 
-    The likeliest have the lowest rank. Yield nothing if there are no names, or if no value is likely for one.
+    The likeliest have the lowest rank. Yield nothing if there are no names, or if one has no likely value.
 
     Args:
         names: their names.

@@ -43,11 +43,11 @@ class CallForm:
     """Way to pass inputs and further arguments to a model.
 
     Attributes:
-        keyword: the inputs' name; None: they are the first argument.
+        keyword: name of the argument for the inputs. None: the first argument.
         in_batch: the model takes one dict.
         extras: further arguments. For example, nanoGPT returns all logits only if `targets` are passed.
         element: index of the logits in a tuple.
-        part: name of the logits in an object or a dict. "": a usual one, such as `logits`.
+        part: name of the logits in an object or a dict. "": a usual name, such as `logits`.
     """
 
     keyword: str | None = None
@@ -179,7 +179,7 @@ def call_forms(
         for extras in ((), (Argument(MASK, "mask"), Argument("labels"))):
             yield from (CallForm(key, in_batch=True, extras=extras) for key in _KEYS)
     names = keys or required
-    # The output may follow another argument, such as the target of an encoder-decoder.
+    # The output may be as long as another argument, such as the target of an encoder-decoder.
     mains = [name for name in reads or {} if known_kinds(name)[:1] in ((), ("context",))]
     mains.sort(key=names.index)
     for place, main in enumerate(mains if keys else [name for name in mains if name != required[0]]):
@@ -220,4 +220,4 @@ def influence_of_first(
     if one.shape[:2] == inputs.shape[:2]:
         one, two = one[:, 1:], two[:, 1:]
     size = one.abs().max()
-    return float((one - two).abs().max() / size) if size else math.inf  # a mask that hides all outputs
+    return float((one - two).abs().max() / size) if size else math.inf  # 0: a mask hides all outputs

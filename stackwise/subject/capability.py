@@ -28,7 +28,7 @@ __all__ = ["capabilities", "padding_id", "padding_of_rows"]
 _IN_BATCHES = ("attention_mask", "labels")
 _LABEL_NAME = re.compile(r"label|target|gold|answer|truth|(^|_)ys?(_|$)")
 
-# Other names of masks. They are used if they hide a position, or if they are named like padding.
+# Other names of masks. Such an argument is used if it hides a position, or if its name shows padding.
 _OTHER_MASK = re.compile(rf"^(?!({'|'.join(MASKS)})$).*(mask|pad)(?!.*(id|token|ratio|index))")
 _HIDDEN = 1e-5
 
@@ -36,7 +36,7 @@ _HIDDEN = 1e-5
 _TIED = ("tie_embeddings", "tie_word_embeddings", "tie_weights", "use_weight_tying", "weight_tying")
 # Names of the document of each position.
 _DOCUMENTS = ("document_ids", "documents", "doc_ids", "sequence_ids", "seq_ids", "seq_idx", "example_ids")
-# A document that keeps less than this part of its influence on the next one is meant to be separate.
+# Documents are meant to be separate if the influence of one on the next falls below this part.
 _SEPARATED = 0.9
 
 
@@ -160,7 +160,7 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
     ]
     if usable and usable[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
         usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
-    # Unread keys of a dict leave no trace, and a mask may have another meaning.
+    # A key of a dict may be unread without an error, and a mask may have another meaning.
     visible = {way: _visible_part(way, model, inputs) for way, _ in usable}
     is_read = len(usable) > 0 and influence_of_first(form, model, inputs, {}) > _HIDDEN
     certain = {way: _is_known(way) and not form.in_batch for way in visible}
@@ -170,7 +170,7 @@ def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
     usable = [way for way in usable if _lengths_name(way[0]) in known or _shortens(way[0], model, inputs)]
     if not usable:
         return {}
-    # The mask that hides the masked token, otherwise the one that hides most of it.
+    # Use a mask that hides the masked token, otherwise the mask that reduces its influence most.
     masked, sides = min(usable, key=lambda way: max(_HIDDEN, round(visible[way[0]], 3)))
     if "left" not in sides and attempt(partial(_pads, masked, "left", model, inputs)):
         sides = (*sides, "left")  # the model counts positions from the mask
@@ -204,7 +204,7 @@ def _lengths_name(masked: Callable[..., Any]) -> str | None:
 
 
 def _is_known(masked: Callable[..., Any]) -> bool:
-    """Return True if the name of a mask says that it is one of padding."""
+    """Return True if the name of a mask shows that it is a padding mask."""
     if not isinstance(masked, partial):
         return True
     name = masked.keywords["name"]
@@ -272,9 +272,9 @@ def _packing(
 ) -> Callable[..., Any] | None:
     """Return the function that calls the model with packed documents. None: there is none.
 
-    Names such as `document_ids` are believed. `segment_ids`, `position_ids` and `cu_seqlens` have several
-    meanings, so they are used only if a change of one document leaves the outputs of the next one the same,
-    bit by bit, or if segments reduce it clearly.
+    An argument with a name such as `document_ids` is always used. `segment_ids`, `position_ids` and
+    `cu_seqlens` have several meanings. They are used only if a change of one document leaves the outputs of
+    the next one bit-identical. `segment_ids` are also used if they clearly reduce the influence.
     """
     documents = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     for name in _DOCUMENTS:
@@ -295,9 +295,9 @@ def _packing(
 
 
 def _influence_left(packed: Callable[..., Any], model: nn.Module, inputs: Tensor) -> float:
-    """Return the influence of the first document on the second, relative to the influence in one document.
+    """Return the influence of a first document on the second, relative to that of two halves of one document.
 
-    1: there is none in one document, or the first document has none on itself.
+    Return 1 if the first half has no influence on the second, or the first document none on itself.
     """
     half = inputs.shape[1] // 2
     documents = (torch.arange(inputs.shape[1], device=inputs.device) >= half).long().expand(inputs.shape[:2])
@@ -334,7 +334,7 @@ def _packed_by_positions(model: nn.Module, inputs: Tensor, documents: Tensor, *,
 
 
 def _packed_by_starts(model: nn.Module, inputs: Tensor, documents: Tensor, *, form: CallForm) -> Any:
-    """Call a model with the places at which documents begin in all rows one after another, and their end."""
+    """Call a model with the starts of all documents in the concatenated rows, and with the end."""
     is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
     starts = F.pad(is_first.nonzero().flatten(), (0, 1), value=documents.numel())
     return form(model, inputs, cu_seqlens=starts.int())

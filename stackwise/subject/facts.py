@@ -1,6 +1,6 @@
 """Facts: constants of a model, as its author or its configuration states them.
 
-A wrong constant changes a model in the same way in every call, so that only a stated value shows it.
+A wrong constant changes every call in the same way, so only a comparison with a stated value finds it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Facts:
     """Constants of a model. None: no claim.
 
     Attributes:
-        attention_scale: factor between q k^T and the scores, for q and k as projections (or norms of RMS 1)
-            return them. A tuple has one for each layer.
-        attention_cap: c of scores c * tanh(score / c).
+        attention_scale: factor between q k^T and the scores. q and k are the outputs of the projections, or
+            of norms of RMS 1. A tuple has one value for each layer.
+        attention_cap: c, if the scores are capped by c * tanh(score / c).
         alibi_slopes: for each head, the decrease of a score per position of distance.
         key_heads: number of key heads. Consecutive query heads share a key head.
         embedding_scale: factor of the token embedding.
-        residual_scale: factor of each branch that is added to the residual stream. A tuple has one for each
-            layer.
+        residual_scale: factor of each branch that is added to the residual stream. A tuple has one
+            value for each layer.
         logit_scale: factor of the logits, or of the input of the head.
-        logit_cap: c of logits c * tanh(logit / c).
+        logit_cap: c, if the logits are capped by c * tanh(logit / c).
         position_offset: row of the first position in the table of positions.
-        windows: for each layer, the number of positions that a query reads, with its own. None: all.
+        windows: for each layer, the number of positions that a query reads, including its own. None: all.
         embedding_dropout, attention_dropout, residual_dropout: dropout rate of the embedding, the attention
             weights, and the branches.
         initial_std: pattern of names of parameters, such as "*.q_proj.weight" -> standard deviation.
         norm_eps: eps of norms over the width of the residual stream.
         qk_norm_eps: eps of norms over other widths, such as those of queries and keys.
-        block_weights: for each layer, the number of its set of weights: (0, 0, 1, 1) if neighbours share.
+        block_weights: for each layer, the index of its set of weights: (0, 0, 1, 1) if neighbours share.
         experts_per_token: number of experts that process each token.
         routing_sum: sum of the weights of the experts of a token.
         router_loss: coefficient of the auxiliary loss in the model's own loss.
@@ -144,7 +144,7 @@ def _scale_of_gpt2(is_scaled: bool, config: Any) -> float | tuple[float, ...]:
 
 
 def _key_heads(value: Any, config: Any) -> int | None:
-    # These share heads in another way, or ignore the key.
+    # These models share heads in another way, or ignore the key.
     if config.model_type in ("diffllama", "inkling_text", "jetmoe", "mimo_v2_flash", "whisper", "zaya"):
         return None
     if value is True:  # multi_query

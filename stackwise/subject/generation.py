@@ -21,7 +21,7 @@ from stackwise.support.arguments import require
 
 __all__ = ["GenerateCall", "inferred_generate"]
 
-# Option -> value without an effect, which a function needs no parameter for.
+# Option -> value without an effect. A function without this parameter may be called with this value.
 _OPTIONS: dict[str, Any] = {"max_new_tokens": None, "temperature": 0.0, "top_k": None, "top_p": 1.0}
 _OPTIONS |= {"stop": (), "seed": 0, "num_samples": 1}
 
@@ -36,7 +36,7 @@ class GenerateCall:
         one_length: True if all prompts of a call must have the same length.
 
     Raises:
-        ValueError: a parameter that is no option, or no parameter `max_new_tokens`.
+        ValueError: a parameter is not an option, or `max_new_tokens` is missing.
     """
 
     function: Callable[..., Any]
@@ -65,13 +65,13 @@ class GenerateCall:
 
         Raises:
             NotImplementedError: the function does not support an option, or several prompts.
-            ValueError: the function returned another number of rows.
+            ValueError: the function returned a wrong number of rows.
         """
         for name, value in options.items():
             if name not in self.options and value != _OPTIONS[name]:
                 raise NotImplementedError(f"needs a generate function with the parameter {name}")
         if "num_samples" in self.options and len(prompts) > 1:
-            raise NotImplementedError("needs a generate function of several prompts, without num_samples")
+            raise NotImplementedError("needs a generate function of several prompts (without num_samples)")
         given = {name: value for name, value in options.items() if name in self.options}
         rows = [torch.as_tensor(row).long().tolist() for row in self.function(model, [*prompts], **given)]
         n_rows = options.get("num_samples", 1) * len(prompts)

@@ -65,9 +65,9 @@ def logit_places(output: Any, inputs: Tensor) -> list[int]:
 
 
 def named_part(output: Any, inputs: Tensor) -> str | None:
-    """Return the name of the only output per position, or per row, of an object or a dict, or None.
+    """Return the name of the only output per position, or per row, in an object or a dict, or None.
 
-    If there are several, the name of the only one that is named like logits.
+    If there are several, return the name of the only one that is named like logits.
     """
     parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     rows = {

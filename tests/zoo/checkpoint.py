@@ -163,7 +163,7 @@ def scheduler_not_saved():
 
 @mutant("84", twin=scaled, family="sequence", source="PolymathicAI/the_well#77", observable=restored)
 def scaler_not_saved():
-    """The scale of the gradients starts again at its first value."""
+    """After a resume, the loss scale starts again at its first value."""
 
     class Mutant(Scaled):
         def restore(self, state):
@@ -174,7 +174,7 @@ def scaler_not_saved():
 
 @mutant("T20", twin=loop, family="sequence", source="huggingface/transformers#29903", observable=restored)
 def layers_merged_in_another_order():
-    """The parts of a checkpoint are put together in another order than they were taken apart."""
+    """The parts of a checkpoint are joined in another order than they were split."""
 
     class Mutant(Loop):
         def state(self):
@@ -201,7 +201,7 @@ def optimizer_not_saved():
 
 @mutant("ckpt-moments", twin=loop, family="sequence", source="pytorch/pytorch#60675", observable=restored)
 def moments_cast_on_load():
-    """The optimizer's state comes back in another dtype than it was kept in."""
+    """The optimizer state is loaded in another dtype than it was saved in."""
 
     class Mutant(Loop):
         def restore(self, state):
@@ -226,7 +226,7 @@ def random_state_not_saved():
 
 @mutant("ckpt-epoch", twin=loop, family="sequence", source="modelscope/ms-swift#9935", observable=restored)
 def epoch_counter_not_restored():
-    """The resumed run takes its data from the first epoch on again."""
+    """The resumed run starts again with the data of the first epoch."""
 
     class Mutant(Loop):
         def restore(self, state):
@@ -238,7 +238,7 @@ def epoch_counter_not_restored():
 
 @mutant("ckpt-strict", twin=loop, family="sequence", source="classic", observable=restored)
 def renamed_weights_dropped():
-    """Names carry a wrapper's prefix, and strict=False drops every one of them in silence."""
+    """Weight names have a wrapper's prefix, so strict=False ignores all weights without an error."""
 
     class Mutant(Loop):
         def state(self):
@@ -254,7 +254,7 @@ def renamed_weights_dropped():
 
 @mutant("ckpt-before-step", twin=loop, family="sequence", source="classic", observable=restored)
 def weights_from_before_the_update():
-    """What is saved was copied before the optimizer's step; the moments are those after it."""
+    """The saved weights were copied before the optimizer step, and the saved moments after it."""
 
     class Mutant(Loop):
         def update(self):
@@ -271,7 +271,7 @@ def weights_from_before_the_update():
     "ckpt-tied", twin=loop, family="sequence", source="huggingface/transformers#43429", observable=restored
 )
 def tied_weight_is_two_after_loading():
-    """The head is loaded as a tensor of its own, and trains apart from the embedding."""
+    """The head is loaded as a separate tensor, and is no longer tied to the embedding."""
 
     class Mutant(Loop):
         def restore(self, state):
@@ -283,7 +283,7 @@ def tied_weight_is_two_after_loading():
 
 @mutant("ckpt-rounded", twin=loop, family="sequence", source="classic", observable=restored)
 def weights_rounded_on_save():
-    """Weights that train in float32 are saved in bfloat16, and every resume loses what they had learnt."""
+    """Weights that train in float32 are saved in bfloat16, so each resume rounds them."""
 
     class Mutant(Loop):
         def state(self):
@@ -295,7 +295,7 @@ def weights_rounded_on_save():
 
 @mutant("ckpt-frozen", twin=frozen, family="sequence", source="classic", observable=restored)
 def frozen_weights_not_saved():
-    """Only what trains is saved; the frozen layer comes back as the next run draws it."""
+    """Only trainable weights are saved, so the frozen layer is random again after a resume."""
 
     class Mutant(Frozen):
         def state(self):
@@ -335,7 +335,7 @@ def retention_by_text():
 
 @mutant("ckpt-cast", twin=loop, family="sequence", source="classic", observable=losses_around_a_save)
 def saving_casts_in_place():
-    """The model is made half as wide for the file, and wide again for training: its weights are rounded."""
+    """Saving casts the model to float16 in place and back to float32, which rounds the weights."""
 
     class Mutant(Loop):
         def save(self, folder):
@@ -347,7 +347,7 @@ def saving_casts_in_place():
 
 @mutant("ckpt-sample", twin=loop, family="sequence", source="classic", observable=losses_around_a_save)
 def saving_draws_a_sample():
-    """A sample is drawn at each save, so that how often one saves changes the training."""
+    """Each save draws a sample, so the number of saves changes the training."""
 
     class Mutant(Loop):
         def save(self, folder):
@@ -403,5 +403,5 @@ def places_after_resume(spec):
 
 @mutant("ckpt-process", twin=loop, family="sequence", source="classic", observable=places_after_resume)
 def position_only_in_memory():
-    """What a resume needs is in the process that saved, and not in the file."""
+    """State that a resume needs is stored in the memory of the saving process, not in the file."""
     return loop_spec_of(Remembering)

@@ -159,49 +159,49 @@ fused_mutant = partial(
 
 @fused_mutant("C1")
 def halves_not_permuted():
-    """Rows of q and k stay in the order of halves, and the reference rotates neighbours."""
+    """Rows of q and k stay in the order of halves, but the reference rotates neighbours."""
     return fused_spec("halves")
 
 
 @fused_mutant("C2")
 def qkv_in_another_order():
-    """The fused projection is q, v, k in place of q, k, v."""
+    """The fused projection has the order q, v, k instead of q, k, v."""
     return fused_spec("order")
 
 
 @fused_mutant("C3")
 def qkv_grouped_by_key():
-    """The fused projection is interleaved by key head, and the reference reads all of q first."""
+    """The fused projection is interleaved by key head, but the reference expects all of q first."""
     return fused_spec("groups")
 
 
 @fused_mutant("C4")
 def gain_without_the_one():
-    """The gain is copied, and the reference adds 1 to it."""
+    """The gain of a norm is copied unchanged, but the reference adds 1 to it."""
     return fused_spec("gain")
 
 
 @fused_mutant("C5")
 def gate_and_up_exchanged():
-    """The fused matrix of the MLP has up first."""
+    """The fused matrix of the MLP contains the up projection before the gate."""
     return fused_spec("gate")
 
 
 @fused_mutant("C6")
 def embedding_not_scaled():
-    """The reference multiplies embeddings by the root of the width, and the conversion does not divide."""
+    """The reference multiplies embeddings by sqrt(width), but the conversion does not divide them by it."""
     return fused_spec("scale")
 
 
 @fused_mutant("C7")
 def head_rows_shifted():
-    """The rows of the head belong to the next token; the reference ties head and embedding."""
+    """The rows of the head are shifted by one token. The reference ties head and embedding."""
     return fused_spec("rows")
 
 
 @fused_mutant("C8")
 def layers_reversed():
-    """The layers are numbered from the last."""
+    """The layers are converted in reverse order."""
     return fused_spec("layers")
 
 
@@ -225,13 +225,13 @@ def weight_forgotten():
 
 @fused_mutant("C12")
 def weights_rounded_to_bfloat16():
-    """The conversion rounds the weights to 8 bits."""
+    """The conversion rounds the weights to bfloat16."""
     return fused_spec("narrow")
 
 
 @fused_mutant("C13")
 def stale_weights():
-    """The conversion reads a model of its own, and ignores its argument."""
+    """The conversion ignores its argument and reads the weights of another model."""
     state = GPT().state_dict()
     spec = fused_spec()
     return ModelSpec.of(spec, to_reference=lambda _: to_fused(state))
@@ -239,7 +239,7 @@ def stale_weights():
 
 @fused_mutant("C14")
 def head_tied_in_the_reference_only():
-    """The model has a head of its own, and the reference ties it."""
+    """The model has a separate head, but the reference ties the head to the embedding."""
 
     class Mutant(GPT):
         tied = False
@@ -249,7 +249,7 @@ def head_tied_in_the_reference_only():
 
 @fused_mutant("C15")
 def epsilon_of_the_reference():
-    """The reference's norms have an epsilon of 1e-5."""
+    """The norms of the reference have another epsilon, 1e-5."""
 
     class Mutant(Fused):
         eps = 1e-5
@@ -303,7 +303,7 @@ def gate_without_gradient_on_one_side():
 
 @fused_mutant("C20")
 def dropout_in_eval_mode():
-    """The model drops activations in eval mode too."""
+    """The model applies dropout in eval mode too."""
 
     class Mutant(GPT):
         def drop(self, x):
@@ -320,7 +320,7 @@ def train_logits(spec: ModelSpec) -> Tensor:
 
 @mutant("C21", twin=gpt_to_fused, family="parity", source="classic conversion", observable=train_logits)
 def scores_clamped_in_train_mode():
-    """The model limits its scores in train mode only."""
+    """The model clamps its attention scores in train mode only."""
 
     class Mutant(GPT):
         def softmax(self, scores):
@@ -428,7 +428,7 @@ def bias_forgotten():
 
 @nano_mutant("C24")
 def bias_set_to_zero():
-    """The conversion gives zeros for a bias that the model has."""
+    """The conversion sets a bias to zero, although the model has this bias."""
     return nano_spec("zeros")
 
 
@@ -440,13 +440,13 @@ def gain_and_bias_exchanged():
 
 @nano_mutant("C26")
 def positions_shifted():
-    """The table of positions begins two rows later."""
+    """The table of positions is shifted by two rows."""
     return nano_spec("positions")
 
 
 @nano_mutant("C27")
 def gelu_of_another_kind():
-    """The model computes the exact GELU, and the reference that of tanh."""
+    """The model computes the exact GELU, and the reference computes its tanh approximation."""
 
     class Mutant(Nano):
         approximate = "none"
@@ -516,7 +516,7 @@ experts_mutant = partial(mutant, twin=experts_to_list, family="parity", source="
 
 @experts_mutant("C28")
 def experts_in_another_order():
-    """Two experts are exchanged, and the rows of the router are not."""
+    """Two experts are exchanged, but their rows in the router are not."""
     return experts_spec("order")
 
 

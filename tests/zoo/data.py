@@ -90,7 +90,7 @@ def following(spec):
 
 @mutant("82", twin=reading, family="sequence", source="OHF-Voice/phoonnx#464", observable=following)
 def resumed_epoch_replays_the_first():
-    """After a resume the order is that of epoch 0 again."""
+    """After a resume, the data has the order of epoch 0 again."""
 
     class Mutant(Reading):
         offset = 0
@@ -147,7 +147,7 @@ def resumed_rows(spec):
 
 @mutant("82", twin=own_order, family="sequence", source="modelscope/ms-swift#9935", observable=resumed_rows)
 def order_drawn_anew_on_resume():
-    """The order comes from the global generator, and the resumed run draws another one."""
+    """The global generator draws the order, and the resumed run draws another order."""
 
     class Mutant(OwnOrder):
         def restore(self, state):

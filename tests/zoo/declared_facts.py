@@ -416,7 +416,7 @@ def enter_all() -> None:
         for problem, changed in wrong.items():
             make = made(fact, facts, knobs | changed)
             make.__name__ = f"{fact}_{problem}"
-            make.__doc__ = f"The {fact.replace('_', ' ')}: {problem.replace('_', ' ')}."
+            make.__doc__ = f"Error in the {fact.replace('_', ' ')}: {problem.replace('_', ' ')}."
             mutant("facts", twin=twin, family=family, source="classic", observable=observed)(make)
 
 

@@ -90,7 +90,7 @@ def train_mode_not_restored():
 
 @mutant("99", twin=trained_once, family="sequence", source="classic", observable=modes)
 def all_put_into_train_mode():
-    """After evaluation every module is put into train mode, also what was kept in eval mode."""
+    """Evaluation sets every module to train mode at its end, also modules that were in eval mode."""
 
     class Mutant(_TrainedOnce):
         def evaluate(self, batches):

@@ -239,13 +239,13 @@ def moved(move) -> ModelSpec:
 
 @_bug("generate-cache", greedy, twin=placed_engine)
 def position_after_the_prompt_is_skipped():
-    """The first new token has the position of the second one, and so on."""
+    """The positions of all new tokens are too large by one."""
     return moved(lambda positions, past: positions + 1 if past else positions)
 
 
 @_bug("generate-cache", greedy, twin=placed_engine)
 def position_of_the_last_prompt_token_is_used_again():
-    """The first new token has the position of the prompt's last token, and so on."""
+    """The positions of all new tokens are too small by one."""
     return moved(lambda positions, past: positions - 1 if past else positions)
 
 
@@ -274,7 +274,7 @@ def cache_is_not_extended():
 
 @_bug("generate-cache", greedy)
 def prompt_without_its_first_token():
-    """The prompt is cut by one token."""
+    """The first token of the prompt is removed."""
 
     class Mutant(Engine):
         def pad(self, prompts):
@@ -285,7 +285,7 @@ def prompt_without_its_first_token():
 
 @_bug("generate-length", greedy)
 def one_token_too_many():
-    """max_new_tokens is the number of decoding steps after the first new token."""
+    """max_new_tokens does not count the first new token."""
 
     class Mutant(Engine):
         def count(self, max_new_tokens):
@@ -310,7 +310,7 @@ def one_token_too_few():
 
 @_bug("generate-rows", in_batch)
 def padding_is_visible():
-    """The mask is not passed: padding on the left is read."""
+    """The mask is not passed, so padding on the left is visible."""
 
     class Mutant(Engine):
         def prefill(self, model, ids, keep):
@@ -324,7 +324,7 @@ def padding_is_visible():
 
 @_bug("generate-rows", in_batch)
 def padding_is_visible_after_the_prompt():
-    """The mask is passed with the prompt, and not with the new tokens."""
+    """The mask is passed with the prompt, but not with the new tokens."""
 
     class Mutant(Engine):
         def decode(self, model, ids, cache, keep):
@@ -335,13 +335,13 @@ def padding_is_visible_after_the_prompt():
 
 @_bug("generate-rows", in_batch, twin=placed_engine)
 def padding_is_counted_as_a_position():
-    """Positions are those of the columns."""
+    """Padding on the left is counted in the positions of tokens."""
     return moved(lambda positions, past: torch.arange(past, past + positions.shape[1]).expand_as(positions))
 
 
 @_bug("generate-rows", in_batch)
 def prompts_are_padded_on_the_right():
-    """The next token follows the padding of shorter prompts."""
+    """Shorter prompts are padded on the right, so their new tokens follow padding."""
 
     class Mutant(Engine):
         def pad(self, prompts):
@@ -387,7 +387,7 @@ def cache_is_expanded_with_zeros():
 
 @_bug("generate-stop", stopped)
 def one_ended_row_ends_all_rows():
-    """Generation ends with the first row that ends."""
+    """Generation of all rows ends with the first row that ends."""
 
     class Mutant(Engine):
         def end(self, ended, token):
@@ -409,7 +409,7 @@ def ended_rows_go_on():
 
 @_bug("generate-stop", stopped)
 def only_the_first_stop_token_counts():
-    """Of several stop tokens, the first one ends a row."""
+    """Of several stop tokens, only the first one ends a row."""
 
     class Mutant(Engine):
         def end(self, ended, token):
@@ -452,7 +452,7 @@ def stop_token_in_the_prompt_ends_the_row():
 
 @_bug("generate-stop", stopped)
 def ended_row_is_not_remembered():
-    """A row ends only in the step in which its stop token is drawn."""
+    """A row that ended continues in the next step."""
 
     class Mutant(Engine):
         def end(self, ended, token):
@@ -466,7 +466,7 @@ def ended_row_is_not_remembered():
 
 @_bug("generate-temperature", drawn)
 def logits_are_multiplied_by_the_temperature():
-    """The temperature is a factor in place of a divisor."""
+    """The logits are multiplied by the temperature instead of divided by it."""
 
     class Mutant(Engine):
         def filter(self, logits, temperature, top_k, top_p):
@@ -523,7 +523,7 @@ def first_token_is_greedy():
 
 @_bug("generate-top-k", drawn_from_top_k)
 def top_k_has_one_token_too_many():
-    """The border is the logit after the k-th."""
+    """The threshold is the logit after the k-th largest one."""
 
     class Mutant(Engine):
         def keep_top_k(self, logits, k):
@@ -545,7 +545,7 @@ def top_k_has_one_token_too_few():
 
 @_bug("generate-top-k", drawn_from_top_k)
 def top_k_of_the_first_row():
-    """The border of the first row is used for all rows."""
+    """The threshold of the first row is used for all rows."""
 
     class Mutant(Engine):
         def keep_top_k(self, logits, k):
@@ -571,7 +571,7 @@ def top_p_without_the_crossing_token():
 
 @_bug("generate-top-p", drawn_from_top_p)
 def top_p_in_the_order_of_the_sorted_tokens():
-    """The mask of sorted tokens is applied to tokens in the order of their ids."""
+    """The mask of the sorted tokens is not reordered by token id before it is applied."""
 
     class Mutant(Engine):
         def keep_top_p(self, p, top_p):
@@ -661,7 +661,7 @@ def seed_is_ignored():
 
 @_bug("generate-state", after_other_calls)
 def generator_is_seeded_once():
-    """The generator continues in the next call, and the seed of this call has no effect."""
+    """Only the first call seeds the generator, so the seeds of later calls have no effect."""
 
     class Mutant(Engine):
         def seed_of(self, seed):

@@ -135,7 +135,7 @@ def frozen_in_eval_mode_alone():
 
 @mutant("66", twin=loop, family="step", source="accelerate#2665", observable=moved)
 def head_replaced_after_the_optimizer():
-    """The head is replaced after the optimizer is made, which goes on training the old one."""
+    """The head is replaced after the optimizer is created, so the optimizer trains the old head."""
 
     class Mutant(Loop):
         def __init__(self):
@@ -147,7 +147,7 @@ def head_replaced_after_the_optimizer():
 
 @mutant("66", twin=loop, family="step", source="accelerate#3256", observable=moved)
 def optimizer_of_another_copy():
-    """The model is built again after the optimizer is made, as where a wrapper copies it."""
+    """The model is built again after the optimizer is created, as if a wrapper copied it."""
 
     class Mutant(Loop):
         def __init__(self):
@@ -489,7 +489,7 @@ def weights_after_overflow(spec: TrainerSpec) -> int:
 
 @mutant("74", twin=scaled_loop, family="non_finite", source="classic", observable=weights_after_overflow)
 def optimizer_stepped_past_the_scaler():
-    """optimizer.step() instead of scaler.step(optimizer): an update that overflowed is made."""
+    """optimizer.step() replaces scaler.step(optimizer): updates with overflowed gradients are not skipped."""
 
     class Mutant(_Scaled):
         def update(self):

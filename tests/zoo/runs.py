@@ -647,7 +647,7 @@ def second_epoch(spec: TrainerSpec) -> list:
 
 @mutant("ckpt-epoch", twin=loop, family="sequence", source="ms-swift#10050", observable=second_epoch)
 def resumed_epoch_has_the_order_of_the_first():
-    """A resume in the second epoch reads its rest in the order of the first epoch."""
+    """After a resume in the second epoch, its remaining batches have the order of the first epoch."""
 
     class Mutant(Loop):
         resumed = None

@@ -163,13 +163,13 @@ def threads_set_in_each_call():
 
 @mutant("E3", twin=gpt, family="state", source="classic", observable=after_call)
 def flash_attention_switched_off():
-    """A call switches off flash attention for the process, not in a context."""
+    """A call disables flash attention for the whole process instead of inside a context manager."""
     return calling(lambda model: torch.backends.cuda.enable_flash_sdp(False))
 
 
 @mutant("E3", twin=gpt, family="state", source="classic", observable=after_call)
 def gradients_switched_on():
-    """A call switches gradients on, also under no_grad."""
+    """A call enables gradients, also under no_grad."""
     return calling(lambda model: torch.set_grad_enabled(True))
 
 
@@ -255,7 +255,7 @@ def hook_registered_in_each_call():
 
 @mutant("E5", twin=gpt, family="state", source="classic", observable=left_by_calls)
 def penalty_summed_with_its_graph():
-    """A penalty is summed over calls with the graph of each."""
+    """A penalty is summed over calls, and the sum retains the graph of each call."""
 
     class Mutant(Collecting):
         def collect(self, x):
@@ -359,7 +359,7 @@ def logits_with_bias(spec: ModelSpec) -> Tensor:
 
 @mutant("E7", twin=routed, family="router", source="vllm-project/vllm#12002", observable=logits_with_bias)
 def experts_weighted_with_their_bias():
-    """The weights of experts contain the bias that selects them."""
+    """The bias that selects experts is also a part of their weights."""
 
     class Mutant(Routed):
         weights_have_bias = True
@@ -369,7 +369,7 @@ def experts_weighted_with_their_bias():
 
 @mutant("E7", twin=routed, family="router", source="vllm-project/vllm#13474", observable=logits_with_bias)
 def other_groups_have_score_zero():
-    """Experts of other groups get score 0, which is more than a negative score."""
+    """Experts of groups that are not selected get score 0, which is larger than negative scores."""
 
     class Mutant(Routed):
         excluded = 0.0

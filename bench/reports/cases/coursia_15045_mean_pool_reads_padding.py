@@ -1,4 +1,4 @@
-"""CoursIA#15045 (jsboige/CoursIA): the mean that makes a sentence embedding counts padded positions.
+"""CoursIA#15045 (jsboige/CoursIA): the mean over positions in a sentence embedding includes padding.
 
 Attention ignores padding, the mean of the last hidden state does not, so that the embedding of a sentence
 depends on the longest sentence of its batch. https://github.com/jsboige/CoursIA/issues/15045

@@ -1,4 +1,4 @@
-"""Fast-LLM#442 (ServiceNow/Fast-LLM): masked spans are left out of the language loss, not of distillation.
+"""Fast-LLM#442 (ServiceNow/Fast-LLM): the loss mask is applied to the language loss, not to distillation.
 
 Labels of -100 mark tokens without a loss. The distillation term of the head averages over all positions.
 https://github.com/ServiceNow/Fast-LLM/issues/442

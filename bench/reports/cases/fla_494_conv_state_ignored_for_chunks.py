@@ -1,4 +1,4 @@
-"""flash-linear-attention#494 (fla-org): a sequence in chunks gets other outputs than in one pass.
+"""flash-linear-attention#494 (fla-org): outputs differ between a sequence in chunks and in one pass.
 
 Gated DeltaNet hands its cache over from chunk to chunk. The report names no cause. Here the short convolution
 uses its cached inputs for single tokens only: a longer chunk starts with zeros, as a prompt does.

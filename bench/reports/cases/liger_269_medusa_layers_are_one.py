@@ -1,4 +1,4 @@
-"""Liger-Kernel#269 (linkedin/Liger-Kernel): the residual blocks of a Medusa head are one and the same block.
+"""Liger-Kernel#269 (linkedin/Liger-Kernel): all residual blocks of a Medusa head are the same block.
 
 `[ResBlock(...)] * n` repeats a reference, so that a head of n layers has the parameters of one.
 https://github.com/linkedin/Liger-Kernel/pull/269

@@ -1,4 +1,4 @@
-"""mad-lab#3 (athms/mad-lab): the model initialises Mamba's step projection again, as any linear layer.
+"""mad-lab#3 (athms/mad-lab): the model initialises Mamba's step projection again, like any linear layer.
 
 The layer chooses weight and bias so that steps are between dt_min and dt_max. The wrapper then overwrites
 both with a small normal weight and a zero bias: all steps start near 0.7.

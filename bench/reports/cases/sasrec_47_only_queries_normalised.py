@@ -1,4 +1,4 @@
-"""SASRec.pytorch#47 (pmixer/SASRec.pytorch): the layer norm before attention reaches the queries only.
+"""SASRec.pytorch#47 (pmixer/SASRec.pytorch): the layer norm before attention is applied to the queries only.
 
 Keys and values are not normalised, and the residual connection adds the normalised queries instead of the
 input of the layer. https://github.com/pmixer/SASRec.pytorch/issues/47

@@ -1,4 +1,4 @@
-"""SimpleTuner#904 (bghira/SimpleTuner): the joint attention mask of Flux is in the order image, text.
+"""SimpleTuner#904 (bghira/SimpleTuner): Flux's attention mask has the order image, text, not text, image.
 
 Queries and keys are in the order text, image. The mask for padded text hides image tokens and leaves padded
 text visible. https://github.com/bghira/SimpleTuner/issues/904

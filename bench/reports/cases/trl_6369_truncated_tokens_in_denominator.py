@@ -1,4 +1,4 @@
-"""trl#6369 (huggingface/trl): the token-normalised GRPO loss is divided by tokens that it leaves out.
+"""trl#6369 (huggingface/trl): the divisor of the GRPO loss counts tokens that the loss excludes.
 
 With `mask_truncated_completions` the tokens of truncated completions are not in the sum of the loss, but in
 the number that divides it. https://github.com/huggingface/trl/issues/6369

@@ -1,4 +1,4 @@
-"""U-DiT#12 (YuchuanTian/U-DiT): each resolution drops the class label with a draw of its own.
+"""U-DiT#12 (YuchuanTian/U-DiT): each resolution drops the class label independently of the others.
 
 Classifier-free guidance needs samples without any label. With three independent embedders at 0.1 one sample
 in a thousand has none, and the others leak the label in another stage.

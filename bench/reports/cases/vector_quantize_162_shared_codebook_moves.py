@@ -1,4 +1,4 @@
-"""vector-quantize-pytorch#162 (lucidrains): a shared codebook moves between two quantisers of one pass.
+"""vector-quantize-pytorch#162 (lucidrains): a shared codebook changes between two quantisers of one pass.
 
 Each quantiser of the residual stack updates the averages of the codebook, so that in training the next one
 reads other codes than in eval mode. https://github.com/lucidrains/vector-quantize-pytorch/issues/162

@@ -31,7 +31,7 @@ class LiveGrowth:
 
     @property
     def grows(self) -> bool:
-        """Return True if any of them goes on rising."""
+        """Return True if any of these numbers continues to rise."""
         return any(each.exceeds(0) for each in (self.tensors, self.bytes, self.nodes, self.hooks))
 
 
@@ -49,7 +49,7 @@ def live_growth(call: Callable[[], object], *, warmup: int, steps: int = 12) -> 
             call()
             gc.collect()
             seen = census(earlier, sizes=True)
-            # Only the names of tensor types have a module; `census` also measures lists and dicts.
+            # Count tensors only: their type names contain a module. `census` also measures lists and dicts.
             size = sum(number for name, number in seen.sizes.items() if "." in name)
             series.append((seen.tensors, size, seen.nodes, seen.hooks))
     return LiveGrowth(*(trend(values) for values in zip(*series, strict=True)))

@@ -53,17 +53,17 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Census:
-    """What objects there are at one moment.
+    """Numbers of live objects at one moment.
 
     Attributes:
-        tensors: how many, frozen ones included: a full ring frees one for each new one.
-        nodes: of autograd's graph, within reach of a tensor.
-        objects: how many in all.
-        callables: those whose type can be called: functions, closures, modules.
-        hooks: how many callbacks are in the registries that there were before.
-        counts: where asked for, objects of each type, by its name; nodes as "autograd NAME".
-        sizes: where asked for, their bytes: of tensors the storages, each once; of other objects their
-            own, without what they refer to.
+        tensors: number of tensors, including frozen ones. A full ring buffer frees one for each new one.
+        nodes: number of autograd nodes that are reachable from a tensor.
+        objects: number of all objects.
+        callables: number of objects whose type can be called: functions, closures, modules.
+        hooks: number of callbacks in the registries that existed before.
+        counts: if requested, number of objects of each type, by its name; nodes as "autograd NAME".
+        sizes: if requested, bytes of the objects of each type. For tensors, each storage counts once. For
+            other objects, the objects that they refer to are not included.
     """
 
     tensors: int

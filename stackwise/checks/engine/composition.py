@@ -104,10 +104,10 @@ def plans(
     *,
     is_large: bool = False,
 ) -> Iterator[Plan]:
-    """Yield each variation alone, sets that contain each pair, then random sets.
+    """Yield each variation alone, then sets that together contain each pair, then random sets.
 
     A variation is planned alone with several values. Pairs are planned in sets of up to five variations
-    (pairwise testing), then alone if the model refused all sets that contain them.
+    (pairwise testing). If the model refuses all sets with a pair, this pair is planned as a set of two.
 
     Args:
         names: variations that apply to the model.

@@ -55,7 +55,7 @@ NEXT_CALL = "output of the next call"
 SIDE_EFFECT = "side effect"
 WITHOUT_ANY_LABEL = "gradient without labels"
 WITHOUT_LABEL = "gradient of an output without a label"
-# A call that seeds a generator starts from another state than its own.
+# Seed of the generators before a call. It is unusual, so that a model does not set the same seed.
 _SEED = 1_000_003
 
 
@@ -65,10 +65,10 @@ class Difference:
 
     Attributes:
         observable: "output", "loss", "gradient", NEXT_CALL, WITHOUT_LABEL, WITHOUT_ANY_LABEL or SIDE_EFFECT.
-        value: relative difference. Of gradients without labels: the size of the gradient. Of half precision:
-            inf for a value that is not finite.
-        limit: largest difference that is rounding.
-        place: position or parameter with the largest difference. Of a side effect: the change as a sentence.
+        value: relative difference. For gradients without labels: the size of the gradient. For half
+            precision: inf if a value is not finite.
+        limit: largest difference that is treated as rounding.
+        place: position or parameter with the largest difference. For a side effect: the change in words.
         correct_if: condition under which a side effect is correct. None: it never is.
     """
 
@@ -96,7 +96,7 @@ def differences(composition: Composition, variations: Variations, exam: Examinat
     if composition.after and not execution.question.train and execution.exam.compares_values:
         found.append(execution.next_call())
     effects, others = execution.effects, SideEffects()
-    if effects.found or effects.moved:  # a second time: an import inside a call may change a setting once
+    if effects.found or effects.moved:  # repeat: an import inside a call may change a setting only once
         again = Execution(composition, variations, exam, start=2)
         for _ in again.compare():
             pass
@@ -110,9 +110,9 @@ class Execution:
 
     Attributes:
         question: the question, after all variations.
-        call: its tensors.
+        call: tensors of the call.
         numbers: number and length of each sequence.
-        model: the model that is asked.
+        model: the model that is called.
         effects: side effects of the call, after `compare`.
     """
 
@@ -250,7 +250,7 @@ class Execution:
         outputs: list[Any] = []
         handle = self.model.register_forward_hook(lambda *call: outputs.append(call[-1]))
         try:
-            labels = self.call.labels.clone()  # those of the call are compared later
+            labels = self.call.labels.clone()  # a copy: the originals are compared later
             loss = loss_of(self.exam.spec, self.model, replace(self.call, labels=labels))
         finally:
             handle.remove()

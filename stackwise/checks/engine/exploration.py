@@ -44,7 +44,7 @@ _SHRINKING = 60
 _NOT_IN_OWN_DTYPE = ("half_precision",)
 # Draws of the values of a pair, until the model takes them.
 _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 3
-# Number of parameters above which nothing is asked, because copies in float64 need too much time and memory.
+# Number of parameters above which no call is compared: copies in float64 need too much time and memory.
 _TOO_LARGE = 500_000_000
 # Exceptions by which a model says that it does not support a call.
 _REFUSALS = (Refused, ValueError, NotImplementedError, AssertionError)
@@ -115,11 +115,11 @@ class Exploration:
         missing: reason why a variation does not apply, by its name.
         executed: number of executed compositions.
         asked: number of executed compositions of each variation, and of each pair.
-        refused: reason why the model did not take a set of variations, the last one.
+        refused: last reason why the model refused a set of variations, by the set.
         raised: first crash of each variation and of each pair.
         largest: largest difference of outputs in the compositions of each variation.
         seconds: seconds of each variation.
-        limit: largest difference of outputs that is rounding.
+        limit: largest difference of outputs that is treated as rounding.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -476,8 +476,8 @@ def _side_effect(
 ) -> Finding:
     text = composition.text(variations)
     where = f"in a call in which {text}" if text else "in a plain call"
-    advice = "Work on a copy (x = x.clone()), set a mode or a setting in a context only, and draw from a "
-    advice += "torch.Generator of the model."
+    advice = "Work on a copy (x = x.clone()), change a mode or a setting in a context manager only, and draw "
+    advice += "random numbers from a torch.Generator of the model."
     setting = _setting(exam)
     return Finding(
         composition, effect, "side_effects", where, effect.place, advice, effect.correct_if, setting

@@ -38,16 +38,17 @@ class Template:
         return self._pickle is not None
 
     def has_own_tensors(self, call: Callable[[nn.Module], Tensor]) -> bool:
-        """Return True if a copy does not use the parameters of the model, as patched functions may.
+        """Return True if a copy of the model does not use the parameters of the original.
 
-        `call` returns an output of a model. False also if it raises.
+        Patched functions may use them. `call` returns an output of a model. If it raises an exception,
+        return False.
         """
         try:
             with torch.enable_grad():
                 output = call(self.copy())
                 if output.requires_grad:
                     output.sum().backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # any other exception means: not known
+        except Exception as error:  # any other exception: unknown
             reraise_if_out_of_memory(error)
             return False
         uses_original = any(p.grad is not None for p in self.model.parameters())

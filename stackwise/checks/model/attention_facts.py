@@ -21,13 +21,13 @@ _PRODUCTS = "attention whose scores are products of planted queries and keys"
 @claimed(
     "factor between q k^T and the scores",
     place="attention",
-    advice="Look for a scale of another size than the head, and for one that is applied twice or not at all.",
+    advice="Look for a scale that does not use the head size, or that is applied twice or not at all.",
     reason=_PRODUCTS,
 )
 def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) -> list[Pair]:
-    """Are scores q k^T times the claimed factor?"""
+    """Are attention scores equal to q k^T times the claimed factor?"""
     one, two = (planted(subject, size, even=True).sites for size in (SMALL, 2 * SMALL))
-    # The attention factor of a rotary embedding is part of queries and keys.
+    # A rotary embedding multiplies queries and keys by its attention factor.
     factors = {x.attention_factor or (0.0 if x.kind == "yarn" else 1.0) for x in subject.spec.rotary} or {1.0}
     if len(factors) > 1 or 0.0 in factors:
         raise UnmeasuredError("needs one attention_factor in ModelSpec.rotary")
@@ -58,8 +58,8 @@ def claimed_attention_cap(subject: Subject, claim: float) -> list[Pair]:
 @claimed(
     "decrease of the scores per position, by head,",
     place="attention",
-    advice="Look for the sign, for slopes of another number of heads, and for biases that are scaled.",
-    reason=f"{_PRODUCTS}, apart from even biases",
+    advice="Look for a wrong sign, for slopes of another number of heads, and for biases that are scaled.",
+    reason=f"{_PRODUCTS}, plus biases with equal steps",
     limit=1e-2,  # some models round biases to bfloat16
 )
 def claimed_alibi_slopes(subject: Subject, claim: tuple[float, ...]) -> list[Pair]:
@@ -91,7 +91,7 @@ def claimed_key_heads(subject: Subject, claim: int) -> list[Pair]:
 @claimed(
     "number of positions that the last query reads",
     place="attention",
-    advice="Look for < in place of <=, and for windows of layers in another order.",
+    advice="Look for < in place of <=, and for windows that are assigned to the wrong layers.",
     reason="a softmax over all positions",
 )
 def claimed_windows(subject: Subject, claim: tuple[int | None, ...]) -> list[Pair]:
@@ -106,7 +106,7 @@ def claimed_windows(subject: Subject, claim: tuple[int | None, ...]) -> list[Pai
 @claimed(
     "dropout rate",
     place="attention",
-    advice="Look for a rate of another site, and for dropout that is applied twice or does not rescale.",
+    advice="Look for the rate of another layer, and for dropout that is applied twice or not rescaled.",
     reason="a product of attention weights and values",
 )
 def claimed_attention_dropout(subject: Subject, claim: float) -> list[Pair]:
@@ -116,7 +116,7 @@ def claimed_attention_dropout(subject: Subject, claim: float) -> list[Pair]:
 
 
 def _grows(one: Site, two: Site, ratio: float) -> bool:
-    """Return True if queries and keys grow with the planted values, so that they are not normalised."""
+    """Return True if queries and keys grow with the planted values. Then they are not normalised."""
     if one.size is None or two.size is None or one.factor is None:
         return False
     return abs(two.size / one.size / ratio**2 - 1) < 1e-3
@@ -144,7 +144,7 @@ def _slopes(site: Site) -> tuple[float, ...] | None:
 
 
 def _heads(x: Tensor) -> tuple[int, ...]:
-    """Return the number of the head (T, D) of each query head, or () if the number of heads is unknown."""
+    """Return for each head (T, D) the index of its distinct value, or () if the number is unknown."""
     if len(x) % N_ROWS:
         return ()
     order: list[int] = []

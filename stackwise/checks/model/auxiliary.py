@@ -181,9 +181,9 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
 
 
 def loss_terms(subject: Subject) -> tuple[float, float, float, nn.Module] | str:
-    """Return the model's own loss, the part that is no cross-entropy, the auxiliary loss, and the model.
+    """Return the model's own loss, its part that is not cross-entropy, the auxiliary loss, and the model.
 
-    A text is the reason why they are unknown.
+    If they are unknown, return the reason.
     """
     spec = subject.spec
     if spec.auxiliary_loss is None:
@@ -194,13 +194,13 @@ def loss_terms(subject: Subject) -> tuple[float, float, float, nn.Module] | str:
         return "needs token ids and at least 2 positions"
     inputs = subject.inputs(2)
     model = subject.model(train=True, fill_zeros=True)
-    # Models of transformers add it on request only: by the configuration, otherwise by an argument.
+    # Models of transformers add the auxiliary loss only if the configuration or an argument requests it.
     takes_switch = accepts(model, "output_router_logits") and not _is_requested(model)
     switch = {"output_router_logits": True} if takes_switch else {}
     with changed_calls(model, switch):
         value, logits = labelled_loss(subject, model, inputs, inputs)
     if logits is None or logits.shape[:2] != inputs.shape:
-        return "the call with labels shows no logits to compare with"
+        return "needs logits of a call with labels"
     with torch.no_grad():
         auxiliary = _auxiliary(subject, model, inputs, None).item()
     return value, value - mean_cross_entropy(logits, inputs, expected_shift(subject)), auxiliary, model
@@ -228,7 +228,7 @@ def _selects(subject: Subject, model: nn.Module) -> bool:
 
 
 class _Selections(TorchFunctionMode):
-    """Finds a topk that leaves entries out, and an argmax."""
+    """Mode that detects a topk or an argmax that selects only some entries."""
 
     found: bool = False
 

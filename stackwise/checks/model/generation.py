@@ -26,11 +26,11 @@ from stackwise.subject.generation import GenerateCall
 from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
-# Rows of one prompt in a sampling check, for models up to a million parameters and for larger ones.
+# Number of rows in a sampling check for small and for large models, and least size of a large model.
 _MANY, _FEW, _LARGE = 512, 128, 1_000_000
-# -log10 of the probability of a sample. A healthy engine exceeds it in two samples once in 1e8 runs.
+# Limit of -log10 of the p-value of a sample. A correct engine exceeds it in two samples once in 1e8 runs.
 _SURPRISE = 4.0
-_EXPECTED = 32.0  # draws in a cell of the chi-square statistic
+_EXPECTED = 32.0  # expected draws in a cell of the chi-square statistic
 _CERTAIN = math.log(1e9)
 _Rows = list[list[int]]
 
@@ -38,8 +38,8 @@ _Rows = list[list[int]]
 class _Engine:
     """Model under test with its generate function, and a model of equal weights for plain calls.
 
-    Weights with a small spread are scaled up. Otherwise a new model repeats the last token, whatever its
-    positions and its cache are.
+    Weights with a small standard deviation are scaled up. Otherwise a new model repeats the last token, and
+    errors in its positions or its cache have no effect.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -69,7 +69,7 @@ class _Engine:
 
     @torch.no_grad()
     def generate(self, prompts: list[Tensor], n: int = _N_NEW, seed: int = 0, **options: Any) -> _Rows:
-        """Return the new tokens of each row. The seed is also that of the global generators."""
+        """Return the new tokens of each row. The global generators get the same seed."""
         options = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_new_tokens": n} | options
         options |= {"seed": seed} if "seed" in self.call.options else {}
         with seeded(self.subject.seed + seed, self.subject.device):
@@ -94,7 +94,7 @@ class _Engine:
         count = next((place + 1 for place, token in enumerate(row) if token in stop), len(row))
         row, rest = row[:count], row[count:]
         if count > n or (count < n and not stop):
-            return f"{count} new tokens, and max_new_tokens is {n}"
+            return f"{count} new tokens, but max_new_tokens is {n}"
         if len(set(rest)) > 1:
             return f"tokens {rest} follow the stop token {row[-1]}"
         # A list may omit the stop token.
@@ -106,7 +106,7 @@ class _Engine:
             gap = float(logits.max() - logits[chosen].max())
             if not gap <= self.tolerance * float(logits.max() - logits.median()):
                 found = f"token {chosen[0]}" if step < count else "the end of the row"
-                return f"{found} at step {step}, and the most likely token is {int(logits.argmax())}"
+                return f"{found} at step {step}, but the most likely token is {int(logits.argmax())}"
         return ""
 
     def samples(self, prompt: Tensor, seed: int = 0, **options: Any) -> _Rows:
@@ -119,13 +119,13 @@ class _Engine:
     def drawn(self, prompt: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, step + 1) of the rows that reach a step, and the plain logits (B, V) there.
 
-        Rows that ended are not included, so the logits of end tokens are -inf.
+        Rows that ended at this step or earlier are excluded, so the logits of end tokens are set to -inf.
         """
         ends = {*self.call.end_tokens}
         kept = [row[: step + 1] for row in rows if len(row) > step and not ends & {*row[: step + 1]}]
         kept = [row for row in kept if not self.reserved & {*row[:step]}]
         if len(kept) < _FEW // 2:
-            raise NotImplementedError(f"needs rows that go on to token {step + 1}")
+            raise NotImplementedError(f"needs rows that do not end before token {step + 1}")
         tokens = prompt.new_tensor(kept)
         logits = self.logits(prompt.expand(len(tokens), -1), tokens[:, :step])
         logits[:, [*ends]] = -torch.inf
@@ -142,14 +142,14 @@ def _scale_up(model: nn.Module) -> None:
 
 
 def _of_engine(question: Callable[[_Engine], CheckResult | None]) -> Callable[[Subject], CheckResult]:
-    """Return the check that asks a question about generation, if the model can be asked."""
+    """Return the check of a question about generation. It is not applicable to some models."""
 
     @wraps(question)
     def examine(subject: Subject) -> CheckResult:
         spec, length = subject.spec, max(_LENGTHS) + _N_NEW
         if spec.generate is None:
             is_decoder = isinstance(subject.model(), Decoder)
-            reason = "an encoder-decoder is not supported" if is_decoder else "new tokens of each row"
+            reason = "new tokens (not for an encoder-decoder)" if is_decoder else "new tokens of each row"
             return subject.not_applicable(f"needs generate: (model, prompts, **options) -> {reason}")
         if spec.inputs != "tokens" or not spec.causal or spec.width < _LEAST_IDS:
             return subject.not_applicable(f"needs a causal model with at least {_LEAST_IDS} token ids")
@@ -168,7 +168,7 @@ def _of_engine(question: Callable[[_Engine], CheckResult | None]) -> Callable[[S
 @_of_engine
 def generation_greedy(engine: _Engine) -> CheckResult | None:
     """Does greedy generation choose the most likely token of a plain call, up to max_new_tokens?"""
-    advice = "Look for positions after the prompt, and for a token that is passed twice or not at all."
+    advice = "Look for wrong positions after the prompt, and for a token that is passed twice or not at all."
     for shift, (length, n) in enumerate([(5, _N_NEW), (2, _N_NEW), (7, _N_NEW), (3, 1)]):
         if failure := engine.difference(engine.prompts([length], shift), advice, n=n):
             return failure
@@ -178,8 +178,8 @@ def generation_greedy(engine: _Engine) -> CheckResult | None:
 @check
 @_of_engine
 def generation_rows(engine: _Engine) -> CheckResult | None:
-    """Does each row of a batch, also of prompts of different lengths, get its own continuation?"""
-    advice = "Look for padding that is read or counted as a position, and for a cache that rows share."
+    """Does each row of a batch get the continuation of its own prompt, also if lengths differ?"""
+    advice = "Look for padding that is visible or counted as a position, and for a cache that rows share."
     if "num_samples" in engine.call.options:
         return engine.difference(engine.prompts([5]), advice, num_samples=3)
     return engine.difference(engine.prompts([5] * 4 if engine.call.one_length else _LENGTHS), advice)
@@ -192,9 +192,9 @@ def generation_stop(engine: _Engine) -> CheckResult | None:
     prompts = engine.prompts([5] * (1 if "num_samples" in engine.call.options else 4))
     rows = engine.generate(prompts, stop=())
     if min(map(len, rows)) < _N_NEW:
-        raise NotImplementedError("needs rows of max_new_tokens without a stop token")
-    prompts[len(rows) // 2][0] = rows[0][2]  # a stop token in a prompt ends nothing
-    advice = "A row ends at its own first new stop token. Only one padding id may follow in a tensor."
+        raise NotImplementedError("needs rows with max_new_tokens tokens if stop is empty")
+    prompts[len(rows) // 2][0] = rows[0][2]  # a stop token in a prompt must not end the row
+    advice = "A row ends at its own first new stop token. In a tensor, only one padding id may follow."
     for stop in ((rows[-1][5], rows[0][2]), (rows[0][0],)):
         if failure := engine.difference(prompts, advice, stop=stop):
             return failure
@@ -219,15 +219,15 @@ def sampling_distribution(engine: _Engine) -> CheckResult | None:
                 _SURPRISE,
                 where=", ".join([*(f"{key}={size:.3g}" for key, size in request.items()), where]),
                 meaning="Drawn tokens do not have the probabilities of the plain logits. The measured value "
-                "is -log10 of the probability of such a sample.",
-                advice="Divide logits by the temperature before the softmax. top_k has k tokens. top_p "
+                "is -log10 of the p-value of the sample.",
+                advice="Divide logits by the temperature before the softmax. top_k allows k tokens. top_p "
                 "includes the token that crosses p. Compare the first token with later ones.",
             )
     return engine.subject.passed(value, _SURPRISE)
 
 
 def _requests(logits: Tensor) -> list[dict[str, Any]]:
-    """Return options with a clear border between the allowed tokens and the next one.
+    """Return options for which the allowed tokens are clearly more likely than the next one.
 
     Engines differ in the order of temperature and top_p, so these are not combined.
     """
@@ -239,7 +239,7 @@ def _requests(logits: Tensor) -> list[dict[str, Any]]:
 
 
 def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any]) -> tuple[float, str]:
-    """Return -log10 of the probability of a sample, and the less likely one of its two tokens."""
+    """Return the larger -log10 of the p-values of both tokens of a sample, and the place of this token."""
     rows, found = engine.samples(prompt, seed, **request), []
     for step in range(2):
         tokens, logits = engine.drawn(prompt, rows, step)
@@ -254,7 +254,7 @@ def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any
 def _reference(
     logits: Tensor, tolerance: float, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the probabilities (B, V), and the tokens (B, V) that are allowed up to rounding."""
+    """Return the probabilities (B, V), and a mask (B, V) of the tokens that are allowed up to rounding."""
     near = tolerance * (logits.amax(1, keepdim=True) - logits.median(1, keepdim=True).values)
     least = logits.topk(top_k).values[:, -1:] if top_k else -torch.inf
     p = (logits.masked_fill(logits < least, -torch.inf) / temperature).softmax(1)
@@ -279,7 +279,7 @@ def _chi_square(expected: Tensor, observed: Tensor) -> float:
 @check
 @_of_engine
 def sampling_independence(engine: _Engine) -> CheckResult | None:
-    """Does each row draw its own tokens, with other draws at each step and for each seed?"""
+    """Are the draws of different rows, steps and seeds independent?"""
     [prompt] = engine.prompts([5])
     rows, again = (engine.samples(prompt, seed, temperature=1.0) for seed in range(2))
     for step in range(2):
@@ -314,7 +314,7 @@ def sampling_independence(engine: _Engine) -> CheckResult | None:
 
 
 def _exceeds(equal: Tensor, p: Tensor) -> bool:
-    """Return True if more events occur than independent ones of probability p, by Hoeffding's bound."""
+    """Return True if events of probability p are too frequent to be independent (Hoeffding's bound)."""
     n = len(equal)
     return n > 0 and float(equal.double().mean() - p.mean()) > math.sqrt(_CERTAIN / (2 * n))
 
@@ -324,7 +324,7 @@ def _exceeds(equal: Tensor, p: Tensor) -> bool:
 def generation_state(engine: _Engine) -> CheckResult | None:
     """Does generation leave later calls, the model and global settings unchanged?"""
     prompts, model = engine.prompts([5]), engine.model
-    advice = "Start each call with an empty cache and a generator of its own."
+    advice = "Start each call with an empty cache and a new generator."
     draws: dict[str, Any] = {"seed": 3, "temperature": 1.0}
     draws = draws if draws.keys() <= engine.call.options.keys() else {}
     first = engine.generate(prompts, **draws)

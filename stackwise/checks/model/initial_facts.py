@@ -9,7 +9,7 @@ from stackwise.checks.probe.claimed import Pair, UnmeasuredError, claimed
 from stackwise.checks.subject import Subject
 from stackwise.support.arguments import require
 
-# Number of elements of a weight in new models, and the largest number of these.
+# Required number of elements of a weight, over all new models, and largest number of new models.
 _ELEMENTS, _MOST_DRAWS = 30_000, 30
 _TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at -2 and 2
 _LIMIT = 0.05  # more than five standard errors, 1 / sqrt(2 * elements) each
@@ -18,8 +18,8 @@ _LIMIT = 0.05  # more than five standard errors, 1 / sqrt(2 * elements) each
 @claimed(
     "standard deviation",
     place="weight",
-    advice="Look for an initialisation that does not reach a module, for a factor that depends on the depth, "
-    "and for a variance in place of a standard deviation.",
+    advice="Look for modules that the initialisation skips, for a wrong or missing factor of the depth, and "
+    "for a variance in place of a standard deviation.",
     reason=f"a weight with at least {_ELEMENTS // _MOST_DRAWS} elements",
     limit=_LIMIT,
 )

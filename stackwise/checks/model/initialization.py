@@ -24,8 +24,8 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-# Nats. T5 starts 0.6 above a uniform guess, and most models below 0.25. No healthy model exceeds LIMIT with a
-# std of logits above 1.
+# Distances from the loss of a uniform guess, in nats. T5 starts at 0.6, and most models below 0.25. No
+# correct model with a standard deviation of logits above 1 exceeds LIMIT.
 USUAL, LIMIT = 0.75, 2.0
 _TRAINED = "the weights are trained"
 _N_VECTORS = 64

@@ -19,24 +19,24 @@ from stackwise.checks.probe.dropout import dropout_rate
 from stackwise.checks.probe.planted import N_ROWS, SMALL, Planted, fitted, planted
 from stackwise.checks.subject import Subject
 
-_TINY, _LARGE = 1e-3, 1e5  # logits that are linear, and that reach the cap
+_TINY, _LARGE = 1e-3, 1e5  # sizes of logits far below a cap, and far above it
 _N_VECTORS = 64
-# Largest relative difference of eps for two sizes of inputs, and of a sum between channels of a token.
+# Largest relative difference of eps between two sizes of inputs, and of a sum between channels of a token.
 _SAME_EPS, _UNEVEN = 0.05, 1e-2
 _LEAST_LOSS = 1e-3  # the loss is computed in float32
 _ADDS = "a layer that adds products with a weight to the residual stream, without a norm"
 _DROPOUT = (
-    "Look for a rate of another site, for dropout that is applied twice or in one branch only, and for kept "
+    "Look for the rate of another layer, for dropout that is applied twice or in one branch only, and for "
 )
-_DROPOUT += "elements that are not divided by 1 - p."
-_NORMS = "Look for the default eps of a norm, and for eps that is added to the root of the mean square."
+_DROPOUT += "results that are not divided by 1 - p."
+_NORMS = "Look for the default eps of a norm, and for eps that is added after the square root."
 
 
 @claimed(
     "factor of the embedding",
     place="embedding",
-    advice="Look for sqrt(width) that is applied twice or not at all, and for the width of another part.",
-    reason="one table of tokens, whose rows are added to the stream without a norm",
+    advice="Look for sqrt(width) that is applied twice or not at all, and for the root of another width.",
+    reason="one token embedding that is added to the residual stream without a norm",
 )
 def claimed_embedding_scale(subject: Subject, claim: float) -> list[Pair]:
     """Is the embedding of tokens multiplied by the claimed factor, before the first layer?"""
@@ -50,7 +50,7 @@ def claimed_embedding_scale(subject: Subject, claim: float) -> list[Pair]:
 @claimed(
     "factor of each branch",
     place="layer",
-    advice="Look for a factor that is applied twice, to one branch only, or to the stream.",
+    advice="Look for a factor that is applied twice, to one branch only, or to the residual stream.",
     reason=_ADDS,
 )
 def claimed_residual_scale(subject: Subject, claim: float | tuple[float, ...]) -> list[Pair]:
@@ -63,11 +63,11 @@ def claimed_residual_scale(subject: Subject, claim: float | tuple[float, ...]) -
 @claimed(
     "factor of the logits",
     place="head",
-    advice="Look for a multiplication in place of a division, and for a factor before and after the head.",
-    reason="a head that is one product, and reads the output of a norm",
+    advice="Look for a product in place of a quotient, and for a factor both before and after the head.",
+    reason="a head that is one matrix product of the output of a norm",
 )
 def claimed_logit_scale(subject: Subject, claim: float) -> list[Pair]:
-    """Are the logits the last norm, times the head, times the claimed factor?"""
+    """Are the logits equal to the output of the last norm, times the head, times the claimed factor?"""
     call = planted(subject, _TINY)
     after = _head(call)
     inputs = call.products[-1].inputs if after else torch.empty(0)
@@ -81,7 +81,7 @@ def claimed_logit_scale(subject: Subject, claim: float) -> list[Pair]:
     "largest logit for a large output of the head",
     place="head",
     advice="Look for a cap that is not applied, applied twice, or applied in one of several paths only.",
-    reason="a head that is one product",
+    reason="a head that is one matrix product",
 )
 def claimed_logit_cap(subject: Subject, claim: float) -> list[Pair]:
     """Do logits saturate at the claimed cap?"""
@@ -103,7 +103,7 @@ def claimed_position_offset(subject: Subject, claim: int) -> list[Pair]:
     return [(int(ids.flatten()[0]), claim) for ids in tables][:1]
 
 
-@claimed("dropout rate", place="embedding", advice=_DROPOUT, reason="a stream of which elements are dropped")
+@claimed("dropout rate", place="embedding", advice=_DROPOUT, reason="a stream whose elements are dropped")
 def claimed_embedding_dropout(subject: Subject, claim: float) -> list[Pair]:
     """Is the claimed share of the embedding dropped in train mode?"""
     before, after = (planted(subject, train=train).streams[0] for train in (False, True))
@@ -126,28 +126,28 @@ def claimed_residual_dropout(subject: Subject, claim: float) -> list[Pair]:
     return [(x or None, (claim,) * len(x)) for x in rates]
 
 
-@claimed("eps", place="norm", advice=_NORMS, reason="a norm over the width of the stream", limit=1e-2)
+@claimed("eps", place="norm", advice=_NORMS, reason="a norm over the residual stream", limit=1e-2)
 def claimed_norm_eps(subject: Subject, claim: float) -> list[Pair]:
-    """Does each norm over the width of the stream have the claimed eps?"""
+    """Does each norm over the width of the residual stream have the claimed eps?"""
     return _eps(subject, claim, of_stream=True)
 
 
 @claimed("eps", place="norm", advice=_NORMS, reason="a norm over another width", limit=1e-2)
 def claimed_qk_norm_eps(subject: Subject, claim: float) -> list[Pair]:
-    """Does each norm over another width, such as that of queries and keys, have the claimed eps?"""
+    """Does each norm over another width, such as a norm of queries or keys, have the claimed eps?"""
     return _eps(subject, claim, of_stream=False)
 
 
 @claimed(
-    "number of the set of weights of each layer",
+    "index of the weight set of each layer",
     place="model",
-    advice="Look for copies in place of one module, and for the order of layers.",
+    advice="Look for copies of a module that should be shared, and for a wrong order of layers.",
     reason="attention with products of activations and weights",
 )
 def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair]:
     """Do exactly the claimed layers share their weights?"""
     call = planted(subject)
-    # Keys or values, the output of attention, and the first product after it.
+    # Weights of three products: keys or values, the output of attention, and the one after it.
     parts = [call.products[max(site.start - 1, 0) : site.start + 2] for site in call.sites]
     sets = [tuple(x.weight for x in products) for products in parts]
     return [(tuple(map(sets.index, sets)) or None, tuple(map(claim.index, claim)))]
@@ -157,14 +157,14 @@ def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair
     "number of experts per token",
     place="mixture of experts",
     advice="Look for a k that is not passed on, and for experts that are masked or added twice.",
-    reason="experts that each read a part of the tokens",
+    reason="experts that each process a part of the tokens",
 )
 def claimed_experts_per_token(subject: Subject, claim: int) -> list[Pair]:
     """Does the claimed number of experts process each token?"""
     counts: list[int | None] = []
     for _, group in groupby(planted(subject).parts, key=lambda part: part[0]):
         sizes = [(rows, width) for _, rows, width in group]
-        n = sum(rows for rows, width in sizes if width == sizes[-1][1])  # of the last product of an expert
+        n = sum(rows for rows, width in sizes if width == sizes[-1][1])  # rows of last products of experts
         n_tokens = N_ROWS * min(13, subject.spec.max_length or 13)
         is_known = n % n_tokens == 0 and len({width for _, width in sizes}) > 1
         counts.append(n // n_tokens if is_known else None)
@@ -195,7 +195,7 @@ def claimed_routing_sum(subject: Subject, claim: float) -> list[Pair]:
 @claimed(
     "coefficient of the auxiliary loss",
     place="loss",
-    advice="Look for a coefficient that is applied in the router and in the loss.",
+    advice="Look for a coefficient that is applied both in the router and in the loss.",
     reason=f"an auxiliary loss above {_LEAST_LOSS} / coefficient",
     limit=1e-2,
 )
@@ -227,7 +227,7 @@ def _eps(subject: Subject, claim: float, *, of_stream: bool) -> list[Pair]:
 
 @torch.no_grad()
 def _measured_eps(norm: nn.Module, C: int, claim: float) -> float | None:
-    """Return eps of x / sqrt(mean square + eps), from the size of outputs for vectors of three sizes."""
+    """Return eps of x / sqrt(mean square + eps), measured by the outputs for vectors of three sizes."""
     x = torch.randn(1, _N_VECTORS, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x - x.mean(dim=-1, keepdim=True)
     x = (x / x.square().mean(dim=-1, keepdim=True).sqrt()).to(dtype_of(norm))

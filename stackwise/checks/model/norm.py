@@ -151,7 +151,7 @@ def _may_be_norm(_: str, module: nn.Module) -> bool:
 
 
 def is_named_norm(module: nn.Module) -> bool:
-    """Return True if the class has the name of a norm that uses no statistics of earlier batches."""
+    """Return True if the class name is that of a norm without statistics of earlier batches."""
     name = type(module).__name__
     of_batches = isinstance(module, nn.modules.batchnorm._NormBase) or "BatchNorm" in name
     is_other = of_batches or re.search("NoNorm|LocalResponse", name)

@@ -36,7 +36,7 @@ _NEEDED = "needs reference="
 _LOSS = "the loss"
 # Healthy pairs, one with a softmax in float32 and one without, differ by up to 1.5e-6 with random weights.
 _FLOAT32 = 5e-6
-# A gradient below this share of the largest one is rounding.
+# A gradient below this share of the largest one is treated as rounding.
 _FLOOR = 1e-2
 # Size of the change of weights that tests if a conversion is linear, relative to each weight.
 _CHANGE = 0.3
@@ -69,7 +69,7 @@ def reference_weights(subject: Subject) -> CheckResult:
         0,
         where=listed(wrong),
         meaning=f"{len(wrong)} weights of the reference are not determined by those of the model.",
-        advice="Add these weights to to_reference. If the model has no such weight, give the constant that "
+        advice="Add these weights to to_reference. If the model has no such weight, return the constant that "
         "has no effect, such as zeros for a bias.",
     )
 
@@ -127,7 +127,7 @@ def reference_gradient(subject: Subject) -> CheckResult:
         found.value,
         found.limit,
         where=listed(wrong),
-        meaning=f"{len(wrong)} of the loss and {len(every) - 1} gradients differ from the reference.",
+        meaning=f"{len(wrong)} values differ. Compared: the loss and {len(every) - 1} gradients.",
         advice="If the outputs agree, look for detach(), a custom backward, recomputation with other values, "
         "and a different loss. Otherwise see reference_output.",
     )
@@ -214,7 +214,7 @@ class _Comparison:
 
     @cached_property
     def has_train_mode(self) -> bool:
-        """Return True if train mode is compared: it updates no statistics and repeats itself."""
+        """Return True if train mode can be compared: it is repeatable and updates no statistics."""
         exams = Examination.of(self._subject), Examination(self.subjects[1])
         return not self.problem and all(exam.has_train_mode for exam in exams)
 
@@ -236,11 +236,11 @@ class _Comparison:
         return convert(self.to_reference, state)
 
     def pairs(self, model: nn.Module) -> Iterator[_Pair]:
-        """Yield the reference with the model's own weights, then with random weights in both, in each mode.
+        """Yield model and reference with the model's own weights, then with random weights, in each mode.
 
-        Attention has little effect on the output of a new model, so a defect in it has little effect too.
-        Larger weights show it, and two equal implementations agree for all weights. Constant weights get
-        random values, so that no code is hidden by a factor of 0 or 1.
+        In a new model, attention has little effect on the output, so a bug in attention has little effect
+        too. Larger weights increase it, and equal implementations agree for all weights. Constant weights
+        get random values, because a factor of 0 or 1 hides differences.
         """
         reference = self.subjects[1].model(dtype=dtype_of(model))
         for p in reference.parameters():
@@ -262,10 +262,10 @@ class _Comparison:
                 yield pair
 
     def _converted_buffers(self, model: nn.Module, reference: nn.Module) -> list[Tensor]:
-        """Return the stored buffers that have a counterpart in the reference, also if it is not set.
+        """Return the stored buffers that have a counterpart in the reference, even if it is not set.
 
-        The conversion reads them, or does not set a buffer of this shape, or they are statistics of a norm.
-        Others are constants by design.
+        These are statistics of a norm, buffers that the conversion reads, and buffers whose shape is that
+        of a reference buffer that is not set. Other buffers are constants by design.
         """
         weights, found = self.convert(model, {}), []
         unset = {b.shape for name, b in _state(reference).items() if name not in weights and b.ndim}
@@ -289,8 +289,8 @@ class _Comparison:
     def gradient_gaps(self, pair: _Pair, *, each: bool) -> dict[str, float]:
         """Return the difference of the losses, and of the derivatives along random changes of the weights.
 
-        The conversion turns a change of the model's weights into one of the reference's. Differences of its
-        results replace its derivative, so it may use NumPy or no_grad.
+        The conversion turns a change of the model's weights into one of the reference's weights. It needs no
+        derivative, because differences of its results are used, so it may use NumPy or no_grad.
 
         Args:
             pair: the two models.

@@ -19,7 +19,7 @@ from stackwise.subject.rotary import RotaryClaim
 _LIMIT = 1e-4
 # Absolute error of an angle if the rotation is computed in float32.
 _ROUNDING = 1e-7
-# Angle per position above which values are rotated. The largest one of a rotary embedding is 1.
+# Angle per position above which values are treated as rotated. Rotary embeddings have angles up to 1.
 _TURNED = 0.1
 
 
@@ -67,7 +67,7 @@ def _wanted(rotation: Rotation, claim: RotaryClaim) -> Tensor:
 def _gap(rotation: Rotation, claim: RotaryClaim) -> float:
     """Return the largest relative difference of a frequency, above rounding.
 
-    inf: another number of pairs, or another layout.
+    Return inf if the number of pairs or the layout differs.
     """
     if claim.layout and rotation.layout and claim.layout != rotation.layout:
         return math.inf

@@ -1,4 +1,4 @@
-"""Router: the bias that selects experts, and does not weight them."""
+"""Router: the bias that selects experts must not change their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 
-# Added to all biases. All biased scores of a sigmoid are negative with the second one.
+# Constants that are added to all biases. With the second one, all biased sigmoid scores are negative.
 _CONSTANTS = (1.0, -2.0)
 
 
@@ -42,7 +42,7 @@ def selection_bias(subject: Subject) -> CheckResult:
                 meaning=f"The output changes if {constant:g} is added to the selection bias of all experts, "
                 "which does not change their order.",
                 advice="Select experts by scores with the bias, and weight them by scores without it. "
-                "Exclude an expert by a score of -inf: 0 is more than a negative score.",
+                "Exclude an expert by a score of -inf, because 0 is larger than a negative score.",
             )
         worst = max(worst, value)
     return subject.passed(worst, limit)
@@ -50,7 +50,7 @@ def selection_bias(subject: Subject) -> CheckResult:
 
 @torch.no_grad()
 def _shifted(exam: Examination, key: tuple[int, int], names: Iterable[str], constant: float) -> Tensor:
-    """Return the plain answer of a model with a constant added to some biases."""
+    """Return the output of a plain call of a model with a constant added to some biases."""
     model = exam.model()
     tensors = _tensors(model)
     for name in names:
@@ -61,8 +61,8 @@ def _shifted(exam: Examination, key: tuple[int, int], names: Iterable[str], cons
 def _selection_biases(model: nn.Module) -> list[str]:
     """Return the names of biases that only select experts.
 
-    A buffer `expert_bias` gets no gradient, so it cannot be a part of the weights of experts. Narrow dtypes
-    round away the order of similar scores.
+    A buffer `expert_bias` gets no gradient, so it should not be a part of the weights of experts. Biases in
+    16 bits are excluded, because rounding changes the order of similar scores.
     """
     buffers = dict(model.named_buffers())
     return [

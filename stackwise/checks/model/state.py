@@ -42,7 +42,7 @@ def eval_buffers(subject: Subject) -> CheckResult:
 
 @check
 def side_effects(subject: Subject) -> CheckResult:
-    """Does a call leave its arguments, modes, global settings and the seeds of generators unchanged?"""
+    """Does a call change no argument, mode or global setting, and seed no global random generator?"""
     exploration = explored(subject)
     if exploration.effects:
         return simplest(subject, exploration.effects)
@@ -53,7 +53,7 @@ def side_effects(subject: Subject) -> CheckResult:
 
 @check
 def memory_growth(subject: Subject) -> CheckResult:
-    """Do equal calls, and equal training steps, leave no more tensors, autograd nodes and hooks each time?"""
+    """Is the number of live tensors, autograd nodes and hooks constant over equal calls and steps?"""
     inputs, results = subject.inputs(2), []
     for train in (False, True):
         model = subject.model(train=train)

@@ -12,13 +12,13 @@ from stackwise.checks.probe.host_wait import host_waits_in, listed_places
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
-# Waits per call that cost little, such as tests if there is padding, if no line of code waits twice.
+# Number of waits that is accepted if no line of code waits twice. An example is a test for padding.
 _FEW = 3
 
 
 @check
 def host_waits(subject: Subject) -> CheckResult:
-    """Does a forward and backward pass, after a first one, make the host wait for the device rarely?"""
+    """After a warm-up, does the host rarely wait for the device in a forward and backward pass?"""
     model = subject.model(train=True)
     with subject.fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def host_waits(subject: Subject) -> CheckResult:
     count = float(places.total())
     by_line = Counter[str]()
     for (_, place), number in places.items():
-        by_line[place.rpartition(", ")[2]] += number  # a line in a layer waits in each layer
+        by_line[place.rpartition(", ")[2]] += number  # sum over layers: they share lines
     is_rare = max(by_line.values(), default=0) <= 1 and not subject.spec.never_waits
     limit = float(_FEW if is_rare else not subject.spec.never_waits)
     if count <= limit:

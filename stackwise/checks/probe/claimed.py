@@ -13,23 +13,23 @@ from stackwise.checks.subject import Subject
 
 __all__ = ["UnmeasuredError", "claimed", "each"]
 
-# Measured value and claim of one place. A measured value of None: not measured.
+# Measured value and claimed value of one place. A measured value of None: it cannot be measured.
 Pair = tuple[Any, Any]
 
 
 class UnmeasuredError(Exception):
-    """A model that does not allow a measurement, with the reason."""
+    """Error of a measurement that is not possible in a model. The argument is the reason."""
 
 
 def claimed(
     name: str, *, place: str, advice: str, reason: str, limit: float = 1e-3
 ) -> Callable[[Callable[[Subject, Any], Sequence[Pair]]], Callable[[Subject], CheckResult]]:
-    """Add a check of the fact that the function `claimed_<fact>` measures, given its claim.
+    """Return a decorator that makes a check of `claimed_<fact>`, a function from a claim to measured pairs.
 
     Args:
         name: noun phrase for the value.
         place: noun for a place, such as "attention".
-        advice: likely causes of another value.
+        advice: likely causes of a wrong value.
         reason: property of the places that can be measured.
         limit: largest relative difference.
     """
@@ -55,7 +55,7 @@ def claimed(
                     gap,
                     limit,
                     where=f"{place} {i + 1} of {len(pairs)}",
-                    meaning=f"The {name} is {_text(value)}, and {_text(wanted)} is claimed.",
+                    meaning=f"The {name} is {_text(value)}, but {_text(wanted)} is claimed.",
                     advice=advice,
                 )
             return subject.passed(gap, limit, meaning=f"{len(seen)} of {len(pairs)} places were measured.")
@@ -78,7 +78,7 @@ def each(claim: Any, n: int) -> tuple[Any, ...]:
 
 
 def _gap(value: Any, claim: Any) -> float:
-    """Return the relative difference. Of tuples, the largest one. Integers are equal, or differ by inf."""
+    """Return the relative difference, for tuples the largest one. Unequal integers differ by inf."""
     if isinstance(claim, tuple):
         pairs = list(zip(value, claim, strict=False))
         return max(map(_gap, *zip(*pairs, strict=True))) if len(value) == len(claim) else math.inf

@@ -22,7 +22,7 @@ def convert(to_reference: ToReference, state: State) -> dict[str, Tensor]:
     """Return the state dict of the reference.
 
     Raises:
-        ValueError: a function of the conversion raised, which is the cause, or returned something else.
+        ValueError: a function of the conversion raised an exception or returned a wrong type.
     """
     converted: Any
     if isinstance(to_reference, Mapping):
@@ -75,7 +75,7 @@ def match_names(model: nn.Module, reference: nn.Module) -> dict[str, str]:
     """Return a mapping of equal names, or of names that differ by one common prefix.
 
     Raises:
-        ValueError: the names differ otherwise.
+        ValueError: the names differ in another way.
     """
     own, others = parameter_names(model), parameter_names(reference)
     added, removed = _prefix(others, own), _prefix(own, others)

@@ -237,7 +237,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **(kwargs or {}))
         if name in _COMPARISONS and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared.append(output)
-        if name == "_to_copy" and output.is_floating_point():  # a comparison that becomes numbers
+        if name == "_to_copy" and output.is_floating_point():  # a comparison is cast to numbers
             self.uses_steps = self.uses_steps or any(args[0] is each for each in self._compared)
         return output
 

@@ -111,7 +111,7 @@ _Events = dict[_Event, list[Tensor]]
 def _by_order(
     events: _Events, expected: _Events, compare: Callable[[Tensor, Tensor], tuple[float, float]]
 ) -> Divergence | None:
-    """Return the first modules of one output shape after the last pair of modules with equal outputs."""
+    """Return the first two modules with the same output shape after the last pair with equal outputs."""
     ours, theirs = (
         [
             (name, tensors[0].flatten(0, -2))

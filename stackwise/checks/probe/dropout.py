@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["EqualDraws", "WithoutDropout", "dropout_rate"]
 
-# The share of dropped elements may differ from the rate by so many standard errors.
+# Largest difference between the share of dropped elements and the rate, in standard errors.
 _STANDARD_ERRORS = 5.0
 
 _DROPOUTS = {
@@ -85,9 +85,10 @@ class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
 
 def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:
-    """Return the dropout rate between two tensors, from the factor of kept elements and from their share.
+    """Return the dropout rate between two tensors, or None if the change is not dropout.
 
-    If both differ, this is the one with the larger distance from the claim. None: the change is no dropout.
+    The factor of the remaining elements gives one rate, and their share gives another one. If these differ,
+    return the one that is further from the claim.
     """
     is_present = before != 0
     before, after = (x.detach().double()[is_present] for x in (before, after))

@@ -1,4 +1,4 @@
-"""Growth: memory that each of many equal calls leaves."""
+"""Growth: memory that is not released after each of many equal calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from stackwise.checks.result import CheckResult, Examined
 
 __all__ = ["growth_result"]
 
-# Calls before the first measurement, and before the second one: buffers of bounded size are full by then.
+# Calls before the first measurement, and before the second one, when buffers of bounded size are full.
 _WARMUP, _LATE = 4, 128
-# Bytes per call that are more than a scalar for a log.
+# Largest number of bytes per call that may be values for a log.
 _LARGE = 1024
 
 

@@ -1,7 +1,7 @@
 """Planted: a call of a model in which random values replace each product of activations and a weight.
 
-All queries and keys then have known sizes, and each branch adds a known vector to the residual stream. So
-the factors that a model applies to them are measured in any code. A dispatch mode sees the operations.
+So all queries and keys have known sizes, and each branch adds a known vector to the residual stream. The
+factors that a model applies to them can be measured in any code, because a dispatch mode sees the operations.
 
 Shapes: B batch, T positions, C width, N batch times heads, H heads, D head size.
 """
@@ -31,9 +31,9 @@ _LENGTH = 13  # unlikely to be a head size or a number of heads
 # Small enough that soft caps are linear, and large enough for the eps of norms.
 SMALL = 0.1
 _MASKED = -1e3
-# Largest part of a fitted tensor that may be unexplained. Some models compute parts in float32.
+# Largest residual of a fit, relative to the fitted tensor. Some models compute parts in float32.
 _MISFIT = 1e-4
-_MOST = 20_000  # elements in a fit
+_MOST = 20_000  # largest number of elements in a fit
 
 
 @dataclass
@@ -59,12 +59,12 @@ class Site:
 
     @cached_property
     def visible(self) -> Tensor:
-        """(N, T, T): True if the query reads the key."""
+        """Mask (N, T, T): True if the query reads the key."""
         return self.scores.isfinite() & (self.scores > _MASKED) & (self.weights > 0)
 
     @cached_property
     def factor(self) -> float | None:
-        """Factor between products of queries and keys, and scores. None: scores are no such products."""
+        """Factor between products of queries and keys, and scores. None: scores are not such products."""
         if len(self.queries) % N_ROWS:
             return None
         visible = by_row(self.visible).all(dim=0)
@@ -103,8 +103,8 @@ class Planted:
         inputs: inputs of the model.
         sites: attention of each layer, in the order of calls.
         products: products of all B * T vectors with a weight, in the order of calls.
-        parts: for each product of a part of the tokens, as in experts: the number of earlier products of all
-            tokens, the number of its vectors, and their width.
+        parts: one entry for each product of a part of the tokens, as in experts: the number of earlier
+            products of all tokens, the number of vectors of this product, and their width.
         lookups: indices and results of all embeddings.
         leaves: calls of modules without submodules.
         found: residual stream (B, T, C) before the first layer and after each layer, or [].
@@ -134,7 +134,7 @@ class Planted:
     def branches(self) -> list[dict[int, float]]:
         """Return, for each layer, the products that it adds to the residual stream, and their factors.
 
-        {}: the layer is no sum of the stream and products, as if a norm follows.
+        {}: the layer is not a sum of the stream and products, for example because a norm follows.
         """
         before, *later = (x.reshape(-1, x.shape[-1]) for x in self.streams)
         numbers = [i for i, each in enumerate(self.products) if each.planted.shape == before.shape]
@@ -161,10 +161,10 @@ def planted(
     Args:
         subject: the model.
         amplitude: size of the planted values.
-        even: all vectors have this size. Otherwise, some are larger, so that a norm shows.
+        even: all vectors have this size. Otherwise, some are larger, which makes a norm visible.
         length: number of positions, within the limit of the model.
         train: call the model in train mode.
-        only: numbers of the products that are planted. The other ones are 0. None: all.
+        only: indices of the products with planted values. The other products are 0. None: all products.
         part: value of each product of a part of the tokens.
 
     Raises:
@@ -200,9 +200,9 @@ def by_row(x: Tensor) -> Tensor:
 
 
 def fitted(target: Tensor, columns: list[Tensor]) -> list[float] | None:
-    """Return the factors with which columns (n, ...) and a constant (...) add up to a target (n, ...).
+    """Return factors so that the weighted sum of columns (n, ...) plus a constant (...) is a target (n, ...).
 
-    None: they do not.
+    Return None if there are no such factors.
     """
     n = len(target)
     flat = [x.detach().double().reshape(n, -1) for x in (target, *columns)]

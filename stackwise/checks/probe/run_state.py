@@ -272,7 +272,7 @@ def number_in(returned: Any) -> float | None:
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, also under their further names, and persistent buffers."""
+    """Yield persistent buffers, and each parameter under all of its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -283,7 +283,7 @@ def _change(saved: Any, loaded: Any) -> str:
     """Return the difference of a saved value and a loaded one in words."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         if saved.dtype != loaded.dtype or saved.shape != loaded.shape:
-            return f"{saved.dtype} {tuple(saved.shape)} is {loaded.dtype} {tuple(loaded.shape)}"
+            return f"{saved.dtype} {tuple(saved.shape)} became {loaded.dtype} {tuple(loaded.shape)}"
         share = (saved != loaded.to(saved.device)).double().mean().item()
         return f"{share:.0%} of its elements differ from the saved ones"
     texts = [

@@ -31,7 +31,7 @@ _GENERATORS: tuple[tuple[str, Callable[[], object]], ...] = (
     ("Python", random.getstate),
     ("CUDA", lambda: torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""),
 )
-# Parts of the names of arguments that are no cache. A call may write into its cache.
+# Parts of the names of arguments that are not a cache. A call may write into its cache.
 _NO_CACHES = ("ids", "mask", "embeds")
 
 
@@ -53,7 +53,7 @@ class SideEffects:
     """Side effects of a call.
 
     Attributes:
-        found: the side effects, without those on random generators.
+        found: the side effects, except those on random generators.
         before: state of each random generator before the call.
         after: state of each random generator after it.
     """
@@ -89,14 +89,14 @@ def watched_call(
     Args:
         model: the model.
         given: tensors of the caller, by name.
-        decodes: the model writes into a cache, so only arguments that are no cache are compared.
+        decodes: the model writes into a cache, so only arguments that are not a cache are compared.
     """
     effects = SideEffects()
     copies = [(name, x, x.detach().clone()) for name, x in given.items() if x is not None]
     modes = _modes(model)
     settings = settings_now()
     with warnings.catch_warnings(), _watched_arguments(model, effects, decodes):
-        warnings.filterwarnings("ignore", message=".*")  # an equal filter of the model would be no change
+        warnings.filterwarnings("ignore", message=".*")  # the model sets no filter that is equal to this one
         filters = list(warnings.filters)
         effects.before = {name: state() for name, state in _GENERATORS}
         try:
@@ -108,7 +108,7 @@ def watched_call(
                 for name, value, now in restore_settings(settings)
             ]
         if list(warnings.filters) != filters:
-            reason = "the caller is to see other warnings after the call"
+            reason = "the call changes on purpose which warnings the caller sees"
             effects.found.append(SideEffect("The call changes the warnings filters.", reason))
     if not effects.found:
         effects.found += [_changed(name) for name, x, copy in copies if not same_bits(x, copy)]

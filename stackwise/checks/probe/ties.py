@@ -1,4 +1,4 @@
-"""Top k: choices of the largest among equals, and choices of positions."""
+"""Top k: selection among equal values, and selection of positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = 13  # unlikely to be a number of experts
 
 
 def selects_positions(subject: Subject) -> bool:
-    """Return True if the model takes the top k of values per position, as sparse attention does."""
+    """Return True if the model selects positions by a top k, as sparse attention does."""
     length = min(_LENGTH, subject.spec.max_length or _LENGTH)
     watch = _Ties()
     with watch:
@@ -38,7 +38,7 @@ def chooses_among_equals(call: Callable[[], object]) -> bool:
 
 
 class _Ties(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records if a top k ends within equals, and the number of values of each top k."""
+    """Mode that records if a top k selects only some of equal values, and the number of its values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -121,8 +121,8 @@ def each_update(
 ) -> Iterator[None]:
     """Call `before` and `after` around each update of the optimizer.
 
-    The steps of joined optimizers form one update. If an optimizer steps twice, a new update starts. If the
-    step of a subclass calls that of its parent, torch runs the hooks twice for one update.
+    The steps of joined optimizers form one update. If an optimizer steps twice, a new update starts. If
+    step() of a subclass calls step() of its parent, torch runs the hooks twice for one update.
 
     Args:
         optimizer: an optimizer or `JoinedOptimizers`. `before` and `after` receive it.

@@ -34,11 +34,11 @@ def averages_of(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def followers(run: TrainingRun) -> dict[str, dict[str, str]]:
-    """Return each average of a new run by its path: parameter names, with the paths of their averages.
+    """Return {path of an average: {parameter name: path of its averaged tensor}} for a new run.
 
-    A tensor belongs to the parameter with the same value, because averages start at the weights. Among equal
-    ones, the longest common ending of the names decides. Items of a list have no names: their order decides.
-    A tensor without an equal parameter belongs to the one with its name.
+    A tensor belongs to the parameter with the same value, because averages start at the weights. If several
+    parameters have this value, the longest common ending of the names decides. Items of a list have no names,
+    so their order decides. A tensor that equals no parameter belongs to the parameter with the same name.
     """
     parameters = dict(run.model.named_parameters(remove_duplicate=False))
     first_names = {name for name, _ in run.model.named_parameters()}

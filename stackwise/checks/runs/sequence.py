@@ -196,7 +196,7 @@ class Sequences:
         return not self._straight_run(self.n_steps).differs(again, rounding=ROUNDING)
 
     def find(self, operations: tuple[str, ...]) -> tuple[Finding | None, int]:
-        """Return the first difference of sequences with some operations, and the number of sequences."""
+        """Return the first difference of sequences with some operations, and the number of sequences run."""
         count = 0
         for sequence in self._planned([each for each in self.possible if each in operations]):
             count += 1
@@ -359,7 +359,7 @@ class Sequences:
     def _interrupted(
         self, run: Any, operation: str, batches: Iterator[Any], trace: Trace, keeps_randomness: bool
     ) -> Any:
-        """Save, and return the run that loads the checkpoint. Add the state that is lost to the trace."""
+        """Save the run, and return a new run that loads the checkpoint. Record lost state in the trace."""
         subject = self.subject
         with TemporaryDirectory() as folder, TemporaryDirectory() as second:
             saving = run.save(Path(folder))
@@ -379,14 +379,14 @@ class Sequences:
             set_random_states(states)
         loaded = state_of(run)
         for name in different(saved, loaded, rounding=ROUNDING):
-            # The next step may freeze parameters. The end of an epoch is also the start of the next one.
+            # The next step may freeze parameters. The end of an epoch is the start of the next one.
             if not name.startswith("position()") and not name.endswith("takes gradients"):
                 trace.lost.setdefault(name, (saved.get(name), loaded.get(name)))
         return run
 
     @cached_property
     def _other_weights(self) -> dict[str, Any]:
-        """Return the weights and buffers of a model with another seed. Those from a file are the same."""
+        """Return weights and buffers of a model with another seed. Weights from a file do not differ."""
         model = self.subject.spec.create(self.subject.device, self.subject.seed + 1).model
         return {name: tensor.detach().clone() for name, tensor in saved_tensors(model)}
 

@@ -106,7 +106,7 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
     if not compared.parallel:
         meaning = "The gradient differs from that of the full batch, and not only by a factor."
     correct_if = None
-    advice = "Divide once, by the actual number of micro-batches of the update."
+    advice = "Divide the loss only once, by the actual number of micro-batches of the update."
     if "targets" in where:
         advice = (
             "Divide the sum of the losses by the number of targets of all micro-batches of the update, not "

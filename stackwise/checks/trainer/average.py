@@ -20,7 +20,7 @@ from stackwise.subject.trainer_spec import TrainingRun
 _STEPS = 12
 # Largest relative difference of a change from the common fraction of the distance.
 _LIMIT = 0.1
-# Largest relative difference of a fraction from that of two updates.
+# Largest relative difference between a fraction and the one that two updates give.
 _EXACT = 0.01
 # Fraction above which an update copies the weights.
 _COPY = 0.999

@@ -26,7 +26,7 @@ _NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 @trainer_check
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
-    """Does the optimizer get a gradient of at most the declared norm, and smaller ones unchanged?"""
+    """Does clipping limit the gradient to the declared norm, and leave smaller gradients unchanged?"""
     large, small = (_step_at(subject, multiple) for multiple in (_ABOVE, _BELOW))
     if isinstance(large, str) or isinstance(small, str):
         return subject.not_applicable(large if isinstance(large, str) else str(small))

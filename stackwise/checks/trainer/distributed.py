@@ -132,7 +132,7 @@ def non_finite_rank(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def gradients_equal_dense(subject: TrainerSubject) -> CheckResult:
-    """Are the gradient of all ranks and its norm those of one process on their joint batch?"""
+    """Are the gradient of all ranks and its norm equal to those of one process on the joint batch?"""
     ranks = _finished(subject)
     if isinstance(ranks, CheckResult):
         return ranks

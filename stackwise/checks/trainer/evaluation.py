@@ -32,7 +32,7 @@ _AUXILIARY = "evaluate() adds the auxiliary loss of the routers on purpose, and 
 
 @trainer_check
 def evaluation_exact(subject: TrainerSubject) -> CheckResult:
-    """Is the evaluation loss the mean over all targets, however the rows are divided into batches?"""
+    """Is the evaluation loss the mean over all targets, for any division of the rows into batches?"""
     run = subject.run()
     if not subject.has(run, "evaluate"):
         return subject.not_applicable("needs evaluate(batches)")
@@ -59,7 +59,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
             gap <= limit for name, gap in gaps.items() if name != _UNEQUAL
         )
         run.model.train()
-        if _apart(evaluated(run, divisions[where]), found[where]) <= limit:  # nothing is random
+        if _apart(evaluated(run, divisions[where]), found[where]) <= limit:  # the loss is repeatable
             correct_if = _AVERAGES if averages else _SAME_SIZE if is_same_size else None
     else:
         mistake, correct_if = _explained(subject, run, divisions[where], found[where], exact, limit)
@@ -244,7 +244,7 @@ def _logits(run: TrainingRun, batch: Any) -> Tensor | None:
 
 
 def _limit(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]], Any]) -> float:
-    """Return the largest difference by rounding, which is larger if weights or outputs are in 16 bits."""
+    """Return the largest rounding difference. It is larger if weights or outputs are in 16 bits."""
     dtypes = {p.dtype for p in run.model.parameters()}
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -187,7 +187,7 @@ def _steps_with_update(subject: TrainerSubject) -> list[int]:
 
 
 def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _Outcome | None:
-    """Run steps, of which one has NaN as gradients. None: a step raises, or a guard responds."""
+    """Run steps, one of them with NaN gradients. Return None if a step raises or a guard responds."""
     run, earlier = subject.run(), list[State]()
     if unfused:
         _unfuse(run)

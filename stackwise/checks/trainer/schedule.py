@@ -55,8 +55,8 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed[number]:.6g}",
-            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The value is "
-            "relative to the largest declared rate.",
+            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The measured "
+            "difference is relative to the largest declared rate.",
             advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
             "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
         )
@@ -297,7 +297,7 @@ class _EnoughError(Exception):
 
 
 def _counts_of(run: TrainingRun) -> dict[str, tuple[int, int]]:
-    """Return the number of calls of each scheduler, or of a wrapped one, and its epoch, if it has them.
+    """Return the number of calls and the epoch of each scheduler, or of the one that it wraps.
 
     Some schedulers of torch count their calls, which is exact. Others have an epoch only, which a call may
     set.

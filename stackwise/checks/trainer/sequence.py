@@ -16,8 +16,8 @@ from stackwise.checks.trainer_subject import TrainerSubject
 
 _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
 _PLACE = (
-    "Save the position in the data, which is the epoch and the number of its used batches, and pass the "
-    "epoch to the sampler (set_epoch). If the global generator draws the order, save its state at the start "
+    "Save the position in the data (the epoch and the number of batches used in it), and pass the epoch to "
+    "the sampler (set_epoch). If the global generator draws the order, save its state at the start "
     "of the epoch."
 )
 
@@ -36,7 +36,7 @@ def undisturbed_run(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check(suite="full")
 def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
-    """Does a run that a new process loads and continues end like an uninterrupted run?"""
+    """Does a run that is continued in a new process end like an uninterrupted run?"""
     if not subject.has(subject.run(), "save", "load"):
         return subject.not_applicable("needs the methods load, save")
     if (recipe := Recipe.of(subject.spec)) is None:
@@ -68,7 +68,7 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
         where=difference,
         meaning="A run that a new process continues does not end like an uninterrupted run. In one process, "
         "it does.",
-        advice="Save everything that the run keeps in classes, modules, files or caches of the process, and "
+        advice="Save everything that the run stores in classes, modules, files or caches of the process, and "
         "do not depend on hash() of strings or the order of sets.",
     )
 
@@ -124,7 +124,7 @@ def _advice(finding: Finding) -> str:
     if finding.difference.startswith(("batch", "position()")):
         return _PLACE
     if finding.difference.startswith("the learning rate"):
-        return "Save and load the number of the step, from which the learning rate is computed."
+        return "Save and load the step number, because the learning rate depends on it."
     if finding.difference.startswith("the sequence raises"):
         return "Look for names that a wrapper or torch.compile changes, and for state that training adds."
     return (

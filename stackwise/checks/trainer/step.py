@@ -102,7 +102,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def fresh_gradients(subject: TrainerSubject) -> CheckResult:
-    """Does each update have a gradient of its own, which depends on the batch of its step only?"""
+    """Does each update use a new gradient, which depends only on the batch of its step?"""
     gradients: dict[bool, list[dict[str, Tensor]]] = {False: [], True: []}
     for cleared, found in gradients.items():
         run = subject.run()
@@ -121,7 +121,7 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                     0.0,
                     where="optimizer.step()",
                     meaning=f"A step makes {len(seen.updates)} updates, one of them with the same gradient "
-                    "as the one before.",
+                    "as the previous one.",
                     advice="Look for a second optimizer.step() without a backward pass between the calls. It "
                     "makes the update about twice as large, and adds each gradient to the moments twice.",
                 )
@@ -148,7 +148,7 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def step_memory(subject: TrainerSubject) -> CheckResult:
-    """Do equal steps leave no more tensors, autograd nodes and hooks each time?"""
+    """Is the number of live tensors, autograd nodes and hooks constant over equal steps?"""
     run, batch = subject.run(), subject.batch()
 
     def step() -> None:

@@ -32,7 +32,7 @@ class Documents(Variation):
         return "" if exam.longest >= 4 else "needs at least 4 positions"
 
     def correct_if(self, exam: Examination, value: list[int]) -> str | None:
-        """Return a condition for an argument that was not declared, and separates documents only partly."""
+        """Return a condition if the argument was inferred and separates documents only partly."""
         if "packed" in exam.spec.assumed:
             return "segment_ids mark parts of one text, and some layers read across them on purpose"
         return None

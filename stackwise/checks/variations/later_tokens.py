@@ -79,7 +79,7 @@ class LaterTokens(Variation):
         return f"{count} later token{'s follow' if count > 1 else ' follows'}"
 
     def correct_if(self, exam: Examination, value: _Value) -> str | None:
-        """Return a condition for a model that may be an encoder, and for a choice among equal scores."""
+        """Return a condition if the model may be an encoder, or if a top k selects among equal scores."""
         if READS_AHEAD in exam.spec.notes:
             return "the model is an encoder (then declare causal=False)"
         inputs = exam.sequence(0, exam.longest)[None]

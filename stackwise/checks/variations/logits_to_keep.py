@@ -23,7 +23,7 @@ class LogitsToKeep(Variation):
     name = "logits_to_keep"
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
-    # The parts of a cached call would each have last outputs of their own.
+    # Each part of a cached call would have its own last outputs.
     excludes = frozenset({"cache_parts", "static_cache", "turns", "cache_operations", "padded_prompt"}) | {
         "labels",
         "recomputation",

@@ -31,8 +31,8 @@ class StaticCache(Variation):
         is_theirs = transformers is not None and isinstance(exam.base, transformers.PreTrainedModel)
         if not is_theirs or exam.spec.decode is None or not exam.spec.causal:
             return "needs a causal model of transformers with a cache"
-        # transformers sets it for models that take a static cache.
-        return "" if getattr(exam.base, "_can_compile_fullgraph", True) else "the model takes no static cache"
+        # transformers sets this attribute for models that accept a static cache.
+        return "" if getattr(exam.base, "_can_compile_fullgraph", True) else "the model has no static cache"
 
     def draw(self, exam: Examination, rng: random.Random) -> int:
         """Draw a room."""

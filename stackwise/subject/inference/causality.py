@@ -40,8 +40,9 @@ _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
     """Return True, False or None (no claim), and the reason.
 
-    A model of tokens is assumed to be causal if it does not read later tokens, or if a sign says so. It is
-    also assumed if nothing says the opposite, but then a leak is a warning only.
+    A model of tokens is assumed to be causal if it does not read later tokens, or if it has a sign of
+    causality. It is also assumed to be causal if it has no sign of an encoder, but then a leak is only a
+    warning.
     """
     for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
@@ -70,7 +71,7 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
 
 
 def _may_be_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Return True if a model has as many outputs as tokens, and neither name nor arguments of an encoder."""
+    """Return True if outputs have an entry per token id, and no name or argument shows an encoder."""
     names = forward_parameters(model)
     required = [name for name, each in names.items() if each.default is each.empty]
     if len(required) > 1 or any(map(_ENCODER_ARGUMENT.search, names)):
@@ -106,7 +107,7 @@ def _called(model: nn.Module, inputs: Tensor) -> Any:
 
 
 class _CausalSigns(TorchFunctionMode):
-    """Finds attention with is_causal=True, and results (..., T, T) with a triangle that is masked."""
+    """Mode that detects attention with is_causal=True, and results (..., T, T) with a masked triangle."""
 
     def __init__(self, n_positions: int) -> None:
         super().__init__()

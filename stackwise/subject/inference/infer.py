@@ -101,7 +101,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_be_padded(trial: Trial, example: Tensor, known: Mapping[str, Any]) -> bool:
-    """Return True for rows of any length without a declared `masked`. Inferred shapes may have other axes."""
+    """Return True for sequences of any length, if neither `masked` is declared nor their shape inferred."""
     is_made = isinstance(known.get("make_batch"), RandomBatch)
     return is_sequence(example) and not is_made and not trial.shortens and "masked" not in known
 

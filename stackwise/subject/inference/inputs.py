@@ -193,7 +193,7 @@ def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> 
 def width_candidates(model: nn.Module) -> list[int]:
     """Return possible widths of input vectors, the likeliest first."""
     widths: list[Any] = [getattr(model, name, None) for name in ("d_model", "dim", "hidden_size")]
-    last: int | None = None  # a denoiser returns its input
+    last: int | None = None  # the output width of a denoiser is its input width
     for module in model.modules():
         match module:
             case nn.LayerNorm() | nn.RMSNorm():

@@ -1,4 +1,4 @@
-"""Readers: the first operation with weights that reads each argument of `forward`, which shows its kind.
+"""Readers: kind of each argument of `forward`, from the first operation with weights that reads it.
 
 Shapes: B batch, T positions.
 """
@@ -45,17 +45,17 @@ def arguments_read(
 ) -> dict[str, Read]:
     """Return the kind of each argument that an operation with weights reads.
 
-    An operation of two arguments, such as their sum, hides which one is read.
+    The result of an operation on two arguments, such as their sum, is attributed to neither of them.
 
     Args:
         model: in eval mode.
-        names: the names of all arguments that it needs.
+        names: names of all arguments that the model needs.
         sizes: likely heights and widths of images.
         in_batch: the model takes one dict.
     """
     reads: dict[str, Read] = {}
     left = list(sizes)
-    while left and len(reads) < len(names):  # a value of the wrong kind or size ends a call
+    while left and len(reads) < len(names):  # a wrong kind or size stops a call early
         values = {name: _value(model, name, reads.get(name), left) for name in names}
         mode = _Readers(values, left)
         with mode:
@@ -85,7 +85,7 @@ def _value(
 
 
 class _Readers(TorchFunctionMode):
-    """Records the first operation with weights on each argument, or on tensors made from it only."""
+    """Mode that records the first operation with weights on each argument, or on results of it alone."""
 
     def __init__(self, values: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
         super().__init__()

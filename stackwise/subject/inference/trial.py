@@ -339,12 +339,12 @@ class _Calls:
         if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
             return False
         if logits.ndim == 3 and logits.shape[1] == CONTEXT and getattr(forward, "extras", None):
-            return False  # the output follows another argument
+            return False  # the output is as long as another argument
         alone = logits_of(forward(self._model, inputs[:1]))
         if alone.ndim == 0 or len(alone) != 1:
             return False
         if len(logits) == logits.shape[1] != alone.shape[1]:
-            return False  # a similarity of all rows
+            return False  # a similarity between rows
         if not is_sequence(inputs) or "make_batch" in known or is_declared:
             return True
         shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, : (inputs.shape[1] + 1) // 2])))
@@ -421,7 +421,7 @@ def _require_polarity(form: CallForm, model: nn.Module, inputs: Tensor) -> None:
     """Raise if a mask hides all positions except the one that it should hide.
 
     Raises:
-        ValueError: the opposite mask hides its position, and this one does not.
+        ValueError: the opposite mask hides its position, but this one does not.
     """
     for extra in form.extras:
         if extra.kind not in ("mask", "bool mask", "padding") or extra.width or len(inputs) < 2:

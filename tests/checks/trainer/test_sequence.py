@@ -317,7 +317,7 @@ class RenamesWeights(Short):
         (Merges, "optimizer.", "state of the earlier training remains"),
         (LosesContainedMoments, "optimizer.layers.0.q.weight.", "optimizer's state_dict"),
         (CountsSteps, "the loss of step ", "counters"),
-        (RateOfTheStep, "the learning rate after step ", "the number of the step"),
+        (RateOfTheStep, "the learning rate after step ", "the step number"),
         (NoRandomState, "the loss of step ", "torch.get_rng_state"),
         (RenamesWeights, "the sequence raises RuntimeError: Error(s) in loading", "names that a wrapper"),
         (type("RoundsMore", (Rounds,), {"scale": 10000}), "model.", "copy that is older"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stackwise.support.arguments import check_number, check_sizes, require
@@ -83,6 +83,10 @@ class Facts:
                 check_number(fact, value, "a number >= 0 and < 1", lambda rate: 0 <= rate < 1)
             else:
                 self._check_positive(fact, value)
+
+    def filled_from(self, others: Facts) -> Facts:
+        """Return these facts, and the others that have no claim here."""
+        return replace(others, **{fact: value for fact, value in vars(self).items() if value is not None})
 
     def _check_positive(self, fact: str, value: Any) -> None:
         is_allowed = {"alibi_slopes": isinstance(value, tuple), "initial_std": isinstance(value, Mapping)}

@@ -221,6 +221,8 @@ class ModelSpec:
             with seeded(0), kept_settings():  # a compiled model is unwrapped, so that no trial is compiled
                 inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
             inferred["notes"] = "; ".join([inferred["notes"], *notes])
+            if "facts" in declared:
+                declared = {**declared, "facts": declared["facts"].filled_from(inferred["facts"])}
             attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
             return cls(**attributes)
         if not isinstance(made, ModelSpec):
@@ -232,6 +234,8 @@ class ModelSpec:
             )
         if not declared:
             return made
+        if "facts" in declared:
+            declared = {**declared, "facts": declared["facts"].filled_from(made.facts)}
         assumed = tuple(name for name in made.assumed if name not in declared)
         return replace(made, **{"assumed": assumed, **declared})
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
-from stackwise.subject.facts import facts_in
+from stackwise.subject.facts import Facts, facts_in
 from stackwise.subject.generation import inferred_generate
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, READS_AHEAD, claimed_causality
 from stackwise.subject.inference.inputs import (
@@ -93,10 +93,10 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         if "padding_sides" in inferred:
             inferred["assumed"] = ("padding_sides",)
         notes += ["found: masked"] if "masked" in inferred else []
-    if "facts" not in declared:
-        inferred["facts"], keys = facts_in(model)
-        if keys:
-            notes.append("stated: " + ", ".join(f"{fact} ({key})" for fact, key in keys.items()))
+    inferred["facts"], keys = facts_in(model)
+    own = declared.get("facts", Facts())
+    if stated := [f"{fact} ({key})" for fact, key in keys.items() if getattr(own, fact) is None]:
+        notes.append("stated: " + ", ".join(stated))
     return inferred | {"notes": "; ".join(notes)}
 
 

@@ -105,6 +105,14 @@ def test_notes_name_the_key_of_each_fact():
     assert "attention_scale (attention_multiplier)" in spec.notes
 
 
+def test_declared_fact_keeps_the_others_of_the_configuration():
+    spec = ModelSpec.of(factory("granite"), facts=Facts(logit_cap=30.0))
+    again = ModelSpec.of(spec, facts=Facts(attention_scale=0.5))
+
+    assert (spec.facts.logit_cap, spec.facts.attention_scale) == (30.0, 0.25)
+    assert (again.facts.logit_cap, again.facts.attention_scale) == (30.0, 0.5)
+
+
 @pytest.mark.parametrize("fact", STATED)
 def test_model_without_a_claim_is_not_compared(fact):
     result = ask(spec_of(Stated, max_length=60), fact)

@@ -23,9 +23,11 @@ __all__ = ["arguments_read", "keys_read"]
 def keys_read(model: nn.Module) -> list[str]:
     """Return the keys that a model reads from a dict, if this is its only argument."""
 
-    class Batch(dict[Any, Tensor]):
+    class Batch(dict[str, Tensor]):
         def __missing__(self, key: Any) -> Tensor:
-            self[key] = Argument(str(key), "context ids", 1).value(model, rows)
+            if not isinstance(key, str):  # the argument is indexed like a tensor
+                raise KeyError(key)
+            self[key] = Argument(key, "context ids", 1).value(model, rows)
             return self[key]
 
     rows, batch = torch.zeros(2, 1, device=_device(model)), Batch()
@@ -37,7 +39,7 @@ def keys_read(model: nn.Module) -> list[str]:
             attempt(lambda: model(batch))  # noqa: B023
             if len(batch) == seen:
                 break
-    return [key for key in batch if isinstance(key, str)]
+    return list(batch)
 
 
 def arguments_read(

@@ -222,7 +222,8 @@ def _ignores_keep(subject: Subject, inputs: Tensor, keep: Tensor) -> bool:
 
 def _selects(subject: Subject, model: nn.Module) -> bool:
     """Return True if the model selects some of several entries, such as the experts of a token."""
-    with _Selections() as selections, torch.no_grad():
+    selections = _Selections()
+    with selections, torch.no_grad():
         subject.logits(model, subject.inputs(2))
     return selections.found
 

@@ -144,6 +144,11 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/rwkv",),
     ),
     (
+        ("attention_facts",),
+        "attention_probs_dropout_prob has no effect: the dropout of the attention is never called",
+        ("transformers/nystromformer",),
+    ),
+    (
         ("layer_facts",),
         "norms have the default eps of torch, and layer_norm_eps of the configuration has no effect",
         ("transformers/biogpt",),

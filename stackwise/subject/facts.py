@@ -14,6 +14,7 @@ from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["Facts", "alibi_slopes", "facts_in"]
 
+_OF_EACH_LAYER = ("attention_scale", "residual_scale")
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 _COUNTS = {"key_heads": 1, "position_offset": 0, "experts_per_token": 1}  # fact -> smallest value
 _TUPLES = {"windows": 1, "block_weights": 0}
@@ -75,10 +76,12 @@ class Facts:
             if fact in _COUNTS:
                 check_sizes(_COUNTS[fact], **{fact: value})
             elif fact in _TUPLES:
-                least = _TUPLES[fact]
-                sizes = [x for x in value if x is not None] if isinstance(value, tuple) else [-1]
-                is_valid = bool(sizes) and all(type(x) is int and x >= least for x in sizes)
-                require(is_valid, fact, value, f"a tuple of integers >= {least}")
+                least, takes_none = _TUPLES[fact], fact == "windows"
+                is_valid = isinstance(value, tuple) and bool(value)
+                is_valid = is_valid and all(
+                    (type(x) is int and x >= least) or (x is None and takes_none) for x in value
+                )
+                require(is_valid, fact, value, f"a tuple of integers >= {least}" + " or None" * takes_none)
             elif fact in _DROPOUTS:
                 check_number(fact, value, "a number >= 0 and < 1", lambda rate: 0 <= rate < 1)
             else:
@@ -89,14 +92,14 @@ class Facts:
         return replace(others, **{fact: value for fact, value in vars(self).items() if value is not None})
 
     def _check_positive(self, fact: str, value: Any) -> None:
-        is_allowed = {"alibi_slopes": isinstance(value, tuple), "initial_std": isinstance(value, Mapping)}
-        require(
-            is_allowed.get(fact, True) and value not in ((), {}),
-            fact,
-            value,
-            "a tuple, or a dict of patterns",
-        )
-        several = value.values() if fact == "initial_std" else value if isinstance(value, tuple) else (value,)
+        """Require numbers above 0: one, a tuple with one for each layer or head, or a dict of patterns."""
+        several = (value,)
+        if fact == "initial_std":
+            require(isinstance(value, Mapping) and bool(value), fact, value, "a dict of patterns")
+            several = tuple(value.values())
+        elif fact == "alibi_slopes" or (fact in _OF_EACH_LAYER and isinstance(value, tuple)):
+            require(isinstance(value, tuple) and bool(value), fact, value, "a tuple of numbers > 0")
+            several = value
         for number in several:
             check_number(fact, number, "finite numbers > 0", lambda number: number > 0)
 
@@ -109,7 +112,7 @@ def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 
 
 def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
-    """Return the facts that the configuration of a model of transformers states, and the key of each."""
+    """Return the facts that the configuration of a model of transformers states, and the source of each."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
         return Facts(), {}
@@ -121,11 +124,17 @@ def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
             value = getattr(config, key, None)
             stated = None if fact in found or value is None else read(value, config)
             if stated is not None:
-                found[fact], keys[fact] = stated, key
+                found[fact], keys[fact] = stated, _source(key, value)
     std = getattr(config, "initializer_range", None)
-    if isinstance(std, float) and any(name.endswith(_QUERIES[1:]) for name, _ in model.named_parameters()):
-        found["initial_std"], keys["initial_std"] = {_QUERIES: std}, "initializer_range"
+    # With a further factor, as in CLIP, each kind of weight has a formula of its own.
+    is_plain = isinstance(std, float) and not hasattr(config, "initializer_factor")
+    if is_plain and any(name.endswith(_QUERIES[1:]) for name, _ in model.named_parameters()):
+        found["initial_std"], keys["initial_std"] = {_QUERIES: std}, _source("initializer_range", std)
     return Facts(**found), keys
+
+
+def _source(key: str, value: Any) -> str:
+    return f"config.{key} = {value}" if isinstance(value, int | float | str) else f"config.{key}"
 
 
 def _number(value: Any, _: Any) -> Any:
@@ -153,7 +162,10 @@ def _key_heads(value: Any, config: Any) -> int | None:
         return None
     if value is True:  # multi_query
         return None if getattr(config, "new_decoder_architecture", False) else 1
-    return value if type(value) is int else None
+    # Latent attention has keys for each head.
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    is_known = type(value) is int and value > 0 and not is_latent
+    return value if is_known and config.num_attention_heads % value == 0 else None
 
 
 def _windows(window: Any, config: Any) -> tuple[int | None, ...] | None:

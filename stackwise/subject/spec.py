@@ -314,7 +314,9 @@ def _check_values(given: Mapping[str, Any]) -> None:
     check_functions(**some(*_CALLS, "generate", "make_batch", "visible", "at_width"))
     for name, value in some("reference").items():
         is_valid = value is None or callable(value) or isinstance(value, ModelSpec)
-        require(is_valid, name, value, "a function, a ModelSpec or None")
+        is_valid &= not isinstance(value, nn.Module)
+        got = type(value).__name__ if isinstance(value, nn.Module) else value
+        require(is_valid, name, got, "a function that builds a model, a ModelSpec or None")
     for name, value in some("to_reference").items():
         require(value is None or callable(value) or isinstance(value, Mapping), name, value, _CONVERSION)
     for name, value in some("name", "notes", "cache_problem").items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from statistics import fmean
 
 from stackwise.checks.probe.claimed import Pair, UnmeasuredError, claimed
 from stackwise.checks.subject import Subject
@@ -35,14 +36,16 @@ def claimed_initial_std(subject: Subject, claim: dict[str, float]) -> list[Pair]
         wanted |= dict.fromkeys(names, float(std))
     enough = [name for name in wanted if sizes[name] * _MOST_DRAWS >= _ELEMENTS]
     n_draws = math.ceil(_ELEMENTS / min((sizes[name] for name in enough), default=_ELEMENTS))
-    squares = dict.fromkeys(enough, 0.0)
-    for draw in range(n_draws):
+    squares: dict[str, list[float]] = {name: [] for name in enough}
+    for draw in range(max(2, n_draws)):
         weights = dict(subject.spec.create(seed=subject.seed + draw).named_parameters())
         for name in enough:
-            squares[name] += float(weights[name].detach().double().square().mean()) / n_draws
+            squares[name].append(float(weights[name].detach().double().square().mean()))
+    if any(means[0] == means[1] for means in squares.values()):
+        raise UnmeasuredError("needs a function that builds a model with new weights in each call")
     pairs: list[Pair] = []
     for name, std in wanted.items():
-        value = math.sqrt(squares.get(name, 0.0))
-        nearest = min(value, value / _TRUNCATED, key=lambda x: abs(x - std))
-        pairs.append((nearest if name in squares else None, std))
+        value = math.sqrt(fmean(squares[name])) if name in squares else None
+        is_truncated = value is not None and abs(value / (_TRUNCATED * std) - 1) <= _LIMIT
+        pairs.append((std if is_truncated else value, std))
     return pairs

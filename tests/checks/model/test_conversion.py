@@ -251,3 +251,8 @@ def test_first_divergence_with_other_names():
         reference.head.weight += 1
     place = first_divergence(model, reference, ids)
     assert (place.module, place.reference, place.after) == ("head", "head", "embedding")
+
+
+def test_reference_is_a_function_not_a_model():
+    with pytest.raises(ValueError, match="reference: got 'Core'; allowed: a function that builds a model"):
+        ModelSpec.of(Core, reference=Core())

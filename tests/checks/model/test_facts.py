@@ -1,5 +1,7 @@
 """Facts: constants that a model does not have are found, and unknown ones are not compared."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -102,7 +104,7 @@ def test_notes_name_the_key_of_each_fact():
     spec = ModelSpec.of(factory("granite"))
 
     assert spec.facts.attention_scale == 0.25
-    assert "attention_scale (attention_multiplier)" in spec.notes
+    assert "attention_scale (config.attention_multiplier = 0.25)" in spec.notes
 
 
 def test_declared_fact_keeps_the_others_of_the_configuration():
@@ -128,13 +130,41 @@ def test_model_without_a_claim_is_not_compared(fact):
         ({"alibi_slopes": 0.5}, "alibi_slopes: got 0.5; allowed: a tuple"),
         ({"initial_std": {"*": -0.1}}, "initial_std: got -0.1"),
         ({"key_heads": 0}, "key_heads: got 0; allowed: an integer >= 1"),
-        ({"windows": (0, None)}, r"windows: got \(0, None\); allowed: a tuple of integers >= 1"),
+        ({"windows": (0, None)}, r"windows: got \(0, None\); allowed: a tuple of integers >= 1 or None"),
+        ({"windows": (None, None, "4")}, "windows: got"),
+        ({"logit_cap": (30.0,)}, "logit_cap: got"),
+        ({"attention_scale": ()}, "attention_scale: got"),
         ({"block_weights": 2}, "block_weights: got 2; allowed: a tuple of integers >= 0"),
     ],
 )
 def test_invalid_facts_are_refused(given, error):
     with pytest.raises(ValueError, match=error):
         Facts(**given)
+
+
+def test_windows_may_be_none_in_each_layer():
+    assert Facts(windows=(None, None)).windows == (None, None)
+
+
+def test_initial_std_needs_new_weights_in_each_call():
+    model = factory("granite")()
+    spec = ModelSpec.of(model)
+
+    result = ask(spec, "initial_std")
+
+    assert "initial_std" in spec.notes
+    assert result.meaning == "needs a function that builds a model with new weights in each call"
+
+
+def test_constants_with_another_meaning_are_not_inferred():
+    latent = SimpleNamespace(num_attention_heads=4, kv_lora_rank=8, num_key_value_heads=4)
+    factor = SimpleNamespace(initializer_range=0.02, initializer_factor=1.0)
+    for config in (latent, factor):
+        config.model_type, config.get_text_config = "other", lambda config=config: config
+        model = nn.ModuleDict({"layer": nn.ModuleDict({"q_proj": nn.Linear(2, 2)})})
+        model.config = config
+
+        assert facts_in(model) == (Facts(), {})
 
 
 def test_facts_of_another_type_are_refused():

@@ -7,6 +7,7 @@ the scaling of Llama 3.1 (arXiv:2407.21783).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
-__all__ = ["RotaryClaim", "rotary_in"]
+__all__ = ["RotaryClaim", "rotary_by_layer", "rotary_in"]
 
 _KINDS = ("default", "linear", "llama3", "yarn")
+# Names of settings of models in which some attention has no rotary embedding.
+_MIXED = re.compile("no_?rope|nope|layer.*type|block.*type|hybrid|encoder_decoder")
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,18 @@ class RotaryClaim:
                 continue
             check_number(name, getattr(self, name), "a finite number > 0", lambda number: number > 0)
         check_choice("kind", self.kind, _KINDS)
-        check_choice("layout", self.layout or "halves", ("halves", "interleaved"))
+        if self.layout is not None:
+            check_choice("layout", self.layout, ("halves", "interleaved"))
+        require(
+            self.kind != "default" or self.factor == 1, "factor", self.factor, "1, or another kind of scaling"
+        )
+        require(self.kind != "yarn" or self.theta > 1, "theta", self.theta, 'a number > 1 for "yarn"')
         check_sizes(original_length=self.original_length)
         require(
-            self.dim is None or (type(self.dim) is int and self.dim % 2 == 0),
+            self.dim is None or (type(self.dim) is int and self.dim > 0 and self.dim % 2 == 0),
             "dim",
             self.dim,
-            "even, or None",
+            "an even integer > 0, or None",
         )
 
     def frequencies(self, head_dim: int) -> Tensor:
@@ -97,8 +105,11 @@ class RotaryClaim:
         return ", ".join(parts)
 
 
-def rotary_in(config: Any) -> tuple[RotaryClaim, ...]:
-    """Return the rotary embeddings that a configuration of transformers states. (): none, or unknown ones."""
+def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
+    """Return the rotary embeddings that a configuration of transformers states. (): none, or unknown ones.
+
+    (claim, None): some layers may have no rotary embedding.
+    """
     stated = getattr(config, "rope_parameters", None)
     if not isinstance(stated, Mapping):
         return ()
@@ -107,7 +118,20 @@ def rotary_in(config: Any) -> tuple[RotaryClaim, ...]:
         list(stated.values()) if all(isinstance(each, Mapping) for each in stated.values()) else [stated]
     )
     found = [_stated(each, config) for each in by_type]
-    return () if None in found else tuple(dict.fromkeys(each for each in found if each is not None))
+    if None in found:
+        return ()
+    is_mixed = any(
+        _MIXED.search(name) and value and not (isinstance(value, list) and len(set(map(str, value))) == 1)
+        for name, value in vars(config).items()
+    )
+    return (*dict.fromkeys(found), *((None,) if is_mixed and len(set(found)) == 1 else ()))
+
+
+def rotary_by_layer(config: Any) -> tuple[RotaryClaim, ...]:
+    """Return the rotary embedding of each layer whose type has one of its own."""
+    types, stated = getattr(config, "layer_types", None) or (), config.rope_parameters
+    found = [_stated(stated[each], config) for each in types if isinstance(stated.get(each), Mapping)]
+    return tuple(claim for claim in found if claim is not None)
 
 
 def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
@@ -121,7 +145,7 @@ def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
     dim = getattr(config, "qk_rope_head_dim", None)
     if dim is None and head_dim is not None:
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    if dim is None or dim % 2:
+    if not dim or dim % 2:
         return None
     given: dict[str, Any] = {"theta": float(theta), "dim": dim, "kind": kind}
     if kind != "default":

@@ -116,8 +116,8 @@ class ModelSpec:
             after it. Or a pair (before, after). "full": each layer reads all positions that causality allows;
             `ModelSpec.of(model, window=None)` declares the same. None: no claim.
         tied: True if the head is the weight of the embedding. None: no claim.
-        rotary: a RotaryClaim, or a tuple of them. Each layer with a rotary embedding has one of these. ():
-            no claim.
+        rotary: the RotaryClaim of each layer, or a tuple if layers differ. None in a tuple: some layers have
+            no rotary embedding. (): no claim.
         facts: constants that the author or the configuration states, such as the attention scale. See Facts.
         positionless: True if the model is equivariant to permutations of its positions.
         at_width: factor -> a model of that many times the width, for a width-independent (muP)
@@ -161,7 +161,7 @@ class ModelSpec:
     visible: Callable[[Tensor], Tensor] | None = None
     window: int | tuple[int, int] | Literal["full"] | None = None
     tied: bool | None = None
-    rotary: tuple[RotaryClaim, ...] = ()
+    rotary: tuple[RotaryClaim | None, ...] = ()
     facts: Facts = field(default_factory=Facts)
     positionless: bool = False
     at_width: Callable[[int], nn.Module] | None = None
@@ -331,7 +331,10 @@ def _check_values(given: Mapping[str, Any]) -> None:
     for name, value in some("rotary").items():
         claims = value if isinstance(value, tuple) else (value,)
         require(
-            all(isinstance(each, RotaryClaim) for each in claims), name, value, "a RotaryClaim, or a tuple"
+            all(isinstance(each, RotaryClaim) or (each is None and len(claims) > 1) for each in claims),
+            name,
+            value,
+            "a RotaryClaim, or a tuple",
         )
     for name, value in some("facts").items():
         require(isinstance(value, Facts), name, value, "Facts")

@@ -146,3 +146,46 @@ def rotary_keys_by_other_frequencies():
             return super().rotate(x, positions if x.shape[1] == self.n_heads else positions / 2)
 
     return of(Mutant)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_keys_backwards():
+    """Keys are rotated in the opposite direction of queries."""
+
+    class Mutant(Rotating):
+        def rotate(self, x, positions):
+            return super().rotate(x, positions if x.shape[1] == self.n_heads else -positions)
+
+    return of(Mutant)
+
+
+class LastLayer(Rotating):
+    """Knows in which layer it rotates."""
+
+    is_last = False
+
+    def attend(self, layer, *arguments):
+        self.is_last = layer is self.layers[-1]
+        return super().attend(layer, *arguments)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_is_missing_in_a_layer():
+    """The last layer rotates nothing."""
+
+    class Mutant(LastLayer):
+        def rotate(self, x, positions):
+            return x if self.is_last else super().rotate(x, positions)
+
+    return of(Mutant)
+
+
+@mutant("rotary", twin=rotating, family="rotary", source="classic", observable=logits)
+def rotary_keys_missing_in_a_layer():
+    """The last layer rotates queries only."""
+
+    class Mutant(LastLayer):
+        def rotate(self, x, positions):
+            return x if self.is_last and x.shape[1] != self.n_heads else super().rotate(x, positions)
+
+    return of(Mutant)

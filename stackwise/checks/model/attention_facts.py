@@ -28,7 +28,9 @@ def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) 
     """Are attention scores equal to q k^T times the claimed factor?"""
     one, two = (planted(subject, size, even=True).sites for size in (SMALL, 2 * SMALL))
     # A rotary embedding multiplies queries and keys by its attention factor.
-    factors = {x.attention_factor or (0.0 if x.kind == "yarn" else 1.0) for x in subject.spec.rotary} or {1.0}
+    factors = {
+        x.attention_factor or (0.0 if x.kind == "yarn" else 1.0) for x in subject.spec.rotary if x
+    } or {1.0}
     if len(factors) > 1 or 0.0 in factors:
         raise UnmeasuredError("needs one attention_factor in ModelSpec.rotary")
     claims = [float(x) * min(factors) ** 2 for x in each(claim, len(one))]

@@ -13,7 +13,7 @@ from stackwise.checks.check import check
 from stackwise.checks.probe.rotation import Rotation, rotations_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.subject.rotary import RotaryClaim
+from stackwise.subject.rotary import RotaryClaim, rotary_by_layer, rotary_in
 
 # Largest relative difference of a frequency. Rounding to bfloat16 is 4e-3, and to float32 6e-8.
 _LIMIT = 1e-4
@@ -21,42 +21,61 @@ _LIMIT = 1e-4
 _ROUNDING = 1e-7
 # Angle per position above which values are treated as rotated. Rotary embeddings have angles up to 1.
 _TURNED = 0.1
+_FREQUENCIES = """Look for another theta, for exponents 2i / dim with another dim than the part of a head \
+that is rotated, and for a scaling that is used twice or not at all."""
+_BOTH = """Rotate the queries and keys of each layer by the same angles. If some layers have no rotary \
+embedding on purpose, declare it: ModelSpec.of(model, rotary=(claim, None))."""
 
 
 @check
 def rotary_frequencies(subject: Subject) -> CheckResult:
     """Does each layer rotate queries and keys by the claimed frequencies?"""
-    claims = subject.spec.rotary
+    claims = [claim for claim in subject.spec.rotary if claim is not None]
     if not claims:
         return subject.not_applicable("needs ModelSpec.rotary, or a configuration that states it")
-    seen = rotations_of(subject)
-    rotated = [each for each in seen if all(one.is_pure and len(one.frequencies) for one in each[:2])]
-    if not rotated:
-        return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
+    layers = _layers(rotations_of(subject))
+    rotated = [[x for x in layer if all(y.is_pure and y.turns for y in x[:2])] for layer in layers]
+    is_rotary = any(y.is_pure and y.turns for layer in layers for x in layer for y in x[:2])
+    config = getattr(subject.model(), "config", None)
+    by_layer = rotary_by_layer(config) if subject.spec.rotary == rotary_in(config) else ()
     worst = 0.0
-    for number, operands in enumerate(rotated, start=1):
-        if any(values.is_pure and bool((values.frequencies > _TURNED).any()) for values in operands[2:]):
-            return subject.failed(
-                float(operands[2].frequencies[0]),
-                _TURNED,
-                where=f"values of attention {number} of {len(rotated)}",
-                meaning="Values depend on the position, although all tokens are equal.",
-                advice="Rotate queries and keys only.",
-            )
-        for name, rotation in zip(("queries", "keys"), operands, strict=False):
-            claim = min(claims, key=lambda each: _gap(rotation, each))
-            gap = _gap(rotation, claim)
-            if gap > _LIMIT:
-                return subject.failed(
-                    gap,
-                    _LIMIT,
-                    where=f"{name} of attention {number} of {len(rotated)}",
-                    meaning=_text(rotation, claim),
-                    advice="Look for another theta, for exponents 2i / dim with another dim than the part of "
-                    "a head that is rotated, and for a scaling that is used twice or not at all.",
-                )
-            worst = max(worst, gap)
-    return subject.passed(worst, _LIMIT, meaning=f"{len(rotated)} products; {' or '.join(map(str, claims))}.")
+    for number, layer in enumerate(layers):
+        own = by_layer[number : number + 1] if len(by_layer) == len(layers) else claims
+        place = f"attention {number + 1} of {len(layers)}"
+        for operands in rotated[number]:
+            if any(values.is_pure and bool((values.frequencies > _TURNED).any()) for values in operands[2:]):
+                text = "Values depend on the position, although all tokens are equal."
+                found, advice = float(operands[2].frequencies[0]), "Rotate queries and keys only."
+                return subject.failed(found, _TURNED, where=f"values of {place}", meaning=text, advice=advice)
+            if any(angle * operands[1].turns.get(pair, 0) < 0 for pair, angle in operands[0].turns.items()):
+                text = "Keys are rotated in the opposite direction of queries."
+                return subject.failed(1.0, 0.0, where=f"keys of {place}", meaning=text, advice=_BOTH)
+            for name, rotation in zip(("queries", "keys"), operands, strict=False):
+                claim = min(own, key=lambda each: _gap(rotation, each))
+                if (gap := _gap(rotation, claim)) > _LIMIT:
+                    text, site = _text(rotation, claim), f"{name} of {place}"
+                    return subject.failed(gap, _LIMIT, where=site, meaning=text, advice=_FREQUENCIES)
+                worst = max(worst, gap)
+        is_still = is_rotary and any(x.is_pure and not x.turns for x in layer[-1][:2])
+        # A sum of two products, such as that of latent attention, may have one that is not rotated.
+        if is_still and len(layer) == 1 and len(layer[-1]) > 2 and len(subject.spec.rotary) == 1:
+            text = "Queries or keys do not depend on the position, and the claim holds for each layer."
+            return subject.failed(1.0, 0.0, where=place, meaning=text, advice=_BOTH)
+    if not any(rotated):
+        return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
+    share = f"{sum(map(bool, rotated))} of {len(layers)} layers"
+    return subject.passed(worst, _LIMIT, meaning=f"{share}; {' or '.join(map(str, claims))}.")
+
+
+def _layers(seen: list[tuple[Rotation, ...]]) -> list[list[tuple[Rotation, ...]]]:
+    """Return the products of each layer: all before its values are used, or one if no values are seen."""
+    layers: list[list[tuple[Rotation, ...]]] = [[]]
+    has_values = any(len(operands) > 2 for operands in seen)
+    for operands in seen:
+        layers[-1].append(operands)
+        if len(operands) > 2 or not has_values:
+            layers.append([])
+    return [layer for layer in layers if layer]
 
 
 def _wanted(rotation: Rotation, claim: RotaryClaim) -> Tensor:

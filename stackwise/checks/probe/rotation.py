@@ -8,7 +8,7 @@ Shapes: N batch times heads, T positions, D head size, P rotated pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Rotation:
         is_pure: True if each pair of elements is only rotated.
         least: smallest frequency that can be measured in the dtype of the model.
         layout: "halves" or "interleaved" pairs. "": unknown.
+        turns: numbers of the two elements of a pair -> signed angle per position, if it is measurable.
     """
 
     frequencies: Tensor
@@ -48,10 +49,11 @@ class Rotation:
     is_pure: bool
     least: float
     layout: str = ""
+    turns: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def rotations_of(subject: Subject) -> list[tuple[Rotation, ...]]:
-    """Return the rotations of queries, keys and, if they are seen, values of each attention, in order.
+    """Return the rotations of queries, keys and, if a softmax multiplies them, values, in order of calls.
 
     []: the model does not run with a sequence of equal tokens.
     """
@@ -77,7 +79,7 @@ def rotation_of(x: Tensor) -> Rotation:
     D = vectors.shape[-1]
     change = (vectors - vectors[:1]).abs().amax(dim=0) / vectors.norm(dim=1).max()
     free = [i for i in range(D) if change[i] > least_change]
-    frequencies, is_pure, distances = [], True, set[int]()
+    frequencies, is_pure, distances, turns = [], True, set[int](), dict[tuple[int, int], float]()
     while len(free) > 1:
         first = max(free, key=lambda i: float(change[i]))
         free.remove(first)
@@ -88,12 +90,15 @@ def rotation_of(x: Tensor) -> Rotation:
         frequencies.append(abs(float(steps.mean())))
         is_even = bool(((steps - steps.mean()).abs() < _IMPURE * frequencies[-1] + rounding).all())
         distances.add(abs(first - second))
+        if frequencies[-1] > max(least, rounding):
+            sign = 1 if first < second else -1
+            turns[min(first, second), max(first, second)] = sign * float(steps.mean())
         is_pure = is_pure and is_even and (errors[second] < _IMPURE or frequencies[-1] < least)
     is_pure = is_pure and all(change[i] < least for i in free)
     ordered = torch.tensor(frequencies, dtype=torch.float64).sort(descending=True).values
     is_known = len(distances) == 1 and len(ordered) > 1
     layout = ("interleaved" if distances == {1} else "halves") if is_known else ""
-    return Rotation(ordered, D, is_pure, least, layout)
+    return Rotation(ordered, D, is_pure, least, layout, turns)
 
 
 def _impurity(x: Tensor, y: Tensor) -> float:
@@ -116,6 +121,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = length
         self.seen: list[list[Tensor]] = []
+        self.is_normalized = False  # linear attention has no softmax, and often no rotary embedding
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
@@ -123,6 +129,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in ("bmm", "baddbmm") and output.shape[-2:] == (self.length, self.length):
             queries, keys = args[-2:]
             self.seen.append([queries.detach().clone(), keys.detach().mT.clone()])
-        elif name == "bmm" and self.seen and args[0].shape[1:] == (self.length, self.length):
+            self.is_normalized = False
+        elif "softmax" in name and output.shape[-2:] == (self.length, self.length):
+            self.is_normalized = True
+        elif name == "bmm" and self.is_normalized and args[0].shape[1:] == (self.length, self.length):
             self.seen[-1][2:] = [args[1].detach().clone()]
         return output

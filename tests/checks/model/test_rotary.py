@@ -1,5 +1,7 @@
 """Rotary: frequencies of queries and keys, measured from outside and compared with the claim."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,17 @@ from stackwise.checks.probe.rotation import rotation_of
 from stackwise.subject.facts import Facts
 from stackwise.subject.rotary import RotaryClaim
 from stackwise.subject.spec import ModelSpec
-from tests.zoo.facts import Partial, Rotating, Scaled, of, rotary_part_is_ignored, rotary_scaling_is_ignored
+from tests.zoo.facts import (
+    Partial,
+    Rotating,
+    Scaled,
+    of,
+    rotary_is_missing_in_a_layer,
+    rotary_keys_backwards,
+    rotary_keys_missing_in_a_layer,
+    rotary_part_is_ignored,
+    rotary_scaling_is_ignored,
+)
 from tests.zoo.gpt import GPT, Placed, spec_of
 
 
@@ -58,7 +70,7 @@ def test_claimed_frequencies_pass(build):
     result = ask(of(build))
 
     assert result.status == "passed"
-    assert result.meaning == f"2 products; {build.claim}."
+    assert result.meaning == f"2 of 2 layers; {build.claim}."
 
 
 def test_other_frequencies_fail():
@@ -99,9 +111,127 @@ def test_model_without_rotation_is_not_compared():
     assert result.meaning == "needs a layer that rotates queries and keys, and changes nothing else"
 
 
-def test_claim_that_is_no_rotary_is_refused():
-    with pytest.raises(ValueError, match="rotary: got 10000"):
-        ModelSpec.of(Rotating, rotary=10000.0)
+@pytest.mark.parametrize("claim", [10000.0, None, (None,)])
+def test_claim_that_is_no_rotary_is_refused(claim):
+    with pytest.raises(ValueError, match="rotary: got"):
+        ModelSpec.of(Rotating, rotary=claim)
+
+
+def test_keys_in_the_opposite_direction_fail():
+    result = ask(rotary_keys_backwards())
+
+    assert (result.status, result.where) == ("failed", "keys of attention 1 of 2")
+    assert result.meaning.startswith("Keys are rotated in the opposite direction of queries")
+
+
+def test_keys_without_rotation_fail():
+    class Mutant(Rotating):
+        def rotate(self, x, positions):
+            return super().rotate(x, positions) if x.shape[1] == self.n_heads else x
+
+    result = ask(of(Mutant))
+
+    assert (result.status, result.where) == ("failed", "attention 1 of 2")
+
+
+@pytest.mark.parametrize("build", [rotary_is_missing_in_a_layer, rotary_keys_missing_in_a_layer])
+def test_layer_without_rotation_fails_unless_declared(build):
+    result = ask(build())
+
+    assert (result.status, result.where) == ("failed", "attention 2 of 2")
+    assert result.meaning.startswith("Queries or keys do not depend on the position")
+
+    result = ask(replace(build(), rotary=(RotaryClaim(), None)))
+
+    assert (result.status, result.meaning) == ("passed", "1 of 2 layers; theta 10000.")
+
+
+class Latent(nn.Module):
+    """Two layers whose scores are the sum of a product that is rotated and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(17, 32), nn.Linear(32, 17)
+        self.layers = nn.ModuleList(nn.Linear(32, 5 * 8) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+        angles = torch.arange(ids.shape[1])[:, None] * RotaryClaim().frequencies(8)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            q, k, rotated_q, rotated_k, v = layer(x).chunk(5, dim=-1)
+            rotated_q, rotated_k = (
+                torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+                for one, two in (rotated_q.chunk(2, dim=-1), rotated_k.chunk(2, dim=-1))
+            )
+            scores = rotated_q @ rotated_k.mT + q @ k.mT
+            y = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+            x = x + nn.functional.pad(y, (0, 24))
+        return self.head(x)
+
+
+def test_sum_of_two_products_is_one_layer():
+    result = ask(ModelSpec.of(Latent, rotary=RotaryClaim()))
+
+    assert (result.status, result.meaning) == ("passed", "2 of 2 layers; theta 10000.")
+
+
+def test_linear_attention_without_rotation_passes():
+    class Hybrid(Rotating):
+        def softmax(self, scores):
+            self.n_calls = getattr(self, "n_calls", 0) + 1
+            return scores.softmax(dim=-1) if self.n_calls % 2 else scores.masked_fill(scores.isinf(), 0.0)
+
+        def rotate(self, x, positions):
+            self.n_rotations = getattr(self, "n_rotations", 0) + 1
+            return super().rotate(x, positions) if self.n_rotations % 4 in (1, 2) else x
+
+    assert ask(of(Hybrid)).status == "passed"
+
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])  # eager computes the softmax in float32
+def test_layers_without_rotation_in_a_configuration_pass(attention):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SmolLM3Config(
+        vocab_size=17, pad_token_id=0, num_hidden_layers=2, no_rope_layers=[1, 0], **TINY
+    )
+    result = ask(
+        ModelSpec.of(
+            lambda: transformers.SmolLM3ForCausalLM._from_config(config, attn_implementation=attention)
+        )
+    )
+
+    assert result.status == "passed"
+    assert result.meaning.startswith("1 of 2 layers")
+
+
+def test_claim_of_each_type_of_layer():
+    transformers = pytest.importorskip("transformers")
+    types = ["sliding_attention", "full_attention"]
+
+    def build(*, is_swapped=False):
+        model = transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(vocab_size=17, num_hidden_layers=2, layer_types=types, **TINY)
+        )
+        if is_swapped:
+            stated = model.config.rope_parameters
+            model.config.rope_parameters = dict(zip(types, (stated[types[1]], stated[types[0]]), strict=True))
+        return model
+
+    result = ask(ModelSpec.of(lambda: build(is_swapped=True)))
+
+    assert ask(ModelSpec.of(build)).status == "passed"
+    assert (result.status, result.where) == ("failed", "queries of attention 1 of 2")
 
 
 def test_configuration_of_transformers_is_the_claim():
@@ -178,7 +308,7 @@ def test_rotated_values_fail():
 
     result = ask(of(WithValues))
 
-    assert (result.status, result.where) == ("failed", "values of attention 1 of 1")
+    assert (result.status, result.where) == ("failed", "values of attention 1 of 2")
 
 
 def test_attention_factor_is_part_of_the_scores():

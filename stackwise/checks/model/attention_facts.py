@@ -5,6 +5,8 @@ Shapes: H heads, T positions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,22 +41,25 @@ def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) 
 
 
 @claimed(
-    "largest score for large queries and keys",
+    "largest score for large queries and keys, and for scores of the size of the cap,",
     place="attention",
-    advice="Look for a cap that is not applied, applied twice, or applied before the scale.",
-    reason=f"{_PRODUCTS}, without a norm",
+    advice="Look for a cap that is not applied, applied twice or before the scale, and for a clamp.",
+    reason=f"{_PRODUCTS}, without a norm or biases",
 )
 def claimed_attention_cap(subject: Subject, claim: float) -> list[Pair]:
     """Do scores saturate at the claimed cap?"""
-    one, two = (planted(subject, size, even=True).sites for size in (SMALL, _LARGE))
-    pairs = zip(one, two, strict=True)
-    return [
-        (
-            float(large.scores[large.visible].abs().max()) if _grows(small, large, _LARGE / SMALL) else None,
-            claim,
-        )
-        for small, large in pairs
-    ]
+    one = planted(subject, even=True).sites
+    largest = max((_largest(site.scores, site) for site in one), default=0.0)
+    sizes = (_LARGE, SMALL * (claim / largest) ** 0.5 if largest else SMALL)
+    pairs: list[Pair] = []
+    for small, *larger in zip(one, *(planted(subject, x, even=True).sites for x in sizes), strict=True):
+        factor = small.factor or 0.0
+        bias = _largest(small.scores - factor * small.queries @ small.keys.mT, small)
+        raw = [abs(factor) * _largest(x.queries @ x.keys.mT, x) for x in larger]
+        is_known = _grows(small, larger[0], _LARGE / SMALL) and bias <= 1e-3 * _largest(small.scores, small)
+        found = tuple(_largest(x.scores, x) for x in larger) if is_known else None
+        pairs.append((found, tuple(claim * math.tanh(x / claim) for x in raw)))
+    return pairs
 
 
 @claimed(
@@ -69,7 +74,8 @@ def claimed_alibi_slopes(subject: Subject, claim: tuple[float, ...]) -> list[Pai
     found = [_slopes(site) for site in planted(subject).sites]
     for n in {len(x) for x in found if x is not None}:
         require(len(claim) == n, "alibi_slopes", claim, f"a tuple of {n} numbers, one for each head")
-    return [(x, claim) for x in found]
+    farthest = lambda rows, wanted: max(rows, key=lambda x: abs(x - wanted))  # noqa: E731
+    return [(x and tuple(map(farthest, x, claim)), claim) for x in found]
 
 
 @claimed(
@@ -91,18 +97,26 @@ def claimed_key_heads(subject: Subject, claim: int) -> list[Pair]:
 
 
 @claimed(
-    "number of positions that the last query reads",
+    "number of positions that a query reads",
     place="attention",
     advice="Look for < in place of <=, and for windows that are assigned to the wrong layers.",
     reason="a softmax over all positions",
 )
 def claimed_windows(subject: Subject, claim: tuple[int | None, ...]) -> list[Pair]:
     """Does each layer read the claimed number of positions?"""
+    if not subject.spec.causal:
+        raise UnmeasuredError("needs a causal model")
     length = max(_SHORT, *(0 if window is None else window + 3 for window in claim), 0)
-    if length > min(subject.spec.max_length or _LONGEST, _LONGEST):
-        raise UnmeasuredError(f"needs a sequence of {length} positions")
-    found = [int(site.visible[0, -1].sum()) for site in planted(subject, length=length).sites]
-    return list(zip(found, (window or length for window in each(claim, len(found))), strict=True))
+    longest = min(subject.spec.max_length or _LONGEST, _LONGEST)
+    if length > longest:
+        raise UnmeasuredError(f"needs a sequence of {length} positions, and at most {longest} are measured")
+    sites, pairs = planted(subject, length=length).sites, []
+    for site, window in zip(sites, each(claim, len(sites)), strict=True):
+        counts = site.visible.sum(dim=-1)  # (N, T)
+        wanted = torch.arange(1, length + 1).clamp(max=window or length).expand_as(counts)
+        worst = int((counts - wanted).abs().argmax())
+        pairs.append((int(counts.flatten()[worst]), int(wanted.flatten()[worst])))
+    return pairs
 
 
 @claimed(
@@ -136,13 +150,22 @@ def _scale(one: Site, two: Site, claim: float, *, is_trained: bool) -> float | N
     return min((of_rms, of_rms * one.queries.shape[-1]), key=lambda scale: abs(scale - claim))
 
 
-def _slopes(site: Site) -> tuple[float, ...] | None:
+def _largest(x: Tensor, site: Site) -> float:
+    return float(x[site.visible].abs().max())
+
+
+def _slopes(site: Site) -> list[list[float]] | None:
+    """Return for each head the mean step of the bias per position, one for each query after the first."""
     if site.factor is None:
         return None
-    bias = by_row(site.scores - site.factor * site.queries @ site.keys.mT).mean(dim=0)
-    steps = bias[:, -1].diff(dim=-1)  # all keys are at or before the last query
-    is_even = (steps - steps.mean(dim=-1, keepdim=True)).abs().max() <= 1e-2 * steps.abs().max() + 1e-6
-    return tuple(steps.mean(dim=-1).tolist()) if is_even else None
+    steps = by_row(site.scores - site.factor * site.queries @ site.keys.mT).mean(dim=0).diff(dim=-1)
+    visible = by_row(site.visible).all(dim=0)
+    is_seen = (visible[..., 1:] & visible[..., :-1]).tril(-1)[:, 1:]  # keys at or before the query
+    steps = steps[:, 1:].where(is_seen, 0.0)
+    means = steps.sum(dim=-1) / is_seen.sum(dim=-1)
+    gaps = (steps - means[..., None]).abs().where(is_seen, 0.0)
+    is_even = is_seen.any(dim=-1).all() and gaps.max() <= 1e-2 * steps.abs().max() + 1e-6
+    return means.tolist() if is_even else None
 
 
 def _heads(x: Tensor) -> tuple[int, ...]:

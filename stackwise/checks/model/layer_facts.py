@@ -6,10 +6,12 @@ Shapes: B batch, T positions, C width.
 from __future__ import annotations
 
 import math
+import re
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from stackwise.checks.model.auxiliary import loss_terms
 from stackwise.checks.model.norm import is_named_norm
@@ -29,6 +31,9 @@ _DROPOUT = (
     "Look for the rate of another layer, for dropout that is applied twice or in one branch only, and for "
 )
 _DROPOUT += "results that are not divided by 1 - p."
+_FORM = "that divides by the root of the mean square or variance, plus eps"
+_MEANS = r"aten\.(mean|var|var_mean|native_layer_norm|_fused_rms_norm)\."
+_OTHER = r"aten\.(sum|norm|linalg_vector_norm|clamp|clamp_min|maximum)\."
 _NORMS = "Look for the default eps of a norm, and for eps that is added after the square root."
 
 
@@ -71,22 +76,27 @@ def claimed_logit_scale(subject: Subject, claim: float) -> list[Pair]:
     call = planted(subject, _TINY)
     after = _head(call)
     inputs = call.products[-1].inputs if after else torch.empty(0)
-    outputs = (x.output for x in reversed(call.leaves) if isinstance(x.output, Tensor))
-    last = next((x for x in outputs if x.numel() == inputs.numel() and x.shape[-1] == inputs.shape[-1]), None)
-    before = None if last is None else fitted(inputs, [last.reshape(inputs.shape)])
+    norms = [x.output for x in call.leaves if is_named_norm(x.module) and isinstance(x.output, Tensor)]
+    is_input = bool(norms) and norms[-1].numel() == inputs.numel() and norms[-1].shape[-1] == inputs.shape[-1]
+    before = fitted(inputs, [norms[-1].reshape(inputs.shape)]) if is_input else None
     return [(before and after and before[0] * after, float(claim))]
 
 
 @claimed(
-    "largest logit for a large output of the head",
+    "largest logit for a large output of the head, and for one of the size of the cap,",
     place="head",
-    advice="Look for a cap that is not applied, applied twice, or applied in one of several paths only.",
+    advice="Look for a cap that is not applied, applied twice or in one path only, and for a clamp.",
     reason="a head that is one matrix product",
 )
 def claimed_logit_cap(subject: Subject, claim: float) -> list[Pair]:
     """Do logits saturate at the claimed cap?"""
-    is_head = _head(planted(subject, _TINY)) is not None
-    return [(float(planted(subject, _LARGE).logits.abs().max()) if is_head else None, float(claim))]
+    factor = abs(_head(planted(subject, _TINY)) or 0.0)
+    if not factor:
+        return [(None, claim)]
+    calls = [planted(subject, size) for size in (_LARGE, claim / factor / 2)]
+    sizes = [float(factor * call.products[-1].planted.abs().max()) for call in calls]
+    wanted = tuple(claim * math.tanh(size / claim) for size in sizes)
+    return [(tuple(float(call.logits.abs().max()) for call in calls), wanted)]
 
 
 @claimed(
@@ -99,8 +109,10 @@ def claimed_position_offset(subject: Subject, claim: int) -> list[Pair]:
     """Does the first position read the claimed row of the table of positions?"""
     call = planted(subject)
     T = call.inputs.shape[1]
-    tables = (ids for ids, _ in call.lookups if ids.shape[-1] == T > 1 and (ids.diff(dim=-1) == 1).all())
-    return [(int(ids.flatten()[0]), claim) for ids in tables][:1]
+    # The rows of a matrix of relative positions differ.
+    rows = [ids.reshape(-1, T) for ids, _ in call.lookups if ids.ndim < 3 and ids.shape[-1] == T > 1]
+    tables = [x for x in rows if (x == x[0]).all() and (x.diff(dim=-1) == 1).all()]
+    return [(int(x[0, 0]), claim) for x in tables[:1]]
 
 
 @claimed("dropout rate", place="embedding", advice=_DROPOUT, reason="a stream whose elements are dropped")
@@ -126,13 +138,13 @@ def claimed_residual_dropout(subject: Subject, claim: float) -> list[Pair]:
     return [(x or None, (claim,) * len(x)) for x in rates]
 
 
-@claimed("eps", place="norm", advice=_NORMS, reason="a norm over the residual stream", limit=1e-2)
+@claimed("eps", place="norm", advice=_NORMS, reason=f"a norm over the residual stream {_FORM}", limit=1e-2)
 def claimed_norm_eps(subject: Subject, claim: float) -> list[Pair]:
     """Does each norm over the width of the residual stream have the claimed eps?"""
     return _eps(subject, claim, of_stream=True)
 
 
-@claimed("eps", place="norm", advice=_NORMS, reason="a norm over another width", limit=1e-2)
+@claimed("eps", place="norm", advice=_NORMS, reason=f"a norm over another width {_FORM}", limit=1e-2)
 def claimed_qk_norm_eps(subject: Subject, claim: float) -> list[Pair]:
     """Does each norm over another width, such as a norm of queries or keys, have the claimed eps?"""
     return _eps(subject, claim, of_stream=False)
@@ -142,15 +154,22 @@ def claimed_qk_norm_eps(subject: Subject, claim: float) -> list[Pair]:
     "index of the weight set of each layer",
     place="model",
     advice="Look for copies of a module that should be shared, and for a wrong order of layers.",
-    reason="attention with products of activations and weights",
+    reason="attention in layers with the same number of products of activations and weights",
 )
 def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair]:
     """Do exactly the claimed layers share their weights?"""
-    call = planted(subject)
-    # Weights of three products: keys or values, the output of attention, and the one after it.
-    parts = [call.products[max(site.start - 1, 0) : site.start + 2] for site in call.sites]
-    sets = [tuple(x.weight for x in products) for products in parts]
-    return [(tuple(map(sets.index, sets)) or None, tuple(map(claim.index, claim)))]
+    call = planted(subject, noise=_TINY)  # noise separates equal copies
+    starts = [site.start for site in call.sites]
+    steps = {two - one for one, two in pairwise(starts)}
+    if len(steps) != 1 or not starts[0]:
+        return [(None, claim)]
+    step = steps.pop()
+    # Products that are in no layer may precede the first layer, or follow the last one.
+    others = len(call.products) - len(starts) * step - (_head(call) is not None)
+    first = min(max(starts[0] - others, 1), starts[0])
+    sets = [[x.weight for x in call.products[i - first : i + max(step - starts[0], 0)]] for i in starts]
+    found = tuple(next(i for i, one in enumerate(sets) if all(map(torch.equal, one, two))) for two in sets)
+    return [(found, tuple(map(claim.index, claim)))]
 
 
 @claimed(
@@ -162,11 +181,12 @@ def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair
 def claimed_experts_per_token(subject: Subject, claim: int) -> list[Pair]:
     """Does the claimed number of experts process each token?"""
     counts: list[int | None] = []
-    for _, group in groupby(planted(subject).parts, key=lambda part: part[0]):
+    for _, group in groupby(planted(subject, part=SMALL).parts, key=lambda part: part[0]):
         sizes = [(rows, width) for _, rows, width in group]
-        n = sum(rows for rows, width in sizes if width == sizes[-1][1])  # rows of last products of experts
+        # Rows of the first and last products of experts
+        first, n = (sum(rows for rows, width in sizes if width == sizes[i][1]) for i in (0, -1))
         n_tokens = N_ROWS * min(13, subject.spec.max_length or 13)
-        is_known = n % n_tokens == 0 and len({width for _, width in sizes}) > 1
+        is_known = n > 0 == n % n_tokens == first % n and sizes[0][1] != sizes[-1][1]
         counts.append(n // n_tokens if is_known else None)
     return [(n, claim) for n in counts]
 
@@ -227,16 +247,21 @@ def _eps(subject: Subject, claim: float, *, of_stream: bool) -> list[Pair]:
 
 @torch.no_grad()
 def _measured_eps(norm: nn.Module, C: int, claim: float) -> float | None:
-    """Return eps of x / sqrt(mean square + eps), measured by the outputs for vectors of three sizes."""
-    x = torch.randn(1, _N_VECTORS, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = x - x.mean(dim=-1, keepdim=True)
+    """Return eps of x / sqrt(mean square + eps), measured by the outputs for vectors of four sizes."""
+    # Each group of channels has the same mean square, and mean 0.
+    signs = torch.randint(2, (1, _N_VECTORS, C // 2, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    x = nn.functional.pad(torch.cat((signs, -signs), dim=-1).flatten(2), (0, C % 2))
     x = (x / x.square().mean(dim=-1, keepdim=True).sqrt()).to(dtype_of(norm))
-    sizes = (math.sqrt(claim), 3 * math.sqrt(claim), 1e3)
+    root = math.sqrt(claim or 1e-5)
+    sizes = (root, 3 * root, 1e-3 * root**2, 1e3)
     try:
-        found = [float((norm(x * size) - norm(0 * x)).double().square().mean().sqrt()) for size in sizes]
+        found = [float((norm(x * s) - norm(-x * s)).double().square().mean().sqrt()) for s in sizes]
+        operations = str(make_fx(norm)(x).graph)
     except refusals():
         return None
-    if not min(found) > 0:
+    if not min(found) > 0 or not re.search(_MEANS, operations) or re.search(_OTHER, operations):
         return None
-    one, two = (size**2 * ((found[2] / y) ** 2 - 1) for size, y in zip(sizes[:2], found[:2], strict=True))
+    if abs(found[2] / found[3] - 1) < 1e-3:
+        return 0.0
+    one, two = (size**2 * ((found[3] / y) ** 2 - 1) for size, y in zip(sizes[:2], found[:2], strict=True))
     return one if abs(one - two) <= _SAME_EPS * max(one, two) else None

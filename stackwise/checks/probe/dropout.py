@@ -91,6 +91,7 @@ def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:
     return the one that is further from the claim.
     """
     is_present = before != 0
+    dropped, kept = ((is_present & x).any(dim=-1) for x in (after == 0, after != 0))
     before, after = (x.detach().double()[is_present] for x in (before, after))
     is_kept = after != 0
     if not is_kept.any():
@@ -99,6 +100,8 @@ def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:
     if factors.max() - factors.min() > 1e-4 * factors.mean():
         return None
     rate, share = float(1 - 1 / factors.mean()), 1 - float(is_kept.double().mean())
+    if not (dropped & kept).any() and max(share, abs(rate)) > 1e-4:
+        return None  # stochastic depth drops rows
     error = _STANDARD_ERRORS * math.sqrt(max(rate * (1 - rate), 0.0) / len(before)) + 1 / len(before)
     if abs(share - rate) <= error:
         return rate if rate > 1e-4 else 0.0

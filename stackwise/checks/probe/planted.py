@@ -86,12 +86,12 @@ class Product:
 
     Attributes:
         inputs: activations.
-        weight: address of the weight.
+        weight: the weight.
         planted: values (B * T, width) that replace the result.
     """
 
     inputs: Tensor
-    weight: int
+    weight: Tensor
     planted: Tensor
 
 
@@ -104,7 +104,7 @@ class Planted:
         sites: attention of each layer, in the order of calls.
         products: products of all B * T vectors with a weight, in the order of calls.
         parts: one entry for each product of a part of the tokens, as in experts: the number of earlier
-            products of all tokens, the number of vectors of this product, and their width.
+            products of all tokens, the number of its inputs that are not 0, and the width of its result.
         lookups: indices and results of all embeddings.
         leaves: calls of modules without submodules.
         found: residual stream (B, T, C) before the first layer and after each layer, or [].
@@ -155,6 +155,7 @@ def planted(
     train: bool = False,
     only: Collection[int] | None = None,
     part: float = 0.0,
+    noise: float = 0.0,
 ) -> Planted:
     """Return a call with planted products.
 
@@ -165,7 +166,8 @@ def planted(
         length: number of positions, within the limit of the model.
         train: call the model in train mode.
         only: indices of the products with planted values. The other products are 0. None: all products.
-        part: value of each product of a part of the tokens.
+        part: value of each product of a part of the tokens, for inputs that are not 0.
+        noise: standard deviation of noise that is added to each parameter.
 
     Raises:
         UnmeasuredError: the model does not run.
@@ -173,6 +175,9 @@ def planted(
     length = min(length, subject.spec.max_length or length)
     for dtype in (torch.float64, torch.float32):  # some kernels for mixtures of experts have no float64
         model = subject.model(dtype=dtype, train=train)
+        generator = torch.Generator().manual_seed(subject.seed)
+        for p in model.parameters() if noise else ():
+            p.data += noise * torch.randn(p.shape, generator=generator).to(p)
         call = Planted(real_inputs(subject, N_ROWS, length, model=model))
         mode = _Plant(call, length, amplitude, even, only, part, subject.seed)
 
@@ -241,8 +246,10 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function.overloadpacket.__name__
         if name in ("mm", "addmm", "_grouped_mm") and output.is_floating_point():
             if name == "_grouped_mm" or len(output) != N_ROWS * self.length:
-                output.fill_(self.part)
-                self.call.parts.append((len(self.call.products), *output.shape))
+                inputs = args[0] if name == "_grouped_mm" else args[-2]
+                is_token = (inputs != 0).any(dim=-1, keepdim=True)
+                output.copy_(self.part * is_token.expand(output.shape))
+                self.call.parts.append((len(self.call.products), int(is_token.sum()), output.shape[-1]))
             else:
                 self._plant(args[-2], args[-1], output)
         elif name in ("bmm", "baddbmm"):
@@ -259,7 +266,7 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_planted = self.only is None or len(self.call.products) in self.only
         output.copy_(signs * sizes * is_planted)
         tensors = (x.detach().clone() for x in (inputs, output))
-        self.call.products.append(Product(next(tensors), weight.data_ptr(), next(tensors)))
+        self.call.products.append(Product(next(tensors), weight.detach(), next(tensors)))
 
     def _multiply(self, one: Tensor, two: Tensor, output: Tensor) -> None:
         if output.shape[-2:] == (self.length, self.length):

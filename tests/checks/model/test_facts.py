@@ -1,15 +1,17 @@
 """Facts: constants that a model does not have are found, and unknown ones are not compared."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from stackwise.checks import check_model
 from stackwise.subject.facts import Facts, alibi_slopes, facts_in
 from stackwise.subject.spec import ModelSpec
-from tests.zoo.declared_facts import STATED, Stated
+from tests.zoo.declared_facts import SLOPES, STATED, Head, Routed, Stated
 from tests.zoo.gpt import GPT, spec_of
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -222,3 +224,229 @@ def test_alibi_slopes_are_those_of_transformers(n_heads):
     bias = modeling.build_alibi_tensor(torch.ones(1, 3), n_heads, torch.float64)
 
     torch.testing.assert_close(torch.tensor(alibi_slopes(n_heads)), bias[:, 0, 1].float())
+
+
+def norm_of(function):
+    class SomeNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            return function(x) * self.weight
+
+    return SomeNorm()
+
+
+def normed(function, *, all_norms=True):
+    class Model(Stated):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm_of(function)
+            for layer in self.layers if all_norms else ():
+                layer["attention_norm"], layer["mlp_norm"] = norm_of(function), norm_of(function)
+
+    return Model
+
+
+def rms(x):
+    return x.square().mean(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-5),
+        lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-5).rsqrt(),
+        lambda x: x / (rms(x) + 1e-5),
+        lambda x: x / (rms(x) + 1e-8),
+        lambda x: x / rms(x).clamp(min=1e-5),
+    ],
+)
+@pytest.mark.parametrize("claim", [1e-5, 1e-8])
+def test_eps_of_another_form_of_norm_is_not_compared(function, claim):
+    result = ask(spec_of(normed(function), max_length=60, facts=Facts(norm_eps=claim)), "norm_eps")
+
+    assert result.status == "not applicable"
+    assert result.meaning.startswith("needs a norm over the residual stream that divides by the root")
+
+
+def test_norm_of_another_form_is_counted():
+    model = normed(lambda x: x / (rms(x) + 1e-5), all_norms=False)
+    result = ask(spec_of(model, max_length=60, facts=Facts(norm_eps=1e-5)), "norm_eps")
+
+    assert (result.status, result.meaning) == ("passed", "4 of 5 places were measured.")
+
+
+def test_norm_without_eps_fails():
+    model = normed(lambda x: x / rms(x), all_norms=False)
+    result = ask(spec_of(model, max_length=60, facts=Facts(norm_eps=1e-5)), "norm_eps")
+
+    assert result.status == "failed"
+    assert "The eps is 0, but 1e-05 is claimed" in result.meaning
+
+
+class Buffered(Routed):
+    """Passes each expert a buffer with rows of zeros after its tokens."""
+
+    def branch(self, layer, x):
+        shape, x = x.shape, x.flatten(0, 1)
+        weights, chosen = layer["router"](x).softmax(dim=-1).topk(self.n_chosen)
+        y = torch.zeros_like(x)
+        for number in range(self.n_experts):
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            rows = nn.functional.pad(x[tokens], (0, 0, 0, len(x) + 13 - len(tokens)))
+            outputs = layer["down"][number](layer["up"][number](rows).relu())[: len(tokens)]
+            y = y.index_add(0, tokens, outputs * weights[tokens, place, None])
+        return y.view(shape)
+
+
+class Mul(nn.Module):
+    def forward(self, x):
+        return x * 0.25
+
+
+class Multiplied(Stated):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(Mul(), self.head)
+
+
+class Unnormed(Stated):
+    def __init__(self):
+        super().__init__()
+        self.norm = Mul()
+
+
+class Computed(Stated):
+    layer_order = (0, 0)
+
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k", "v", "out", "gate", "up", "down"):
+            weight_norm(self.layers[0][name])
+
+
+class Copied(Stated):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList((self.layers[0], copy.deepcopy(self.layers[0])))
+
+
+class SharedAttention(Stated):
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k", "v", "out"):
+            self.layers[1][name] = self.layers[0][name]
+
+
+class Relative(GPT):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(129, self.n_heads)
+
+    def attend(self, layer, x, positions, visible, cache):
+        q, k, v = (self.split(layer[name](x)) for name in ("q", "k", "v"))
+        place = torch.arange(x.shape[1])
+        bias = self.table(place - place[:, None] + 64).permute(2, 0, 1)
+        scores = (q @ self.repeat(k).mT + bias).masked_fill(~visible, -torch.inf)
+        return layer["out"](self.merge(scores.softmax(dim=-1) @ self.repeat(v))), (k, v)
+
+
+class Deep(Stated):
+    attention_rate = mlp_rate = 0.5
+
+    def dropped(self, x, rate):
+        keep = torch.rand(len(x), 1, 1) < 1 - rate
+        return x * keep / (1 - rate) if self.training and rate else x
+
+
+class OneWideHead(Stated):
+    def attend(self, layer, x, positions, visible, cache):
+        place = torch.arange(x.shape[1])
+        near = (place[:, None] - place < 5).expand(self.n_heads, -1, -1).clone()
+        near[-1] = True
+        return super().attend(layer, x, positions, visible & near, cache)
+
+
+class WideAtStart(Stated):
+    def attend(self, layer, x, positions, visible, cache):
+        place = torch.arange(x.shape[1])
+        near = (place[:, None] - place < 5) | (place[:, None] == 7)
+        return super().attend(layer, x, positions, visible & near, cache)
+
+
+class Steep(Stated):
+    """Has other slopes for all queries but the last one."""
+
+    def softmax(self, scores):
+        place = torch.arange(scores.shape[-1])
+        slopes = torch.tensor(SLOPES)[:, None, None] * (1 + (place[:, None] < place[-1]))
+        return super().softmax(scores - slopes * (place[:, None] - place))
+
+
+class ClampedScores(Stated):
+    def softmax(self, scores):
+        return super().softmax(scores.clamp(-5, 5).masked_fill(scores.isinf(), -torch.inf))
+
+
+class ClampedHead(Head):
+    cap = staticmethod(lambda x: x.clamp(-3, 3))
+
+    def forward(self, x):
+        return self.cap(super().forward(x))
+
+
+class ClampedLogits(Stated):
+    def __init__(self):
+        super().__init__()
+        self.head = ClampedHead(self)
+
+
+class InnerFactor(ClampedLogits):
+    def __init__(self):
+        super().__init__()
+        self.head.cap = lambda x: 3 * (x / 6).tanh()
+
+
+@pytest.mark.parametrize(
+    ("model", "fact", "value", "status"),
+    [
+        (Buffered, "experts_per_token", 2, "passed"),
+        (Buffered, "experts_per_token", 3, "failed"),
+        (Multiplied, "logit_scale", 0.25, "passed"),
+        (Multiplied, "logit_scale", 1.0, "failed"),
+        (Unnormed, "logit_scale", 0.25, "not applicable"),
+        (Computed, "block_weights", (0, 0), "passed"),
+        (Computed, "block_weights", (0, 1), "failed"),
+        (Copied, "block_weights", (0, 0), "failed"),
+        (Copied, "block_weights", (0, 1), "passed"),
+        (SharedAttention, "block_weights", (0, 0), "failed"),
+        (Relative, "position_offset", 0, "not applicable"),
+        (Deep, "residual_dropout", 0.1, "not applicable"),
+        (OneWideHead, "windows", (5, 5), "failed"),
+        (WideAtStart, "windows", (5, 5), "failed"),
+        (Steep, "alibi_slopes", SLOPES, "failed"),
+        (ClampedScores, "attention_cap", 5.0, "failed"),
+        (ClampedLogits, "logit_cap", 3.0, "failed"),
+        (InnerFactor, "logit_scale", 1.0, "failed"),
+    ],
+)
+def test_other_forms_pass_or_fail_only_if_measured(model, fact, value, status):
+    result = ask(spec_of(model, max_length=60, facts=Facts(**{fact: value})), fact)
+
+    assert result.status == status, result
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ({"causal": None}, "needs a causal model"),
+        ({"max_length": 7}, "needs a sequence of 13 positions, and at most 7 are measured"),
+    ],
+)
+def test_windows_that_are_not_measured_have_a_reason(declared, reason):
+    declared = {"max_length": 60, "facts": Facts(windows=(5, None)), **declared}
+    result = ask(spec_of(Stated, **declared), "windows")
+
+    assert (result.status, result.meaning) == ("not applicable", reason)

@@ -473,7 +473,7 @@ def mistral() -> ModelSpec:
     return ModelSpec.of(_llama_spec(sliding_window=5), name="mistral")
 
 
-@mutant("31", twin=llama, family="padding", source="classic", observable=padded_left)
+@mutant("31", twin=llama, family=("padding", "sensitivity"), source="classic", observable=padded_left)
 def llama_padding_mask_ignored():
     """A Llama whose attention mask is lost on the way."""
 

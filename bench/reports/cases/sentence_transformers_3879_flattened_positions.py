@@ -65,7 +65,7 @@ class SentenceTransformer(nn.Module):
         self.auto_model = RobertaModel()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return one embedding of length 1 for each row."""
+        """Return one embedding for each row."""
         keep = input_ids != PAD if attention_mask is None else attention_mask.bool()
         count = keep.cumsum(dim=1)
         if self.attn_implementation == "flash_attention_2":
@@ -78,7 +78,7 @@ class SentenceTransformer(nn.Module):
             position_ids = torch.where(keep, count + PAD, PAD)
             visible = keep[:, None, None] | torch.eye(keep.shape[1], dtype=torch.bool, device=keep.device)
             total = (self.auto_model(input_ids, visible, position_ids) * keep[..., None]).sum(dim=1)
-        return F.normalize(total / count[:, -1:].clamp(min=1), dim=-1)
+        return total / count[:, -1:].clamp(min=1)
 
 
 def buggy() -> nn.Module:

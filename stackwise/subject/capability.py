@@ -19,6 +19,7 @@ from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters, influence_of_first
 from stackwise.subject.output import logits_of, part_of
+from stackwise.subject.facts import value_in
 from stackwise.subject.rotary import rotary_in
 from stackwise.support.random_state import seeded
 
@@ -472,7 +473,7 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Any]]:
     # If no layer has a window, the setting holds for all layers, unless it is per layer or disabled.
     everywhere = getattr(config, "layer_types", None) is None and getattr(config, "use_sliding_window", True)
     if not windows and everywhere:
-        windows = {getattr(config, "sliding_window", None)}
+        windows = {value_in(config, "sliding_window")}
     if len(windows) == 1 and isinstance(window := windows.pop(), int):
         yield "window", window
     if rotary := rotary_in(config):

@@ -12,7 +12,7 @@ from typing import Any
 
 from stackwise.support.arguments import check_number, check_sizes, require
 
-__all__ = ["Facts", "alibi_slopes", "facts_in"]
+__all__ = ["Facts", "alibi_slopes", "facts_in", "value_in"]
 
 _OF_EACH_LAYER = ("attention_scale", "residual_scale")
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
@@ -121,7 +121,7 @@ def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
     keys: dict[str, str] = {}
     for fact, names, read in _ROWS:
         for key in names.split():
-            value = getattr(config, key, None)
+            value = value_in(config, key)
             stated = None if fact in found or value is None else read(value, config)
             if stated is not None:
                 found[fact], keys[fact] = stated, _source(key, value)
@@ -131,6 +131,14 @@ def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
     if is_plain and any(name.endswith(_QUERIES[1:]) for name, _ in model.named_parameters()):
         found["initial_std"], keys["initial_std"] = {_QUERIES: std}, _source("initializer_range", std)
     return Facts(**found), keys
+
+
+def value_in(config: Any, key: str) -> Any:
+    """Return a value of a configuration. None: it has none, or layers with different ones."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # of transformers, for a value that differs between layers
+        return None
 
 
 def _source(key: str, value: Any) -> str:

@@ -114,10 +114,8 @@ def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
     if not isinstance(stated, Mapping):
         return ()
     # Layers of different types may have different embeddings.
-    by_type = (
-        list(stated.values()) if all(isinstance(each, Mapping) for each in stated.values()) else [stated]
-    )
-    found = [_stated(each, config) for each in by_type]
+    by_type = stated if all(isinstance(each, Mapping) for each in stated.values()) else {"": stated}
+    found = [_stated(each, _of_type(name, config)) for name, each in by_type.items()]
     if None in found:
         return ()
     is_mixed = any(
@@ -130,8 +128,18 @@ def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
 def rotary_by_layer(config: Any) -> tuple[RotaryClaim, ...]:
     """Return the rotary embedding of each layer whose type has one of its own."""
     types, stated = getattr(config, "layer_types", None) or (), config.rope_parameters
-    found = [_stated(stated[each], config) for each in types if isinstance(stated.get(each), Mapping)]
+    found = [
+        _stated(stated[each], _of_type(each, config))
+        for each in types
+        if isinstance(stated.get(each), Mapping)
+    ]
     return tuple(claim for claim in found if claim is not None)
+
+
+def _of_type(name: str, config: Any) -> Any:
+    """Return the configuration of the layers of a type. It may state another head size."""
+    layers, types = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None) or ()
+    return layers[types.index(name)] if layers and name in types else config
 
 
 def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:

@@ -180,7 +180,7 @@ def test_tools_that_are_not_there_say_so(monkeypatch):
 def test_bars_count_failures_errors_and_what_did_not_end():
     def of(*others, error=None):
         each = [{"status": status, "family": "causality"} for status in others]
-        return {"others": each, "error": error, "seconds": 6.0}
+        return {"others": each, "error": error, "cpu_seconds": 6.0}
 
     models = {
         "transformers/a": of("warned", "not applicable"),

@@ -63,6 +63,19 @@ def test_types_of_layers_have_claims_of_their_own():
     assert {claim.theta for claim in rotary_in(config)} == {1e4, 1e6}
 
 
+def test_layers_with_head_sizes_of_their_own():
+    rotary = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        head_dim=8,
+        global_head_dim=16,
+        rope_parameters={"sliding_attention": rotary, "full_attention": rotary},
+    )
+
+    assert {claim.dim for claim in rotary_in(config)} == {8, 16}
+
+
 @pytest.mark.parametrize("config", [None, object(), {"rope_parameters": {}}])
 def test_no_configuration_is_no_claim(config):
     assert rotary_in(config) == ()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from scipy.special import chdtrc
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs
@@ -26,8 +28,8 @@ from stackwise.subject.generation import GenerateCall
 from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
-# Number of rows in a sampling check for small and for large models, and least size of a large model.
-_MANY, _FEW, _LARGE = 512, 128, 1_000_000
+# Largest and smallest number of rows in a sampling check, and largest size of one tensor with all rows.
+_MANY, _FEW, _BYTES = 256, 128, 2**25
 # Limit of -log10 of the p-value of a sample. A correct engine exceeds it in two samples once in 1e8 runs.
 _SURPRISE = 4.0
 _EXPECTED = 32.0  # expected draws in a cell of the chi-square statistic
@@ -111,7 +113,9 @@ class _Engine:
 
     def samples(self, prompt: Tensor, seed: int = 0, **options: Any) -> _Rows:
         """Return two drawn tokens for each of many rows with the same prompt."""
-        count = _MANY if self.subject.spec.n_parameters <= _LARGE else _FEW
+        with _LargestTensor() as largest:
+            self.logits(prompt[None])
+        count = min(max(_BYTES // largest.n_bytes, _FEW), _MANY)
         is_one = "num_samples" in self.call.options
         options |= {"num_samples": count} if is_one else {}
         return self.generate([prompt] * (1 if is_one else count), 2, seed, **options)
@@ -130,6 +134,22 @@ class _Engine:
         logits = self.logits(prompt.expand(len(tokens), -1), tokens[:, :step])
         logits[:, [*ends]] = -torch.inf
         return tokens, logits
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Size in bytes of the largest result of an operation. Some models pad a short row to a long one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes = 1
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.n_bytes = max([self.n_bytes, *sizes])
+        return result
 
 
 @torch.no_grad()

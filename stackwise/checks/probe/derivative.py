@@ -230,7 +230,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _STEP_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             # Dropout draws its mask in place, and no gradient passes through it.
             self.uses_steps = self.uses_steps or called != "bernoulli_"
-        if name in ("exp", "div") and args[0].requires_grad and not args[0].is_leaf:
+        of_branch = isinstance(args[0], Tensor) and args[0].requires_grad and not args[0].is_leaf
+        if name in ("exp", "div") and of_branch:
             one = args[1] if name == "div" else torch.zeros_like(args[0])  # the result is exactly 1
             is_constant = isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1
             self.has_unit_factor = self.has_unit_factor or (is_constant and torch.equal(args[0], one))

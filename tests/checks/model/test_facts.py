@@ -169,6 +169,14 @@ def test_constants_with_another_meaning_are_not_inferred():
         assert facts_in(model) == (Facts(), {})
 
 
+def test_value_that_differs_between_layers_is_not_inferred():
+    transformers = pytest.importorskip("transformers")
+    layers = {0: {"num_key_value_heads": 1}, 1: {"num_key_value_heads": 2}}
+    config = transformers.LlamaConfig(**SIZES, per_layer_config=layers)
+
+    assert "key_heads" not in facts_in(SimpleNamespace(config=config, named_parameters=list))[1]
+
+
 def test_facts_of_another_type_are_refused():
     with pytest.raises(ValueError, match=r"facts: got \{\}"):
         ModelSpec.of(GPT, facts={})

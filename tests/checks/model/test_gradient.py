@@ -282,6 +282,15 @@ def test_the_parameter_is_named(subjects):
     assert (result.status, result.where) == ("failed", "layers.1.out.weight")
 
 
+def test_quotients_of_python_numbers_are_no_error(subjects):
+    class Chunked(subjects.TinyLM):
+        def mix(self, x):
+            n_chunks = torch.div(x.shape[1], 2, rounding_mode="trunc")
+            return x + 0 * n_chunks
+
+    assert subjects.ask(Chunked, "gradient_exact").status == "passed"
+
+
 def test_step_functions_are_a_choice(subjects, models):
     assert subjects.ask(models["Rounded"], "gradient_exact").status in ("warned", "not applicable")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from stackwise.subject.argument import LENGTHS, MASKS
 from stackwise.subject.cached_call import find_cached_call
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters, influence_of_first
-from stackwise.subject.output import logits_of, part_of
 from stackwise.subject.facts import value_in
+from stackwise.subject.output import logits_of, part_of
 from stackwise.subject.rotary import rotary_in
 from stackwise.support.random_state import seeded
 

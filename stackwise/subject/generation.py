@@ -23,7 +23,8 @@ __all__ = ["GenerateCall", "inferred_generate"]
 
 # Option -> value without an effect. A function without this parameter may be called with this value.
 _OPTIONS: dict[str, Any] = {"max_new_tokens": None, "temperature": 0.0, "top_k": None, "top_p": 1.0}
-_OPTIONS |= {"stop": (), "seed": 0, "num_samples": 1}
+_OPTIONS |= {"stop": (), "seed": 0, "num_samples": 1, "num_beams": 1}
+_NAMED = {"seed", "num_samples", "num_beams"}  # options that `**options` does not stand for
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class GenerateCall:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Supported options with their defaults. `**options` stands for all but `seed` and `num_samples`."""
+        """Supported options with their defaults. `**options` stands for all but `_NAMED`."""
         named = list(inspect.signature(self.function).parameters.values())[2:]
         found = {each.name: each.default for each in named if each.kind is not each.VAR_KEYWORD}
-        variadic = _OPTIONS.keys() - {"seed", "num_samples"} if len(found) < len(named) else ()
+        variadic = _OPTIONS.keys() - _NAMED if len(found) < len(named) else ()
         return dict.fromkeys(variadic) | found
 
     @property
@@ -80,12 +81,16 @@ class GenerateCall:
 
 
 def inferred_generate(model: Any, padding_sides: Sequence[str]) -> GenerateCall | None:
-    """Return the call of the `generate` of transformers or of a causal Rack, or None."""
+    """Return the call of the method `generate` of a model, or None.
+
+    Known are those of transformers, of a causal Rack, and of models in the style of nanoGPT:
+    `generate(ids, max_new_tokens, ...)` returns ids that begin with the prompts.
+    """
     if type(model).__module__ == "stackwise.model.rack":
         return GenerateCall(_by_rack)
     if can_generate(model) and hasattr(model, "generation_config"):
         return GenerateCall(_by_transformers, one_length="left" not in padding_sides)
-    return None
+    return _by_method(model)
 
 
 def _by_rack(
@@ -95,7 +100,41 @@ def _by_rack(
     return model.generate(ids, keep, seed=seed, stop_token_ids=stop, **options)[:, ids.shape[1] :]
 
 
-def _by_transformers(model: Any, prompts: list[Tensor], *, stop: Sequence[int] = (), **options: Any) -> Any:
+def _by_method(model: Any) -> GenerateCall | None:
+    """Return the call of a method `generate` that repeats the prompts before the new tokens."""
+    method = getattr(model, "generate", None)
+    if not inspect.ismethod(method):
+        return None
+    _, *parameters = inspect.signature(method).parameters.values()
+    defaults = {each.name: each.default for each in parameters}
+    changes_logits = any("penalty" in name and value not in (None, 0, 1) for name, value in defaults.items())
+    if "max_new_tokens" not in defaults or changes_logits:
+        return None
+    # With do_sample=False, these have no effect.
+    drawn = {"temperature", "top_k", "top_p", "seed"} if "do_sample" not in defaults else set()
+    names = [name for name in defaults if name in {"max_new_tokens", "num_beams"} | drawn]
+
+    def generate(model: Any, prompts: list[Tensor], **options: Any) -> Any:
+        if options.get("temperature") == 0.0 and "top_k" in names:
+            options |= {"temperature": 1.0, "top_k": 1}  # many methods divide by the temperature
+        # None may be no value of a parameter whose default is a number, such as top_k=50.
+        given = {name: (defaults[name] and 0) if value is None else value for name, value in options.items()}
+        ids, n_new = torch.stack(prompts), options["max_new_tokens"]
+        found = model.generate(ids, **given)
+        is_known = isinstance(found, Tensor) and found.shape == (len(ids), ids.shape[1] + n_new)
+        if not is_known or not torch.equal(found[:, : ids.shape[1]], ids):
+            raise NotImplementedError(f"needs a generate method that adds {n_new} tokens to each prompt")
+        return found[:, ids.shape[1] :]
+
+    first = list(inspect.signature(generate).parameters.values())[:2]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    generate.__signature__ = inspect.Signature(first + named)  # type: ignore[attr-defined]
+    return GenerateCall(generate, one_length=True)
+
+
+def _by_transformers(
+    model: Any, prompts: list[Tensor], *, stop: Sequence[int] = (), num_beams: int = 1, **options: Any
+) -> Any:
     """Call `generate` of transformers with a configuration that contains only the options."""
     from transformers import GenerationConfig
 
@@ -106,7 +145,7 @@ def _by_transformers(model: Any, prompts: list[Tensor], *, stop: Sequence[int] =
     names = ("temperature", "top_k", "top_p") if is_drawn else ()
     known = {name: options[name] or 0 for name in (*names, "max_new_tokens")}
     ends = {"pad_token_id": pad, "eos_token_id": [*stop] or None}
-    model.generation_config = make(do_sample=is_drawn, **ends, **known)
+    model.generation_config = make(do_sample=is_drawn, num_beams=num_beams, **ends, **known)
     try:
         return model.generate(ids, attention_mask=keep)[:, ids.shape[1] :]
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stackwise.subject.generation import GenerateCall
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, Placed, spec_of
 from tests.zoo.mutant import mutant
@@ -117,6 +118,41 @@ class Samples(Engine):
         return [tuple(tensor.expand(n, -1, -1, -1) for tensor in layer) for layer in cache]
 
 
+class Beams(Engine):
+    """Beam search with a cache for prompts of one length."""
+
+    def __call__(self, model, prompts, *, max_new_tokens, num_beams=1):
+        ids = torch.stack(prompts).repeat_interleave(num_beams, dim=0)
+        keep = torch.ones_like(ids).bool()
+        logits, cache = self.prefill(model, ids, keep)
+        scores = torch.full((len(prompts), num_beams), -torch.inf)
+        scores[:, 0] = 0.0  # the beams of a prompt are equal at first
+        tokens = ids[:, :0]
+        for _ in range(max_new_tokens):
+            scores, chosen, token = self.choose(scores, logits.log_softmax(-1))
+            tokens = torch.cat((tokens[self.order_of(chosen)], token.flatten()[:, None]), dim=1)
+            cache = self.reorder(cache, self.order_of(chosen))
+            keep = torch.cat((keep, keep[:, :1]), dim=1)
+            logits, cache = self.decode(model, token.flatten()[:, None], cache, keep)
+        return tokens[::num_beams]
+
+    def choose(self, scores, log_p):
+        """Return scores, the beam of each one and its next token, (B, K) each."""
+        B, K = scores.shape
+        total = self.add(scores[..., None], log_p.unflatten(0, (B, K))).flatten(1)
+        scores, index = total.topk(K)
+        return scores, index // log_p.shape[-1], index % log_p.shape[-1]
+
+    def add(self, scores, log_p):
+        return scores + log_p
+
+    def order_of(self, chosen):
+        return (chosen + torch.arange(len(chosen))[:, None] * chosen.shape[1]).flatten()
+
+    def reorder(self, cache, order):
+        return [tuple(tensor[order] for tensor in layer) for layer in cache]
+
+
 def engine(build: type[Engine] = Engine, model: type[GPT] = GPT) -> ModelSpec:
     """The clean twin: a GPT with its engine."""
     return spec_of(model, generate=build())
@@ -125,6 +161,11 @@ def engine(build: type[Engine] = Engine, model: type[GPT] = GPT) -> ModelSpec:
 def samples(build: type[Engine] = Samples) -> ModelSpec:
     """The clean twin that draws samples of one prompt."""
     return spec_of(GPT, generate=build())
+
+
+def beams(build: type[Engine] = Beams) -> ModelSpec:
+    """The clean twin with beam search."""
+    return spec_of(GPT, generate=GenerateCall(build(), one_length=True))
 
 
 def placed_engine(build: type[Engine] = Engine) -> ModelSpec:
@@ -152,6 +193,11 @@ def greedy(spec: ModelSpec):
 def in_batch(spec: ModelSpec):
     """Greedy tokens of three prompts of different lengths in a batch."""
     return _new(spec, _prompts(spec))
+
+
+def searched(spec: ModelSpec):
+    """Tokens of a beam search for three prompts of one length."""
+    return _new(spec, [prompt[-3:] for prompt in _prompts(spec)], num_beams=3)
 
 
 def stopped(spec: ModelSpec):
@@ -711,3 +757,39 @@ def gradients_stay_off():
             return super().prefill(model, ids, keep)
 
     return engine(Mutant)
+
+
+# Beam search
+
+
+@_bug("generate-beams", searched, twin=beams)
+def cache_is_not_reordered():
+    """Each beam continues with the cache of the beam that had its place."""
+
+    class Mutant(Beams):
+        def reorder(self, cache, order):
+            return cache
+
+    return beams(Mutant)
+
+
+@_bug("generate-beams", searched, twin=beams)
+def beams_of_all_rows_come_from_the_first_row():
+    """The index of a chosen beam has no offset for its row."""
+
+    class Mutant(Beams):
+        def order_of(self, chosen):
+            return chosen.flatten()
+
+    return beams(Mutant)
+
+
+@_bug("generate-beams", searched, twin=beams)
+def scores_of_earlier_tokens_are_lost():
+    """Beams are chosen by the probability of their last token."""
+
+    class Mutant(Beams):
+        def add(self, scores, log_p):
+            return log_p.where(scores.isfinite(), -torch.inf)
+
+    return beams(Mutant)

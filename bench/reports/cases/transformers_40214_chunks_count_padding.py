@@ -16,10 +16,12 @@ from stackwise import ModelSpec
 def rotary(x: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of (batch, heads, time, width) by their position."""
     half = x.shape[-1] // 2
-    freqs = 10_000 ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    angles = torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None] * freqs
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    freqs = 10_000 ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
+    angles = torch.arange(x.shape[2], dtype=dtype, device=x.device)[:, None] * freqs
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Llama4TextDecoderLayer(nn.Module):

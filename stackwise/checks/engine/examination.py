@@ -66,6 +66,8 @@ NARROW_LIMIT = 1e-5
 NARROW_GRADIENT_LIMIT = 3e-3
 LONGEST = 24
 _LONGEST_WINDOW = 64
+# Length of one earlier call: above the original length of most rotary embeddings of tiny models.
+_FAR = 80
 # Number of lengths that are drawn, roughly.
 _DRAWN_LENGTHS = 8
 # Constants beyond this size are masks, not weights.
@@ -211,6 +213,28 @@ class Examination:
         """Return the lengths that are drawn: about eight, so that few sequences need a plain answer."""
         step = len(self.lengths) // _DRAWN_LENGTHS
         return self.lengths[:: -(step | 1)]  # an odd step gives even and odd lengths
+
+    @cached_property
+    def far(self) -> int:
+        """Return a length far above the others that the model takes, or 0."""
+        # The limit of a rotary embedding is no table. On CUDA, a wrong row of a table ruins the process.
+        limit = None if self.spec.rotary else self.spec.max_length
+        is_safe = limit is not None or self.subject.device.type == "cpu" or bool(self.spec.rotary)
+        length = min(limit or _FAR, _FAR)
+        return length if is_safe and length > self.longest and self._takes_repeated(length) else 0
+
+    def repeated(self, number: int, length: int) -> Tensor:
+        """Return sequence `number` of the longest length, repeated up to a longer one, (T,) or (T, C)."""
+        x = self.sequence(number, self.longest)
+        return torch.cat([x] * -(-length // len(x)))[:length]
+
+    def _takes_repeated(self, length: int) -> bool:
+        try:
+            output = self.spec.logits(self.model(), self.repeated(50, length)[None])
+        except Exception as error:  # any other exception means: not this length
+            reraise_if_out_of_memory(error)
+            return False
+        return output.shape[:2] == (1, length)
 
     @cached_property
     def takes_all_lengths(self) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs
+from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs, reason_of
 from stackwise.checks.probe.difference import NOT_REPEATED, repeats
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -28,6 +28,7 @@ from stackwise.subject.generation import GenerateCall
 from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
+_N_BEAMS, _N_BEAM_STEPS = 4, 6
 # Largest and smallest number of rows in a sampling check, and largest size of one tensor with all rows.
 _MANY, _FEW, _BYTES = 256, 128, 2**25
 # Limit of -log10 of the p-value of a sample. A correct engine exceeds it in two samples once in 1e8 runs.
@@ -136,11 +137,11 @@ class _Engine:
         return tokens, logits
 
 
-class _LargestTensor(TorchDispatchMode):
+class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Size in bytes of the largest result of an operation. Some models pad a short row to a long one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.n_bytes = 1
 
     def __torch_dispatch__(
@@ -219,6 +220,49 @@ def generation_stop(engine: _Engine) -> CheckResult | None:
         if failure := engine.difference(prompts, advice, stop=stop):
             return failure
     return None
+
+
+@check
+@_of_engine
+def generation_beams(engine: _Engine) -> CheckResult | None:
+    """Does beam search return the sequence that a search with plain calls finds?"""
+    if "num_beams" not in engine.call.options:
+        raise NotImplementedError("needs a generate function with the parameter num_beams")
+    prompts = engine.prompts([5] * 8)
+    try:
+        rows = engine.generate(prompts, _N_BEAM_STEPS, num_beams=_N_BEAMS)
+    except REFUSALS as error:
+        raise NotImplementedError(f"needs num_beams={_N_BEAMS}, which raises {reason_of(error)}") from error
+    n_compared = 0
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        best, gap = _beam_search(engine, prompt)
+        if gap <= engine.tolerance or engine.reserved & {*row, *best}:
+            continue  # rounding decides, or ids with another meaning
+        n_compared += 1
+        if row != best:
+            return engine.subject.failed(
+                where=f"row {number} of {len(rows)}, {_N_BEAMS} beams",
+                meaning=f"Beam search returns {row}, but a search with plain calls finds {best}.",
+                advice="Reorder the cache and the ids by the chosen beams, with the offset of each row, and "
+                "add the log-probabilities of all steps.",
+            )
+    if not n_compared:
+        raise NotImplementedError("needs beams whose scores differ")
+    return None
+
+
+def _beam_search(engine: _Engine, prompt: Tensor) -> tuple[list[int], float]:
+    """Return the best new tokens, and the smallest difference of scores that decided."""
+    rows: _Rows = [[]]
+    scores, gap = torch.zeros(1, 1, dtype=torch.float64), math.inf
+    for _ in range(_N_BEAM_STEPS):
+        tokens = prompt.new_tensor(rows).reshape(len(rows), -1)
+        logits = engine.logits(prompt.expand(len(rows), -1), tokens)
+        found, order = (scores + logits.log_softmax(1).cpu()).flatten().sort(descending=True)
+        gap = min(gap, float(found[_N_BEAMS - 1] - found[_N_BEAMS]), float(found[0] - found[1]))
+        scores, chosen = found[:_N_BEAMS, None], order[:_N_BEAMS].tolist()
+        rows = [[*rows[i // logits.shape[1]], i % logits.shape[1]] for i in chosen]
+    return rows[0], gap
 
 
 @check

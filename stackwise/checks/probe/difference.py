@@ -169,5 +169,7 @@ def relative_difference(a: Tensor, b: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return True if the shapes and all bits are equal, also those of NaN and of float8."""
-    one, two = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (a, b))
+    # One expanded element is contiguous, but has a stride of 0, which view refuses.
+    one, two = (each.detach().flatten().clone(memory_format=torch.contiguous_format) for each in (a, b))
+    one, two = one.view(torch.uint8), two.view(torch.uint8)
     return a.shape == b.shape and torch.equal(one, two)

@@ -245,6 +245,7 @@ def _row_marks(batch: Any) -> list[bytes]:
     for row in range(len(leaves[0])):
         digest = hashlib.sha256()
         for leaf in leaves:
-            digest.update(leaf[row].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            data = leaf[row].flatten().clone(memory_format=torch.contiguous_format)
+            digest.update(data.view(torch.uint8).numpy().tobytes())
         marks.append(digest.digest())
     return marks

@@ -39,6 +39,11 @@ class History(Variation):
         count = rng.choice((1, 2))
         return [[rng.choice(kinds), rng.choice(exam.drawn_lengths)] for _ in range(count)]
 
+    def suspects(self, exam: Examination) -> Iterator[list[list[Any]]]:
+        """Yield a long call, after which a rotary embedding may stay scaled."""
+        if exam.far:
+            yield [["plain", exam.far]]
+
     def simpler(self, value: list[list[Any]]) -> Iterator[list[list[Any]]]:
         """Yield each call alone, then a plain one."""
         if len(value) > 1:
@@ -63,9 +68,8 @@ class History(Variation):
         """Make the calls."""
         spec = exam.spec
         for index, (kind, length) in enumerate(value):
-            inputs = torch.stack(
-                [exam.sequence(50 + index + row, length) for row in range(1 + (kind != "plain"))]
-            )
+            make = exam.repeated if length > exam.longest else exam.sequence
+            inputs = torch.stack([make(50 + index + row, length) for row in range(1 + (kind != "plain"))])
             with torch.set_grad_enabled(kind == "train"), exam.subject.fixed_randomness(), WithoutDropout():
                 if kind == "broken":
                     _break(spec, model.eval(), inputs)

@@ -5,7 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from stackwise.subject.inference.inputs import (
 )
 from stackwise.subject.inference.trial import Trial, try_calls
 from stackwise.subject.output import logits_of
+from stackwise.support.random_state import seeded
 
 __all__ = ["infer"]
 
@@ -75,8 +76,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
             sides = {**can, **known}.get("padding_sides", ())
             generate = inferred_generate(model, sides)
-            greedy = {"max_new_tokens": 2, "temperature": 0.0}
-            if generate is not None and attempt(partial(generate, model, [example[0]], **greedy)):
+            if generate is not None and _is_greedy(partial(generate, model, [example[0], example[0]])):
                 can["generate"] = generate
         inferred |= can
         inferred["assumed"] = (*inferred.get("assumed", ()), *assumed)
@@ -98,6 +98,15 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     if stated := [f"{fact} ({key})" for fact, key in keys.items() if getattr(own, fact) is None]:
         notes.append("stated: " + ", ".join(stated))
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _is_greedy(generate: Callable[..., Any]) -> bool:
+    """Return True if generation runs, and does not draw with a temperature of 0."""
+    found = []
+    for seed in range(2):
+        with seeded(seed):
+            found.append(attempt(partial(generate, max_new_tokens=2, temperature=0.0)))
+    return found[0] is not None and found[0] == found[1]
 
 
 def _may_be_padded(trial: Trial, example: Tensor, known: Mapping[str, Any]) -> bool:

@@ -31,7 +31,9 @@ def rack():
 def test_generate_of_each_kind_passes(model):
     spec = ModelSpec.of(model)
     assert spec.generate is not None
-    assert set(statuses(spec).values()) == {"passed"}
+    found = statuses(spec)
+    assert found.pop("generation_beams") == ("passed" if model is llama else "not applicable")
+    assert set(found.values()) == {"passed"}
 
 
 @pytest.mark.parametrize("model", [llama, rack])
@@ -39,9 +41,59 @@ def test_inferred_generate_is_noted(model):
     assert "generate" in ModelSpec.of(model).notes
 
 
+class Nano(GPT):
+    """Model with a method `generate` in the style of nanoGPT."""
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -24:]).logits[:, -1] / temperature
+            if top_k is not None:
+                logits[logits < logits.topk(top_k).values[:, [-1]]] = -torch.inf
+            idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+        return idx
+
+
+class Shifted(Nano):
+    """Generation forgets the last token of the prompt."""
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        found = super().generate(idx[:, :-1], max_new_tokens, temperature, top_k)
+        return torch.cat((idx, found[:, idx.shape[1] - 1 :]), dim=1)
+
+
+@pytest.mark.parametrize(("model", "status"), [(Nano, "passed"), (Shifted, "failed")])
+def test_method_in_the_style_of_nanogpt_is_inferred(model, status):
+    spec = ModelSpec.of(model, causal=True)
+    assert {*spec.generate.options} == {"max_new_tokens", "temperature", "top_k"}
+    assert statuses(spec)["generation_greedy"] == status
+
+
+def drawing(model, idx, max_new_tokens):
+    return torch.cat((idx, torch.randint(61, (len(idx), max_new_tokens))), dim=1)
+
+
+def penalised(model, idx, max_new_tokens, repetition_penalty=1.2):
+    return torch.cat((idx, idx[:, :1].expand(-1, max_new_tokens)), dim=1)
+
+
+def without_prompt(model, idx, max_new_tokens):
+    return idx[:, :1].expand(-1, max_new_tokens)
+
+
+@pytest.mark.parametrize("method", [drawing, penalised, without_prompt])
+def test_other_methods_are_not_inferred(method):
+    assert ModelSpec.of(type("Model", (GPT,), {"generate": method}), causal=True).generate is None
+
+
+def test_beam_search_of_transformers_passes():
+    assert check_model(llama(), checks=["generation_beams"])[0].status == "passed"
+
+
 def test_engine_of_one_prompt_is_not_asked_for_stop_tokens():
     found = statuses(spec_of(GPT, generate=Samples()))
-    assert found.pop("generation_stop") == "not applicable"
+    assert [found.pop(name) for name in ("generation_stop", "generation_beams")] == ["not applicable"] * 2
     assert set(found.values()) == {"passed"}
 
 
@@ -52,7 +104,7 @@ def test_end_token_of_the_engine_is_the_default_of_stop():
 
     spec = spec_of(GPT, generate=generate)
     assert spec.generate.end_tokens == tuple(range(0, 61, 4))
-    assert set(statuses(spec).values()) == {"passed"}
+    assert set(statuses(spec).values()) == {"passed", "not applicable"}
 
 
 def test_list_may_omit_the_stop_token():

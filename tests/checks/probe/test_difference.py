@@ -16,6 +16,7 @@ from stackwise.checks.probe.difference import (
     absolute_difference,
     measure_difference,
     relative_difference,
+    same_bits,
     variation,
 )
 from stackwise.subject.spec import ModelSpec
@@ -59,6 +60,12 @@ def test_not_finite_in_different_ways(pair):
 
 def test_signed_zeros_are_equal():
     assert absolute([0.0, 0.0], [0.0, -0.0]) == [0.0, 0.0]
+
+
+def test_bits_of_one_expanded_element():
+    ids = torch.ones((), dtype=torch.long).expand(1)  # with a stride of 0
+
+    assert same_bits(ids, torch.ones(1, dtype=torch.long))
 
 
 def test_shape_and_precision():

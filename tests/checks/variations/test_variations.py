@@ -488,6 +488,23 @@ def test_variation_finds_its_bug(name):
     assert not explored(healthy, names).findings
 
 
+class StaysScaled(GPT):
+    """After a call of more than 40 positions, the embeddings stay scaled."""
+
+    factor = 1.0
+
+    def embed(self, input_ids):
+        if input_ids.shape[1] > 40:
+            self.factor = 0.5
+        return super().embed(input_ids) * self.factor
+
+
+def test_call_after_a_long_call_is_compared():
+    [finding] = explored(StaysScaled, ["history"]).findings
+    assert finding.variation == "history"
+    assert finding.composition.values["history"] == [["plain", 80]]
+
+
 class SingleTokenScaled(GPT):
     """A call of one token takes the branch of decoding."""
 

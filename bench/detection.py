@@ -518,6 +518,14 @@ def mutations(claim: Claim, jobs: int) -> None:
 
 # Bars
 
+# (name, pattern of ids of mutants, smallest number of them, smallest share that is caught)
+_GROUPS = (
+    ("declared facts", r"facts|rotary", 60, 0.90),
+    ("inferred facts", r"inferred facts", 25, 0.80),
+    ("generation", r"generate-.*", 25, 0.90),
+    ("conversions", r"C\d+", 20, 0.95),
+)
+
 
 def bars(figures: Mapping[str, Any]) -> list[Bar]:
     """Return the bars of the figures."""
@@ -527,6 +535,7 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         found.append(Bar("mutants", float(len(mutants)), 75.0, full_size=True))
         found.append(Bar("caught by the family expected", caught, 0.95))
         found.append(Bar("FAILs on clean twins", _failures(figures["catalogue"]["twins"]), 0.0, at_most=True))
+        found += [bar for group in _GROUPS for bar in _bars_of_group(mutants, *group)]
     if models := figures.get("third_party", {}).get("models"):
         n_warned = sum(each["status"] == "warned" for model in models.values() for each in model["others"])
         seconds = median(model["cpu_seconds"] for model in models.values())
@@ -543,6 +552,12 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
     ]
     found += report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
     return found + source_mutant_bars(figures.get("source_mutants", {}))
+
+
+def _bars_of_group(mutants: Mapping[str, Any], name: str, ids: str, least: int, share: float) -> list[Bar]:
+    caught = [mutant["caught"] for mutant in mutants.values() if re.fullmatch(ids, mutant["id"])]
+    number = Bar(f"mutants of {name}", float(len(caught)), float(least), full_size=True)
+    return [number, Bar(f"caught, {name}", sum(caught) / len(caught), share)] if caught else [number]
 
 
 def _without(new: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

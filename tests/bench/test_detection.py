@@ -190,7 +190,10 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     }
     figures = {
         "catalogue": {
-            "mutants": {"a": mutant("loss", ["loss"]), "b": mutant("loss", [])},
+            "mutants": {
+                "a": mutant("loss", ["loss"]) | {"id": "60"},
+                "b": mutant("loss", []) | {"id": "61"},
+            },
             "twins": {"clean": of()},
         },
         "third_party": {"models": models},
@@ -200,6 +203,10 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     assert found == {
         "mutants": (2.0, "SHORT"),
         "caught by the family expected": (0.5, "SHORT"),
+        "mutants of declared facts": (0.0, "SHORT"),
+        "mutants of inferred facts": (0.0, "SHORT"),
+        "mutants of generation": (0.0, "SHORT"),
+        "mutants of conversions": (0.0, "SHORT"),
         "FAILs on clean twins": (0.0, "PASS"),
         "third-party models": (4.0, "SHORT"),
         "unexplained FAILs on third-party models": (2.0, "SHORT"),
@@ -214,6 +221,26 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     assert "| mutants | 2 | at least 75, short |" in shown
     nearly = {"name": "exact", "value": 0.9998, "limit": 1.0, "at_most": False, "verdict": "SHORT"}
     assert "| exact | 0.9998 | at least 1, short |" in marked_tables.bar_rows({"bars": [nearly]})
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "share", "ids"),
+    [
+        ("declared facts", 60, 0.9, ["facts", "rotary"]),
+        ("inferred facts", 25, 0.8, ["inferred facts"]),
+        ("generation", 25, 0.9, ["generate-rows", "generate-top-k"]),
+        ("conversions", 20, 0.95, ["C1", "C31"]),
+    ],
+)
+def test_groups_of_mutants_have_bars(name, least, share, ids):
+    mutants = {each: mutant("loss", ["loss"]) | {"id": each} for each in ids}
+    mutants |= {each: mutant("loss", []) | {"id": each} for each in ("61", "P1")}
+    mutants["missed"] = mutant("loss", []) | {"id": ids[0]}
+    found = {bar.name: bar for bar in detection.bars({"catalogue": {"mutants": mutants, "twins": {}}})}
+    number, caught = found[f"mutants of {name}"], found[f"caught, {name}"]
+
+    assert (number.value, number.limit) == (len(ids) + 1, least)
+    assert (caught.value, caught.limit) == (len(ids) / (len(ids) + 1), share)
 
 
 def test_processes_at_a_time():

@@ -13,54 +13,7 @@ from stackwise.subject.facts import Facts, alibi_slopes, facts_in
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.declared_facts import SLOPES, STATED, Head, Routed, Stated
 from tests.zoo.gpt import GPT, spec_of
-
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TYPES = ["sliding_attention", "full_attention"]
-BASES = {
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": TYPES},
-    "granite": {"num_key_value_heads": 2, "attention_multiplier": 0.25},
-    "llama": {"num_key_value_heads": 2},
-    "gpt2": {"n_positions": 64},
-    "roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    | {"moe_intermediate_size": 24},
-    "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
-    "gpt_bigcode": {"multi_query": False, "n_positions": 64},
-}
-# (type of model, fact, key that differs from the one of the built model, its value)
-CHANGED = [
-    ("gemma2", "attention_scale", "query_pre_attn_scalar", 32),
-    ("gemma2", "attention_cap", "attn_logit_softcapping", 30.0),
-    ("gemma2", "logit_cap", "final_logit_softcapping", 20.0),
-    ("gemma2", "windows", "layer_types", TYPES[::-1]),
-    ("gemma2", "windows", "sliding_window", 7),
-    ("granite", "attention_scale", "attention_multiplier", 0.125),
-    ("granite", "embedding_scale", "embedding_multiplier", 12.0),
-    ("granite", "residual_scale", "residual_multiplier", 0.2),
-    ("granite", "logit_scale", "logits_scaling", 8.0),
-    ("gpt2", "attention_scale", "scale_attn_weights", False),
-    ("gpt2", "attention_scale", "scale_attn_by_inverse_layer_idx", True),
-    ("gpt2", "embedding_dropout", "embd_pdrop", 0.2),
-    ("gpt2", "attention_dropout", "attn_pdrop", 0.0),
-    ("gpt2", "residual_dropout", "resid_pdrop", 0.05),
-    ("gpt2", "norm_eps", "layer_norm_epsilon", 1e-6),
-    ("llama", "norm_eps", "rms_norm_eps", 1e-5),
-    ("llama", "key_heads", "num_key_value_heads", 1),
-    ("llama", "attention_dropout", "attention_dropout", 0.1),
-    ("llama", "initial_std", "initializer_range", 0.03),
-    ("mpt", "alibi_slopes", "attn_config", {"alibi_bias_max": 16}),
-    ("falcon", "alibi_slopes", "alibi", True),
-    ("gpt_neox", "residual_dropout", "hidden_dropout", 0.3),
-    ("roberta", "position_offset", "pad_token_id", 3),
-    ("cohere", "logit_scale", "logit_scale", 0.5),
-    ("mixtral", "experts_per_token", "num_experts_per_tok", 1),
-    ("mixtral", "router_loss", "router_aux_loss_coef", 0.02),
-    ("qwen3_moe", "routing_sum", "norm_topk_prob", True),
-    ("xglm", "embedding_scale", "scale_embedding", True),
-    ("gpt_bigcode", "key_heads", "multi_query", True),
-]
+from tests.zoo.inferred_facts import factory, spec_with
 
 
 def ask(spec, fact):
@@ -68,38 +21,10 @@ def ask(spec, fact):
     return result
 
 
-def factory(kind, **changed):
-    transformers = pytest.importorskip("transformers")
-    settings = {**SIZES, **BASES.get(kind, {}), **changed}
-    if kind == "xglm":
-        settings = {"scale_embedding": False, **settings}
-        del settings["hidden_size"]
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+def test_slopes_that_mpt_ignores_fail():
+    stated = factory("mpt", attn_config={"alibi_bias_max": 16})
 
-
-def spec_with(build, stated):
-    """Return the spec of a model with the facts of another one."""
-    more = {"max_length": 60, "facts": facts_in(stated())[0]}
-    if getattr(build().config, "router_aux_loss_coef", None):
-        return ModelSpec.of(build, **more)
-    return ModelSpec(build, "model", "tokens", SIZES["vocab_size"], causal=True, **more)
-
-
-@pytest.mark.parametrize(("kind", "fact", "key", "value"), CHANGED)
-def test_configuration_that_the_model_ignores_fails(kind, fact, key, value):
-    result = ask(spec_with(factory(kind), factory(kind, **{key: value})), fact)
-
-    assert result.status == "failed", result
-
-
-@pytest.mark.parametrize(("kind", "fact", "key", "value"), CHANGED)
-def test_configuration_that_the_model_follows_passes(kind, fact, key, value):
-    if kind == "mpt":
-        pytest.skip("MptModel ignores alibi_bias_max")
-    build = factory(kind, **{key: value})
-
-    assert ask(spec_with(build, build), fact).status == "passed"
+    assert ask(spec_with(factory("mpt"), stated), "alibi_slopes").status == "failed"
 
 
 def test_notes_name_the_key_of_each_fact():

@@ -1,0 +1,111 @@
+"""Models of transformers that ignore a key of their configuration, and follow it in the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stackwise.subject.facts import facts_in
+from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
+from tests.zoo.declared_facts import STATED
+from tests.zoo.mutant import mutant
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TYPES = ["sliding_attention", "full_attention"]
+BASES: dict[str, dict[str, Any]] = {
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": TYPES},
+    "granite": {"num_key_value_heads": 2, "attention_multiplier": 0.25},
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_positions": 64},
+    "roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 24},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
+    "gpt_bigcode": {"multi_query": False, "n_positions": 64},
+}
+# (type of model, fact, key that differs from the one of the built model, its value)
+CHANGED: list[tuple[str, str, str, Any]] = [
+    ("gemma2", "attention_scale", "query_pre_attn_scalar", 32),
+    ("gemma2", "attention_cap", "attn_logit_softcapping", 30.0),
+    ("gemma2", "logit_cap", "final_logit_softcapping", 20.0),
+    ("gemma2", "windows", "layer_types", TYPES[::-1]),
+    ("gemma2", "windows", "sliding_window", 7),
+    ("granite", "attention_scale", "attention_multiplier", 0.125),
+    ("granite", "embedding_scale", "embedding_multiplier", 12.0),
+    ("granite", "residual_scale", "residual_multiplier", 0.2),
+    ("granite", "logit_scale", "logits_scaling", 8.0),
+    ("gpt2", "attention_scale", "scale_attn_weights", False),
+    ("gpt2", "attention_scale", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "embedding_dropout", "embd_pdrop", 0.2),
+    ("gpt2", "attention_dropout", "attn_pdrop", 0.0),
+    ("gpt2", "residual_dropout", "resid_pdrop", 0.05),
+    ("gpt2", "norm_eps", "layer_norm_epsilon", 1e-6),
+    ("llama", "norm_eps", "rms_norm_eps", 1e-5),
+    ("llama", "key_heads", "num_key_value_heads", 1),
+    ("llama", "attention_dropout", "attention_dropout", 0.1),
+    ("llama", "initial_std", "initializer_range", 0.03),
+    ("falcon", "alibi_slopes", "alibi", True),
+    ("gpt_neox", "residual_dropout", "hidden_dropout", 0.3),
+    ("roberta", "position_offset", "pad_token_id", 3),
+    ("cohere", "logit_scale", "logit_scale", 0.5),
+    ("mixtral", "experts_per_token", "num_experts_per_tok", 1),
+    ("mixtral", "router_loss", "router_aux_loss_coef", 0.02),
+    ("qwen3_moe", "routing_sum", "norm_topk_prob", True),
+    ("xglm", "embedding_scale", "scale_embedding", True),
+    ("gpt_bigcode", "key_heads", "multi_query", True),
+]
+
+
+def factory(kind: str, **changed: Any) -> Callable[[], Any]:
+    import transformers
+
+    settings = {**SIZES, **BASES.get(kind, {}), **changed}
+    if kind == "xglm":
+        settings = {"scale_embedding": False, **settings}
+        del settings["hidden_size"]
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+
+
+def spec_with(build: Callable[[], Any], stated: Callable[[], Any]) -> ModelSpec:
+    """Return the spec of a model with the facts of another one."""
+    more: dict[str, Any] = {"max_length": 60, "facts": facts_in(stated())[0]}
+    if getattr(build().config, "router_aux_loss_coef", None):
+        return ModelSpec.of(build, **more)
+    return ModelSpec(build, "model", "tokens", SIZES["vocab_size"], causal=True, **more)
+
+
+def numbers(spec: ModelSpec) -> list[Any]:
+    """Weights. With larger weights, which make caps visible: logits in eval and train mode, and the loss."""
+    model, inputs = spec.create().eval(), spec.batch(2, 12)
+    found = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data *= 20
+    found.append(spec.logits(model, inputs))
+    if spec.labelled_loss is not None:
+        found.append(spec.labelled_loss(model, inputs, inputs))
+    with seeded(0):
+        found.append(spec.logits(model.train(), inputs))
+    return [each.detach() for each in found]
+
+
+def enter_all() -> None:
+    for kind, fact, key, value in CHANGED:
+
+        def twin(kind: str = kind, changed: Any = {key: value}) -> ModelSpec:  # noqa: B006
+            return spec_with(factory(kind, **changed), factory(kind, **changed))
+
+        def make(kind: str = kind, changed: Any = {key: value}) -> ModelSpec:  # noqa: B006
+            return spec_with(factory(kind), factory(kind, **changed))
+
+        twin.__name__ = f"{kind}_{key}"
+        make.__name__ = f"{kind}_ignores_{key}"
+        make.__doc__ = f"{key} of the configuration has no effect."
+        family = STATED[fact][0]
+        mutant("inferred facts", twin=twin, family=family, source="classic", observable=numbers)(make)
+
+
+enter_all()

@@ -83,7 +83,11 @@ def attention_scale(subject: Subject) -> CheckResult:
         return subject.passed(value, limit, meaning=f"{meaning}; 1 is usual.")
     if not _follows(subject):
         return subject.passed(value, limit, meaning=f"{meaning}; scores do not grow with queries and keys.")
-    own = max((s.spread() for s in _watch(subject)), default=0.0)
+    new = _watch(subject)
+    # T5 (arXiv:1910.10683) starts with queries that are smaller by the root of the head size.
+    if new and all(math.isclose(s.ratio * math.sqrt(D), 1.0, rel_tol=_SAME_WIDTH) for s in new):
+        return subject.passed(value, limit, meaning=f"{meaning}; the initial weights of queries contain it.")
+    own = max((s.spread() for s in new), default=0.0)
     correct_if = (
         f"the weights or a norm contain the scale: with the model's own weights, the std is {own:.2f}"
     )
@@ -145,12 +149,14 @@ class _Scores:
         axis: dimension of the softmax, counted from the end.
         head_dim: D of the product of queries and keys; 0: unknown.
         scale: factor of the product, for queries and keys of RMS 1; 0: unknown.
+        ratio: RMS of queries, divided by that of keys; 0: unknown.
     """
 
     scores: Tensor
     axis: int
     head_dim: int
     scale: float = 0.0
+    ratio: float = 0.0
 
     @property
     def n_heads(self) -> int:
@@ -204,7 +210,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.length, self.unit = length, unit
         self.head_dim = 0
-        self.operands = 0.0  # RMS of queries times that of keys
+        self.operands = self.ratio = 0.0  # RMS of queries times that of keys, and divided by it
         self.product: Tensor | None = None
         self.seen: list[_Scores] = []
 
@@ -220,14 +226,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in ("bmm", "baddbmm") and self._is_over_positions(output, square=True):
             queries, keys = args[-2:]
             self.head_dim = queries.shape[-1]
-            self.operands = (queries.double().square().mean() * keys.double().square().mean()).sqrt().item()
+            sizes = [x.double().square().mean().sqrt().item() for x in (queries, keys)]
+            self.operands, self.ratio = sizes[0] * sizes[1], sizes[0] / sizes[1] if sizes[1] else 0.0
             self.product = output.detach().clone()
         elif name in ("_softmax", "_safe_softmax"):
             scores, axis = args[0], args[1]
             if self._is_over_positions(scores):
                 axis = axis - scores.ndim if axis >= 0 else axis
                 scale = self.operands * _ratio(self.product, scores.detach())
-                self.seen.append(_Scores(scores.detach().clone(), axis, self.head_dim, scale))
+                self.seen.append(_Scores(scores.detach().clone(), axis, self.head_dim, scale, self.ratio))
         return output
 
     def _is_over_positions(self, scores: Tensor, *, square: bool = False) -> bool:

@@ -147,6 +147,16 @@ def test_models_of_others(subjects, name):
     assert result.value == pytest.approx(1.0, abs=0.4)
 
 
+def test_initial_weights_of_queries_may_contain_the_scale(subjects):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 64, "d_ff": 64, "num_layers": 1, "num_heads": 4, "d_kv": 16}
+    config = transformers.T5Config(vocab_size=61, **sizes)
+    result = subjects.ask(lambda: transformers.T5ForConditionalGeneration(config), "attention_scale")
+
+    assert result.status == "passed"
+    assert "initial weights of queries" in result.meaning
+
+
 @pytest.mark.parametrize("check", ["attention_axis", "attention_scale", "attention_entropy"])
 def test_models_without_attention(subjects, check):
     result = subjects.ask(subjects.gru, check)

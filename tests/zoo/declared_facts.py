@@ -376,6 +376,7 @@ STATED: dict[str, tuple[str, Any, dict[str, Any], dict[str, dict[str, Any]]]] = 
         {"layer_order": (0, 0)},
         {
             "separate": {"layer_order": (0, 1)},
+            "of_every_second_layer": {"layer_order": (0, 1, 0, 1), "windows": (None,) * 4},
             "of_one_more_layer": {"layer_order": (0, 1, 0), "windows": (None,) * 3},
         },
     ),

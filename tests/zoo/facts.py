@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from stackwise.subject.facts import Facts
 from stackwise.subject.rotary import RotaryClaim
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.forward import logits
@@ -189,3 +190,82 @@ def rotary_keys_missing_in_a_layer():
             return x if self.is_last and x.shape[1] != self.n_heads else super().rotate(x, positions)
 
     return of(Mutant)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """Return an order of elements in which the elements of each pair are neighbours, not two halves."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+class Halves(Rotating):
+    """Rotates element i with element i + dim / 2."""
+
+    claim = RotaryClaim(layout="halves")
+
+
+class Neighbours(Rotating):
+    """Rotates each element with its neighbour."""
+
+    claim = RotaryClaim(layout="interleaved")
+
+    def rotate(self, x, positions):
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return interleaved(super().rotate(halves, positions))
+
+
+def halves() -> ModelSpec:
+    return of(Halves)
+
+
+def neighbours() -> ModelSpec:
+    return of(Neighbours)
+
+
+@mutant("rotary", twin=halves, family="rotary", source="classic", observable=logits)
+def rotary_pairs_are_neighbours():
+    """Neighbours are rotated, and the weights are those of a model that rotates halves."""
+    return replace(halves(), build=Neighbours)
+
+
+@mutant("rotary", twin=neighbours, family="rotary", source="classic", observable=logits)
+def rotary_pairs_are_halves():
+    """Halves are rotated, and the weights are those of a model that rotates neighbours."""
+    return replace(neighbours(), build=Halves)
+
+
+@mutant("rotary", twin=neighbours, family="rotary", source="classic", observable=logits)
+def rotary_pairs_differ_between_layers():
+    """The last layer rotates halves, and the other layers rotate neighbours."""
+
+    class Mutant(Neighbours, LastLayer):
+        def rotate(self, x, positions):
+            return Rotating.rotate(self, x, positions) if self.is_last else super().rotate(x, positions)
+
+    return of(Mutant)
+
+
+class Amplified(Scaled):
+    """Multiplies queries and keys by the attention factor of YaRN."""
+
+    claim = RotaryClaim(kind="yarn", factor=4.0, original_length=32, high=32.0, attention_factor=1.14)
+    factors = (1.14, 1.14)
+
+    def rotate(self, x, positions):
+        return super().rotate(x, positions) * self.factors[x.shape[1] != self.n_heads]
+
+
+def amplified(build: type[Amplified] = Amplified) -> ModelSpec:
+    return replace(of(build), facts=Facts(attention_scale=8**-0.5))
+
+
+def amplified_mutant(name: str, summary: str, factors: tuple[float, float]) -> None:
+    def make() -> ModelSpec:
+        return amplified(type("Mutant", (Amplified,), {"factors": factors}))
+
+    make.__name__, make.__doc__ = f"rotary_attention_factor_{name}", summary
+    mutant("rotary", twin=amplified, family="attention_facts", source="classic", observable=logits)(make)
+
+
+amplified_mutant("is_ignored", "Queries and keys are not multiplied by the attention factor.", (1.0, 1.0))
+amplified_mutant("of_queries_only", "Only queries are multiplied by the attention factor.", (1.14, 1.0))
+amplified_mutant("is_squared", "The attention factor is applied twice.", (1.14**2, 1.14**2))

@@ -1,7 +1,7 @@
 """Rotary: the frequencies of a rotary position embedding, as a model or its configuration claims them.
 
-Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071), and
-the scaling of Llama 3.1 (arXiv:2407.21783).
+Sources: RoFormer (arXiv:2104.09864), position interpolation (arXiv:2306.15595), YaRN (arXiv:2309.00071),
+LongRoPE (arXiv:2402.13753), and the scaling of Llama 3.1 (arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stackwise.support.arguments import check_choice, check_number, check_sizes,
 
 __all__ = ["RotaryClaim", "rotary_by_layer", "rotary_in"]
 
-_KINDS = ("default", "linear", "llama3", "yarn")
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 # Names of settings of models in which some attention has no rotary embedding.
 _MIXED = re.compile("no_?rope|nope|layer.*type|block.*type|hybrid|encoder_decoder")
 
@@ -31,13 +31,14 @@ class RotaryClaim:
     Attributes:
         theta: base of the frequencies.
         dim: number of elements of each head that are rotated. None: all.
-        kind: scaling of the frequencies: "default" (none), "linear", "llama3" or "yarn".
+        kind: scaling of the frequencies: "default" (none), "linear", "llama3", "yarn" or "longrope".
         factor: length of a scaled context, relative to the original one.
         original_length: original length of the context, for "llama3" and "yarn".
         low, high: for "llama3", factors of the lowest and highest wavelength between which frequencies are
             interpolated. For "yarn", numbers of rotations in the original context (beta_slow and beta_fast).
+        factors: for "longrope", the divisor of each frequency in a short context.
         attention_factor: factor of rotated queries and keys, such as mscale of "yarn". None: 1, or no claim
-            for "yarn".
+            for "yarn" and "longrope".
         layout: "halves" (element i is rotated with i + dim / 2), "interleaved" (with its neighbour), or None.
     """
 
@@ -48,6 +49,7 @@ class RotaryClaim:
     original_length: int = 8192
     low: float = 1.0
     high: float = 4.0
+    factors: tuple[float, ...] = ()
     attention_factor: float | None = None
     layout: str | None = None
 
@@ -57,6 +59,11 @@ class RotaryClaim:
                 continue
             check_number(name, getattr(self, name), "a finite number > 0", lambda number: number > 0)
         check_choice("kind", self.kind, _KINDS)
+        is_long = self.kind == "longrope"
+        allowed = 'a number for each frequency of "longrope"' if is_long else "()"
+        require(bool(self.factors) == is_long, "factors", self.factors, allowed)
+        for number in self.factors:
+            check_number("factors", number, "finite numbers > 0", lambda number: number > 0)
         if self.layout is not None:
             check_choice("layout", self.layout, ("halves", "interleaved"))
         require(
@@ -81,6 +88,8 @@ class RotaryClaim:
             return plain
         if self.kind == "linear":
             return scaled
+        if self.kind == "longrope":
+            return plain / torch.tensor(self.factors, dtype=torch.float64)
         if self.kind == "llama3":
             # Number of rotations in the original context.
             rotations = self.original_length * plain / (2 * math.pi)
@@ -91,6 +100,16 @@ class RotaryClaim:
         ramp = (torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)
         share = 1 - ramp.clamp(0, 1)
         return share * plain + (1 - share) * scaled
+
+    def score_factor(self, head_dim: int) -> float | None:
+        """Return the factor of products of queries and keys of the same size in all elements.
+
+        None: unknown.
+        """
+        if self.attention_factor is None and self.kind in ("yarn", "longrope"):
+            return None
+        share = min((self.dim or head_dim) / head_dim, 1.0)
+        return 1 + share * ((self.attention_factor or 1.0) ** 2 - 1)
 
     def _place(self, rotations: float, dim: int) -> float:
         """Return the number of the pair that makes so many rotations in the original context."""
@@ -156,14 +175,28 @@ def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
     if not dim or dim % 2:
         return None
     given: dict[str, Any] = {"theta": float(theta), "dim": dim, "kind": kind}
+    original: Any = parameters.get("original_max_position_embeddings")
+    factor: Any = parameters.get("factor") or (original and config.max_position_embeddings / original)
     if kind != "default":
-        given["factor"] = float(parameters["factor"])
+        given["factor"] = float(factor)
     if kind == "llama3":
         given |= {"low": parameters["low_freq_factor"], "high": parameters["high_freq_factor"]}
     if kind == "yarn":
         if parameters.get("truncate", True) is not True:
             return None
         given |= {"low": parameters.get("beta_slow") or 1.0, "high": parameters.get("beta_fast") or 32.0}
-    if kind in ("llama3", "yarn"):
-        given["original_length"] = parameters["original_max_position_embeddings"]
+        scales: Any = (parameters.get("mscale"), parameters.get("mscale_all_dim"))
+        mscale = _mscale(factor, scales[0]) / _mscale(factor, scales[1]) if all(scales) else _mscale(factor)
+        given["attention_factor"] = parameters.get("attention_factor") or mscale
+    if kind == "longrope":
+        given["factors"] = tuple(map(float, parameters["short_factor"]))
+        own = parameters.get("short_mscale") or parameters.get("attention_factor")
+        given["attention_factor"] = own or math.sqrt(1 + max(math.log(factor), 0.0) / math.log(original))
+    if kind in ("llama3", "yarn", "longrope"):
+        given["original_length"] = original
     return RotaryClaim(**given)
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    """Return the attention factor of YaRN."""
+    return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0

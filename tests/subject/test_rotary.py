@@ -26,7 +26,15 @@ SCALINGS = [
         "original_max_position_embeddings": 4096,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
     },
+    {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+    | {"attention_factor": 1.25},
+    {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+    | {"short_factor": [1 + i / 8 for i in range(32)], "long_factor": [4.0] * 32},
+    {"rope_type": "longrope", "rope_theta": 2e4, "original_max_position_embeddings": 2048, "factor": 16.0}
+    | {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32},
 ]
 
 
@@ -49,6 +57,7 @@ def test_frequencies_are_those_of_transformers(parameters):
     model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
 
     torch.testing.assert_close(claim.frequencies(64).float(), model.inv_freq, rtol=1e-5, atol=0.0)
+    assert (claim.attention_factor or 1.0) == pytest.approx(model.attention_scaling, rel=1e-9)
 
 
 def test_part_of_a_head():
@@ -96,6 +105,9 @@ def test_unknown_scaling_is_no_claim():
         ({"layout": ""}, "layout: got ''"),
         ({"layout": "pairs"}, "layout: got 'pairs'"),
         ({"factor": 2.0}, "factor: got 2.0"),
+        ({"kind": "longrope"}, r"factors: got \(\)"),
+        ({"factors": (1.0, 2.0)}, r"factors: got \(1.0, 2.0\)"),
+        ({"kind": "longrope", "factors": (1.0, 0.0)}, "factors: got 0.0"),
         ({"theta": 1.0, "kind": "yarn"}, "theta: got 1.0"),
         ({"factor": float("inf")}, "factor: got inf"),
         ({"original_length": 0}, "original_length: got 0"),

@@ -30,12 +30,12 @@ def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) 
     """Are attention scores equal to q k^T times the claimed factor?"""
     one, two = (planted(subject, size, even=True).sites for size in (SMALL, 2 * SMALL))
     # A rotary embedding multiplies queries and keys by its attention factor.
-    factors = {
-        x.attention_factor or (0.0 if x.kind == "yarn" else 1.0) for x in subject.spec.rotary if x
-    } or {1.0}
-    if len(factors) > 1 or 0.0 in factors:
+    sizes = {site.queries.shape[-1] for site in one}
+    found = {x.score_factor(size) if x else 1.0 for size in sizes for x in subject.spec.rotary}
+    factor, *others = found or {1.0}
+    if factor is None or others:
         raise UnmeasuredError("needs one attention_factor in ModelSpec.rotary")
-    claims = [float(x) * min(factors) ** 2 for x in each(claim, len(one))]
+    claims = [factor * x for x in each(claim, len(one))]
     is_trained = subject.spec.trained
     return [(_scale(*pair, is_trained=is_trained), pair[2]) for pair in zip(one, two, claims, strict=True)]
 

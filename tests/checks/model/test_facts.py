@@ -21,10 +21,43 @@ def ask(spec, fact):
     return result
 
 
-def test_slopes_that_mpt_ignores_fail():
-    stated = factory("mpt", attn_config={"alibi_bias_max": 16})
+@pytest.mark.parametrize(
+    ("kind", "fact", "changed"),
+    [  # correct models of these types fail other checks
+        ("mpt", "alibi_slopes", {"attn_config": {"alibi_bias_max": 16}}),
+        ("falcon", "alibi_slopes", {"alibi": True}),
+        ("roberta", "position_offset", {"pad_token_id": 3}),
+    ],
+)
+def test_configuration_that_the_model_ignores_fails(kind, fact, changed):
+    spec = spec_with(factory(kind), factory(kind, **changed))
 
-    assert ask(spec_with(factory("mpt"), stated), "alibi_slopes").status == "failed"
+    assert ask(spec, fact).status == "failed"
+
+
+LENGTHS = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", **LENGTHS},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4, **LENGTHS},
+    ],
+)
+def test_attention_factor_of_a_configuration_is_part_of_the_scores(rope):
+    build = factory("granite", rope_parameters=rope, max_position_embeddings=256)
+
+    def without_factor():
+        model = build()
+        model.model.rotary_emb.attention_scaling = 1.0
+        return model
+
+    spec = ModelSpec.of(build)
+    [frequencies] = check_model(spec, checks=["rotary_frequencies"])
+
+    assert (frequencies.status, ask(spec, "attention_scale").status) == ("passed", "passed")
+    assert ask(ModelSpec.of(without_factor), "attention_scale").status == "failed"
 
 
 def test_notes_name_the_key_of_each_fact():

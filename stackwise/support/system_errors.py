@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 import torch
 from safetensors import SafetensorError
 
-__all__ = ["is_out_of_memory", "reraise_if_out_of_memory", "safetensors_as_os_error"]
+__all__ = ["false_if_raised", "is_out_of_memory", "reraise_if_out_of_memory", "safetensors_as_os_error"]
+
+P = ParamSpec("P")
 
 _IO_ERROR = re.compile(r"I/O error(.*\(os error (?P<number>\d+)\))?", re.DOTALL)
 # Texts of allocators that do not raise torch.OutOfMemoryError.
@@ -33,6 +37,20 @@ def reraise_if_out_of_memory(error: Exception) -> None:
     """Raise `error` again if it means that memory was exhausted."""
     if is_out_of_memory(error):
         raise error
+
+
+def false_if_raised(trial: Callable[P, bool]) -> Callable[P, bool]:
+    """Return a function that returns False if `trial` raises an exception. Exhausted memory is raised."""
+
+    @wraps(trial)
+    def tried(*args: P.args, **kwargs: P.kwargs) -> bool:
+        try:
+            return trial(*args, **kwargs)
+        except Exception as error:  # libraries and models raise any type
+            reraise_if_out_of_memory(error)
+            return False
+
+    return tried
 
 
 @contextmanager

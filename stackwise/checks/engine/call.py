@@ -148,13 +148,11 @@ def _arguments_of(model: nn.Module, run: Callable[[], object]) -> dict[str, Any]
             raise _Recorded(dict(args[0]))
         raise _Recorded(dict(zip(names, args, strict=False)) | kwargs)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     try:
-        run()
+        with model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True):
+            run()
     except _Recorded as recorded:
         return recorded.arguments
-    finally:
-        handle.remove()
     raise Refused("a declared function does not call the model itself, so its arguments are unknown")
 
 
@@ -193,10 +191,7 @@ def changed_calls(
             return (*inputs, *args), {**arguments, **kwargs}
         return inputs, transformed({**arguments, **dict(zip(names, args, strict=False)), **kwargs})
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-    try:
+    with model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True):
         yield
-    finally:
-        handle.remove()
     if not calls:
         raise Refused("forward= does not call the model itself, so that arguments cannot be added")

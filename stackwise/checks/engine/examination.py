@@ -27,7 +27,7 @@ from stackwise.subject.capability import padding_id
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.global_settings import settings_now
 from stackwise.support.random_state import seeded
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised, reraise_if_out_of_memory
 
 __all__ = [
     "HALF_PRECISION",
@@ -97,10 +97,6 @@ class Examination:
     most: int = LONGEST
     random_norms: bool = True
     settings: list[Any] = field(default_factory=settings_now)
-    _answers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _roundings: dict[tuple[int, int], float] = field(default_factory=dict)
-    _gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
-    _others: dict[Precision, Examination] = field(default_factory=dict)
     _results: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -137,12 +133,8 @@ class Examination:
 
     def in_dtype(self, dtype: Precision) -> Examination:
         """Return the examination of the same model in another dtype."""
-        if dtype not in self._others:
-            results = self._results  # lengths and capabilities are those of the model in any dtype
-            self._others[dtype] = Examination(
-                self.subject, dtype, self.most, self.random_norms, self.settings, _results=results
-            )
-        return self._others[dtype]
+        # The results are shared, because lengths and capabilities are those of the model in any dtype.
+        return self.once(f"examination in {dtype}", lambda: replace(self, dtype=dtype))
 
     @property
     def compares_values(self) -> bool:
@@ -228,46 +220,33 @@ class Examination:
         x = self.sequence(number, self.longest)
         return torch.cat([x] * -(-length // len(x)))[:length]
 
+    @false_if_raised
     def _takes_repeated(self, length: int) -> bool:
-        try:
-            output = self.spec.logits(self.model(), self.repeated(50, length)[None])
-        except Exception as error:  # any other exception means: not this length
-            reraise_if_out_of_memory(error)
-            return False
+        output = self.spec.logits(self.model(), self.repeated(50, length)[None])
         return output.shape[:2] == (1, length)
 
     @cached_property
+    @false_if_raised
     def takes_all_lengths(self) -> bool:
         """Return True if plain calls of all lengths that can be drawn run."""
-        try:
-            for length in self.lengths:
-                self.answer(0, length)
-        except Exception as error:  # any other exception means: not this length
-            reraise_if_out_of_memory(error)
-            return False
+        for length in self.lengths:
+            self.answer(0, length)
         return True
 
+    @false_if_raised
     def _takes(self, length: int) -> bool:
         """Return True if inputs of a length have this length, and the model takes them."""
-        try:
-            inputs = self.subject.inputs(1, length)
-            if inputs.ndim < 2 or inputs.shape[1] != length:
-                return False
-            self.subject.logits(self.subject.model(), inputs)
-        except Exception as error:  # any other exception means: another length
-            reraise_if_out_of_memory(error)
+        inputs = self.subject.inputs(1, length)
+        if inputs.ndim < 2 or inputs.shape[1] != length:
             return False
+        self.subject.logits(self.subject.model(), inputs)
         return True
 
+    @false_if_raised
+    @torch.no_grad()
     def _runs(self, dtype: torch.dtype) -> bool:
         """Return True if a model of this dtype gives an output with finite values."""
-        try:
-            with torch.no_grad():
-                output = self.spec.logits(self._built(dtype), self.subject.inputs(1))
-        except Exception as error:  # any other exception means: not in this dtype
-            reraise_if_out_of_memory(error)
-            return False
-        return bool(output.isfinite().any())
+        return bool(self.spec.logits(self._built(dtype), self.subject.inputs(1)).isfinite().any())
 
     def sequence(self, number: int, length: int) -> Tensor:
         """Return sequence `number`, (T,) or (T, C), which depends on the length as well."""
@@ -301,10 +280,8 @@ class Examination:
     @torch.no_grad()
     def answer(self, number: int, length: int) -> Tensor:
         """Return the plain answer to a sequence, (T, V), or (1, V) of an output per row."""
-        key = (number, length)
-        if key not in self._answers:
-            self._answers[key] = self.plain(self.model(), self.sequence(number, length))
-        return self._answers[key]
+        key = f"answer {number} of {length} in {self.dtype}"
+        return self.once(key, lambda: self.plain(self.model(), self.sequence(number, length)))
 
     def plain(self, model: nn.Module, sequence: Tensor) -> Tensor:
         """Return the output of a plain call, (T, V), or (1, V) of an output per row."""
@@ -314,11 +291,12 @@ class Examination:
 
     def answer_gradients(self, number: int, length: int) -> Gradients:
         """Return the gradients of the projection of the plain answer."""
-        key = (number, length)
-        if key not in self._gradients:
+
+        def trial() -> Gradients:
             model = self.model().train(self.gradients_in_train_mode)
-            _, self._gradients[key] = self._plain_with_gradients(model, *key)
-        return self._gradients[key]
+            return self._plain_gradients(model, number, length)
+
+        return self.once(f"gradients {number} of {length} in {self.dtype}", trial)
 
     def reference_loss(
         self, labels: list[tuple[int, int, Tensor]], shift: int
@@ -349,22 +327,22 @@ class Examination:
         result: T = self._results[key]
         return result
 
+    @false_if_raised
     def agrees(self, call: Call) -> bool:
         """Return True if a call gives the plain answers. False also if it raises an exception."""
-        try:
-            with torch.no_grad(), self.subject.fixed_randomness(), self.precision():
-                output = execute(self.spec, self.model(), call)
-        except Exception as error:  # any other exception means: the model does not take the call
-            reraise_if_out_of_memory(error)
-            return False
-        for number, place in enumerate(call.places):
-            answer = self.answer(number, place.end - place.start)
-            row = output[place.row : place.row + 1].flatten(1)
-            if self.spec.per_position:
-                row = output[place.row, place.start : place.end]
-            if row.shape != answer.shape or not relative_difference(answer, row).max() <= self.limit:
-                return False
-        return True
+        with torch.no_grad(), self.subject.fixed_randomness(), self.precision():
+            output = execute(self.spec, self.model(), call)
+        pairs = [(self.answer(*place.sequence), self.row(output, place)) for place in call.places]
+        return all(
+            row.shape == answer.shape and bool(relative_difference(answer, row).max() <= self.limit)
+            for answer, row in pairs
+        )
+
+    def row(self, output: Tensor, place: Place) -> Tensor:
+        """Return the output at a place of a batch, of the shape of an answer."""
+        if not self.spec.per_position:
+            return output[place.row : place.row + 1].flatten(1)
+        return output[place.row, place.start : place.end]
 
     @cached_property
     def first_position(self) -> int:
@@ -379,7 +357,7 @@ class Examination:
         length = self.lengths[-1]
         inputs = self.sequence(0, length)[None]
         positions = torch.arange(first, first + length, device=inputs.device)[None]
-        return self.agrees(Call(inputs, [], [Place(0, 0, length)], arguments={"position_ids": positions}))
+        return self.agrees(Call(inputs, [Place(0, 0, length)], arguments={"position_ids": positions}))
 
     @cached_property
     def loss_shift(self) -> int | None:
@@ -388,7 +366,7 @@ class Examination:
         ids = self.sequence(0, length)
         labels = ids.clone()
         labels[0] = -100
-        call = Call(ids[None], [], [], labels=labels[None])
+        call = Call(ids[None], labels=labels[None])
         with torch.no_grad():
             found = float(loss_of(self.spec, self.model(), call))
         for shift in (1, 0):
@@ -403,38 +381,28 @@ class Examination:
         return self._agree(train=False)
 
     @cached_property
+    @false_if_raised
     def is_finite(self) -> bool:
         """Return True if the model runs in the dtype of the examination, with a finite plain answer."""
-        try:
-            return bool(self.answer(0, self.lengths[-1]).isfinite().all())
-        except Exception as error:  # any other exception means: not in this dtype
-            reraise_if_out_of_memory(error)
-            return False
+        return bool(self.answer(0, self.lengths[-1]).isfinite().all())
 
     @cached_property
+    @false_if_raised
     def is_measurable(self) -> bool:
         """Return True if the rounding of the model can be measured, which needs its gradients."""
-        try:
-            return self.limit < torch.inf
-        except Exception as error:  # such as a model that writes into its inputs
-            reraise_if_out_of_memory(error)
-            return False
+        return self.limit < torch.inf
 
     @cached_property
+    @false_if_raised  # such as a batch norm of one row
     def has_train_mode(self) -> bool:
         """Return True if plain calls in train mode agree, with dropout off, and update no statistics."""
         model = self.model().train()
-        try:
-            with torch.no_grad(), WithoutDropout(), self.subject.fixed_randomness():
-                self.spec.logits(model, self.sequence(0, self.lengths[-1])[None])
-            if any(
-                not torch.equal(a, b) for a, b in zip(_statistics(model), _statistics(self.base), strict=True)
-            ):
-                return False
-            return self._agree(train=True) and not self._drops_at_random()
-        except Exception as error:  # such as a batch norm of one row
-            reraise_if_out_of_memory(error)
+        with torch.no_grad(), WithoutDropout(), self.subject.fixed_randomness():
+            self.spec.logits(model, self.sequence(0, self.lengths[-1])[None])
+        pairs = zip(model.buffers(), self.base.buffers(), strict=True)
+        if any(b.is_floating_point() and not torch.equal(a, b) for a, b in pairs):
             return False
+        return self._agree(train=True) and not self._drops_at_random()
 
     @torch.no_grad()
     def _drops_at_random(self) -> bool:
@@ -504,7 +472,7 @@ class Examination:
         least = _LEAST_ROUNDINGS * self._coarse_rounding
         if self.has_gradients:
             models = self.model(), self._rounded_model()
-            gradients, others = (self._plain_with_gradients(each, *key)[1] for each in models)
+            gradients, others = (self._plain_gradients(each, *key) for each in models)
             gradient_gap, _ = largest_gap(gradients, others, NARROW_FLOOR)
         return (
             min(max(least, _ROUNDINGS * self._rounding_of(*key)), _LARGEST_LIMIT),
@@ -531,31 +499,32 @@ class Examination:
                     p.mul_(1 + rounding * noise)
         return model
 
-    @torch.no_grad()
     def _rounding_of(self, number: int, length: int) -> float:
         """Return the effect of rounding of the weights on one answer."""
-        key = (number, length)
-        if key not in self._roundings:
-            changed = self.plain(self._rounded_model(), self.sequence(*key))
-            self._roundings[key] = float(relative_difference(self.answer(*key), changed).max())
-        return self._roundings[key]
+
+        @torch.no_grad()
+        def trial() -> float:
+            changed = self.plain(self._rounded_model(), self.sequence(number, length))
+            return float(relative_difference(self.answer(number, length), changed).max())
+
+        return self.once(f"rounding {number} of {length} in {self.dtype}", trial)
 
     @cached_property
     def has_gradients(self) -> bool:
         """Return True if the backward pass of a plain call runs."""
         try:
-            self._plain_with_gradients(self.model(), 0, self.lengths[-1])
+            self._plain_gradients(self.model(), 0, self.lengths[-1])
         except RuntimeError as error:  # such as an operation in place that changes saved tensors
             reraise_if_out_of_memory(error)
             return False
         return True
 
-    def _plain_with_gradients(self, model: nn.Module, number: int, length: int) -> tuple[Tensor, Gradients]:
+    def _plain_gradients(self, model: nn.Module, number: int, length: int) -> Gradients:
         with torch.enable_grad(), WithoutDropout():
             output = self.plain(model, self.sequence(number, length))
             if output.requires_grad:
                 (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
-        return output.detach(), gradients_in(model)
+        return gradients_in(model)
 
 
 def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:
@@ -587,11 +556,6 @@ def randomize_constants(tensors: Iterable[Tensor], seed: int) -> None:
             size = 0.05 if tensor.ndim > 1 else 0.2
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             tensor.add_(size * noise.to(tensor))
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that a training step may update."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def gradients_in(model: nn.Module) -> Gradients:

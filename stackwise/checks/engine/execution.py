@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stackwise.checks.engine.arrangement import arranged
 from stackwise.checks.engine.call import execute, loss_of
-from stackwise.checks.engine.composition import Composition, Variations
+from stackwise.checks.engine.composition import Composition
 from stackwise.checks.engine.examination import (
     LOSS_LIMIT,
     NARROW_FLOOR,
@@ -84,22 +83,21 @@ class Difference:
         return not self.value <= self.limit
 
 
-def differences(composition: Composition, variations: Variations, exam: Examination) -> list[Difference]:
+def differences(composition: Composition, exam: Examination) -> list[Difference]:
     """Execute a composition and compare it with the plain answers.
 
     Raises:
         Refused: a variation does not allow it.
         Exception: the model does not take it.
     """
-    execution = Execution(composition, variations, exam)
+    execution = Execution(composition, exam)
     found = list(execution.compare())
     if composition.after and not execution.question.train and execution.exam.compares_values:
         found.append(execution.next_call())
     effects, others = execution.effects, SideEffects()
     if effects.found or effects.moved:  # repeat: an import inside a call may change a setting only once
-        again = Execution(composition, variations, exam, start=2)
-        for _ in again.compare():
-            pass
+        again = Execution(composition, exam, start=2)
+        list(again.compare())
         others = again.effects
     real = [each for each in effects.found if each in others.found] + same_generators(effects, others)
     return found + [Difference(SIDE_EFFECT, 1.0, 0.0, each.text, each.correct_if) for each in real]
@@ -111,20 +109,14 @@ class Execution:
     Attributes:
         question: the question, after all variations.
         call: tensors of the call.
-        numbers: number and length of each sequence.
         model: the model that is called.
         effects: side effects of the call, after `compare`.
     """
 
-    def __init__(
-        self, composition: Composition, variations: Variations, exam: Examination, *, start: int = 1
-    ) -> None:
+    def __init__(self, composition: Composition, exam: Examination, *, start: int = 1) -> None:
         self.exam, self._start = exam, start
         self.effects = SideEffects()
-        self._variations = [
-            (variations[name], value)
-            for name, value in sorted(composition.values.items(), key=lambda item: variations[item[0]].rank)
-        ]
+        self._variations = composition.variations
         self.question = Question([[Segment("sequence", composition.length)]], gradients=composition.gradients)
         for variation, value in self._variations:
             variation.change(self.question, value, exam)
@@ -133,7 +125,7 @@ class Execution:
             self.exam = exam = exam.in_dtype(self.question.dtype)
         if self.question.gradients and not self.question.train:
             self.question.train = exam.gradients_in_train_mode
-        self.call, self.numbers = arranged(self.question, exam)
+        self.call = _arranged(self.question, exam)
         for variation, value in self._variations:
             variation.edit(self.call, value, exam)
         model = exam.model()
@@ -169,24 +161,20 @@ class Execution:
             output = execute(exam.spec, self.model, self.call)
             for variation, value in self._variations:
                 output = variation.restore(output, self.call, value)
-            rows = [self._row(output, place) for place in self.call.places]
             if self._compares_gradients and output.requires_grad:
-                total = sum(
-                    (row * projection(row, number)).sum()
-                    for row, (number, _) in zip(rows, self.numbers, strict=True)
-                )
-                assert isinstance(total, Tensor)
+                rows = ((exam.row(output, place), place.number) for place in self.call.places)
+                total = torch.stack([(row * projection(row, number)).sum() for row, number in rows]).sum()
                 total.backward()  # type: ignore[no-untyped-call]
-        yield self._of_outputs([row.detach() for row in rows])
+        yield self._of_outputs(output.detach())
         if self._compares_gradients and output.requires_grad:
-            each = [exam.answer_gradients(*key) for key in self.numbers]
+            each = [exam.answer_gradients(*place.sequence) for place in self.call.places]
             yield self._of_gradients(_summed(each), gradients_in(self.model))
 
     @property
     def _compares_gradients(self) -> bool:
         """Return True if the gradients are those of all outputs, in the mode of the expected ones."""
         same_mode = self.question.train == self.exam.gradients_in_train_mode
-        comparable = same_mode and self.exam.has_gradients and not self.call.compared
+        comparable = same_mode and self.exam.has_gradients and self.call.compared is None
         return self.question.gradients and comparable
 
     @torch.no_grad()
@@ -201,34 +189,31 @@ class Execution:
             return Difference(NEXT_CALL, math.inf, exam.limit, reason_of(error))
         return Difference(NEXT_CALL, _gap(answer, output), exam.limit)
 
-    def _row(self, output: Tensor, place: Place) -> Tensor:
-        if not self.exam.spec.per_position:
-            return output[place.row : place.row + 1].flatten(1)
-        return output[place.row, place.start : place.end]
-
-    def _of_outputs(self, rows: list[Tensor]) -> Difference:
+    def _of_outputs(self, output: Tensor) -> Difference:
         usual = max(self.exam.limit, NARROW_LIMIT if self.question.computes_in_float32 else 0.0)
         worst, where, limit = 0.0, "", usual
-        for number, (row, key, place) in enumerate(zip(rows, self.numbers, self.call.places, strict=True)):
-            answer = self.exam.answer(*key)
+        for place in self.call.places:
+            answer, row = self.exam.answer(*place.sequence), self.exam.row(output, place)
             if row.shape != answer.shape:
                 raise Refused(f"an output of shape {tuple(row.shape)} in place of {tuple(answer.shape)}")
-            gaps = self._gaps(answer, row)
-            if number in self.call.compared:
-                gaps = gaps.where(self.call.compared[number], 0.0)
+            gaps = self.gaps(place, answer, row)
             value = float(gaps.max())
-            allowed = usual if value <= usual else max(usual, self.exam.limit_of(*key))
+            allowed = usual if value <= usual else max(usual, self.exam.limit_of(*place.sequence))
             if not value / allowed <= worst / limit:
                 worst, limit, position = value, allowed, int(gaps.argmax())
                 where = f"row {place.row}, position {place.start + position}"
         return Difference("output", worst, limit, where)
 
-    def _gaps(self, answer: Tensor, row: Tensor) -> Tensor:
-        """Return the difference of each position (T,)."""
+    def gaps(self, place: Place, expected: Tensor, found: Tensor) -> Tensor:
+        """Return the difference of two tensors (T, ...) of a sequence at each position (T,)."""
         if self.exam.compares_values:
-            return relative_difference(answer, row).amax(dim=-1)
-        is_bad = answer.isfinite() & ~row.isfinite()
-        return torch.where(is_bad.flatten(1).any(dim=1), torch.inf, 0.0)
+            gaps = relative_difference(expected, found)
+        else:
+            gaps = torch.where(expected.isfinite() & ~found.isfinite(), torch.inf, 0.0)
+        gaps = gaps.flatten(1).amax(dim=1)
+        if self.call.compared is None:
+            return gaps
+        return gaps.where(self.call.compared[place.row, place.start : place.end], 0.0)
 
     def _of_gradients(self, expected: Gradients, found: Gradients) -> Difference:
         if not self.exam.compares_values:
@@ -248,38 +233,33 @@ class Execution:
         """Compare the own loss, its gradients, and the outputs that it trains."""
         assert self.call.labels is not None
         outputs: list[Any] = []
-        handle = self.model.register_forward_hook(lambda *call: outputs.append(call[-1]))
-        try:
-            labels = self.call.labels.clone()  # a copy: the originals are compared later
+        labels = self.call.labels.clone()  # a copy: the originals are compared later
+        with self.model.register_forward_hook(lambda *call: outputs.append(call[-1])):
             loss = loss_of(self.exam.spec, self.model, replace(self.call, labels=labels))
-        finally:
-            handle.remove()
         logits = _logits_in_graph(outputs, self.call)
         if self.question.gradients and loss.requires_grad:
             if logits is not None:
                 logits.retain_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         found = gradients_in(self.model)
-        expected, gradients, count = self._expected_loss()
+        expected_loss, gradients, count = self._expected_loss()
         if logits is not None and logits.grad is not None:
             yield from self._of_targets(logits.grad)
-        if not count and self.exam.loss_shift is None:
-            return  # a loss with other terms has a gradient without labels
         if not count:
-            # A mean over no labels is NaN in torch; the check empty_loss reports it.
-            largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
-            yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
+            if self.exam.loss_shift is not None:  # otherwise other terms have a gradient without labels
+                # A mean over no labels is NaN in torch; the check empty_loss reports it.
+                largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
+                yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
             return
+        value, expected = float(loss.detach()), float(expected_loss)
         if not self.exam.compares_values:
-            is_bad = math.isfinite(float(expected)) and not math.isfinite(float(loss.detach()))
+            is_bad = math.isfinite(expected) and not math.isfinite(value)
             yield Difference("loss", math.inf if is_bad else 0.0, 0.0)
-            return
-        if not math.isfinite(float(expected)):
-            return  # such as heads for later tokens, in a sequence that has none
-        gap = abs(float(loss.detach()) - float(expected)) / max(abs(float(expected)), 1e-9)
-        yield Difference("loss", gap, max(LOSS_LIMIT, self.exam.limit))
-        if self._compares_gradients:
-            yield self._of_gradients(gradients, found)
+        elif math.isfinite(expected):  # it is not for heads for later tokens, in a sequence that has none
+            gap = abs(value - expected) / max(abs(expected), 1e-9)
+            yield Difference("loss", gap, max(LOSS_LIMIT, self.exam.limit))
+            if self._compares_gradients:
+                yield self._of_gradients(gradients, found)
 
     def _expected_loss(self) -> tuple[Tensor, Gradients, int]:
         """Return the expected loss, its gradients and the number of labels.
@@ -289,10 +269,7 @@ class Execution:
         """
         labels = self.call.labels
         assert labels is not None
-        each = [
-            (*key, labels[place.row, place.start : place.end])
-            for key, place in zip(self.numbers, self.call.places, strict=True)
-        ]
+        each = [(*place.sequence, labels[place.row, place.start : place.end]) for place in self.call.places]
         shift = self.exam.loss_shift
         expected = self.exam.reference_loss(
             each, int(bool(self.exam.spec.causal)) if shift is None else shift
@@ -304,7 +281,7 @@ class Execution:
             raise Refused("the own loss is no mean negative log likelihood, so its value is not known")
         model = self.exam.model().train(self.question.train)
         with torch.enable_grad():
-            loss = loss_of(self.exam.spec, model, Call(self.call.inputs, [], [], labels=labels))
+            loss = loss_of(self.exam.spec, model, Call(self.call.inputs, labels=labels))
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), gradients_in(model), expected[2]
 
@@ -330,6 +307,66 @@ class Execution:
         for row, position in extra[:1]:
             place = f"row {row}, position {position}: target {int(targets[row, position])}"
             yield Difference(WITHOUT_LABEL, float(sizes[row, position]), 0.0, place)
+
+
+def _arranged(question: Question, exam: Examination) -> Call:
+    """Return the tensors of a question."""
+    shape, device = (len(question.rows), question.width), exam.subject.device
+    call = Call(exam.filler(*shape))
+    keep = torch.ones(shape, dtype=torch.bool, device=device)
+    documents = torch.zeros(shape, dtype=torch.long, device=device)
+    for row, segments in enumerate(question.rows):
+        end = 0
+        for segment in segments:
+            start, end = end, end + segment.length
+            if segment.kind == "sequence":
+                number = len(call.places) if segment.number is None else segment.number
+                call.places.append(Place(row, start, end, number))
+                call.inputs[row, start:end] = exam.sequence(number, segment.length)
+                documents[row, start:] += start > 0
+            elif segment.kind == "padding":
+                call.inputs[row, start:end] = exam.padding(*shape)[row, start:end]
+                keep[row, start:end] = False
+    if question.mask:
+        call.keep = keep
+    if question.documents:
+        call.documents = documents
+    if question.parts:
+        call.parts = _filled(question.parts, question.width)
+        call.first_cache = question.first_cache
+        call.operation, call.turns_rows = question.operation, question.turns_rows
+        call.in_turns = question.in_turns
+        if question.in_turns or question.operation is not None:
+            call.others = exam.filler(*shape)
+    if question.ignored is not None:
+        call.labels = _labels(call, question.ignored, exam)
+    return call
+
+
+def _filled(sizes: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Return sizes that add up to `width`. The last size repeats."""
+    parts: list[int] = []
+    left = width
+    while left > 0:
+        size = min(left, sizes[min(len(parts), len(sizes) - 1)])
+        parts.append(size)
+        left -= size
+    return tuple(parts)
+
+
+def _labels(call: Call, ignored: float, exam: Examination) -> Tensor:
+    """Return the ids of the sequences as labels, a share of them ignored.
+
+    The first label of a sequence is ignored: the output before it belongs to padding or another sequence.
+    """
+    labels = torch.full_like(call.inputs, -100)
+    for index, place in enumerate(call.places):
+        some = exam.sequence(*place.sequence)
+        rng = torch.Generator().manual_seed(exam.subject.seed + index)
+        some[torch.rand(len(some), generator=rng) < ignored] = -100
+        some[0] = -100
+        labels[place.row, place.start : place.end] = some
+    return labels
 
 
 def _logits_in_graph(outputs: list[Any], call: Call) -> Tensor | None:

@@ -7,16 +7,16 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from dis import get_instructions
+from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from stackwise.checks.engine.composition import Composition, Plan, Variations, plans
+from stackwise.checks.engine.composition import Composition, Plan, plans
 from stackwise.checks.engine.examination import LONGEST, Examination
 from stackwise.checks.engine.execution import (
     NEXT_CALL,
@@ -36,7 +36,7 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Crash", "Exploration", "Explorer", "Finding", "code_of", "compare", "explore"]
+__all__ = ["Crash", "Exploration", "Explorer", "Finding", "compare"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
@@ -61,8 +61,8 @@ class Finding:
         where: place of the difference, and the first module that differs.
         meaning: the finding as a sentence.
         advice: common causes.
+        code: Python code that repeats it; `model` is the subject.
         correct_if: condition under which the difference is correct. None: it never is.
-        setting: arguments of `compare` that are not the default: longest, seed, own_dtype, device.
     """
 
     composition: Composition
@@ -71,23 +71,8 @@ class Finding:
     where: str
     meaning: str
     advice: str
+    code: str
     correct_if: str | None = None
-    setting: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def code(self) -> str:
-        """Return Python code that repeats the composition; `model` is the subject."""
-        return code_of(self.composition, self.setting)
-
-
-def code_of(composition: Composition, setting: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return Python code that repeats a composition, with further arguments of `compare`."""
-    gradients = ", gradients=True" if composition.gradients else ""
-    after = ", after=True" if composition.after else ""
-    further = "".join(f", {name}={value!r}" for name, value in setting.items())
-    return (
-        f"compare(model, {dict(composition.values)}, length={composition.length}{gradients}{after}{further})"
-    )
 
 
 @dataclass(frozen=True)
@@ -152,19 +137,12 @@ class Exploration:
         return {other: count for (other,), count in pairs}
 
 
-def explore(
-    subject: Subject, variations: Variations, count: int = 80, *, longest: int = LONGEST
-) -> Exploration:
-    """Execute all compositions of a plan: `Explorer.explore()`."""
-    return Explorer(subject, variations, count, longest=longest).explore()
-
-
 class Explorer:
     """Plan of compositions of a model, which can be executed in several steps.
 
     Args:
         subject: the model.
-        variations: the variations, by name.
+        variations: names of the variations.
         count: number of compositions. There are more if all variations and pairs need more.
         longest: longest sequence, in positions.
 
@@ -173,10 +151,10 @@ class Explorer:
     """
 
     def __init__(
-        self, subject: Subject, variations: Variations, count: int = 80, *, longest: int = LONGEST
+        self, subject: Subject, variations: Iterable[str], count: int = 80, *, longest: int = LONGEST
     ) -> None:
         self.result = Exploration()
-        self._variations, self._count = variations, count
+        self._variations, self._count = list(variations), count
         is_shared = longest == LONGEST
         self._exam = Examination.of(subject) if is_shared else Examination(subject, most=longest)
         self._is_large = subject.spec.n_parameters > LARGE
@@ -234,7 +212,7 @@ class Explorer:
         if not exam.answer(0, exam.lengths[-1]).isfinite().any():
             return self._none("needs a finite output; see finite_logits")
         result.limit = exam.limit
-        reasons = {name: _missing(each, exam) for name, each in self._variations.items()}
+        reasons = {name: _missing(known_variations()[name], exam) for name in self._variations}
         result.missing |= {name: reason for name, reason in reasons.items() if reason}
         self._execute(Plan((), "plain"))
         if result.findings:
@@ -247,21 +225,81 @@ class Explorer:
 
     def _ask_alone(self, names: list[str]) -> None:
         """Execute the suspects of variations, and each variation alone in the own dtype of the model."""
-        _ask_suspects(names, self._variations, self._exam, self.result)
-        if names and self._exam.is_float64 and not self._is_large:
-            _ask_in_own_dtype(names, self._variations, self._exam, self.result)
+        self._ask_suspects(names, self._exam)
+        if not names or not self._exam.is_float64 or self._is_large:
+            return
+        own = self._exam.in_dtype("own")  # it may choose other code
+        if dtype_of(own.base) != torch.float64 and own.is_measurable and own.is_repeatable:
+            names = [name for name in names if name not in _NOT_IN_OWN_DTYPE]
+            self._ask_suspects(names, own)
+            for name in names:
+                self._ask(Plan((name,), f"{name} own").draw(own), own)
+
+    def _ask_suspects(self, names: list[str], exam: Examination) -> None:
+        """Execute the values that quick tests of the variations find suspicious."""
+        for name in names:
+            try:
+                values = list(known_variations()[name].suspects(exam))
+            except Exception as error:  # any other exception means: the model does not take the quick test
+                reraise_if_out_of_memory(error)
+                continue
+            for value in values:
+                self._ask(Composition({name: value}, exam.longest), exam)
 
     def _plans(self, names: list[str]) -> Iterator[Plan]:
-        subject, asked = self._exam.subject, self.result.asked
-        return plans(names, self._variations, subject.seed, self._count, asked, is_large=self._is_large)
+        if self._is_large:
+            return (Plan((name,), f"{name} 0") for name in names)
+        return plans(names, self._exam.subject.seed, self._count, self.result.asked)
 
     def _execute(self, plan: Plan) -> None:
         """Draw values until the model takes them: those of a pair may exclude each other."""
         attempts = {0: 1, 1: 1, 2: _ATTEMPTS}.get(len(plan.names), _ATTEMPTS_OF_A_SET)
         for attempt in range(attempts):
-            composition = plan.draw(self._variations, self._exam, attempt)
-            if _ask(composition, self._variations, self._exam, self.result):
+            if self._ask(plan.draw(self._exam, attempt), self._exam):
                 break
+
+    def _ask(self, composition: Composition, exam: Examination) -> bool:
+        """Execute a composition and record the result. Return False if it was refused."""
+        result = self.result
+        names = composition.names.union(*(variation.includes for variation, _ in composition.variations))
+        if any(each.composition.names <= names for each in result.findings):
+            return True  # the difference would be the same one
+        start = time.perf_counter()
+        try:
+            found = differences(composition, exam)
+        except Exception as error:  # any other exception means: refused
+            reraise_if_out_of_memory(error)
+            self._record_refusal(composition, error, exam)
+            worst = None
+        else:
+            self._record(composition, found, exam)
+            worst = _worst(found, composition, exam)
+        if worst is not None and worst.is_real:
+            composition, worst = _shrunk(composition, worst, exam)
+            result.findings.append(_finding(composition, worst, exam))
+        elif worst is not None and worst.observable == "output" and exam.dtype is None:
+            for name in names:
+                result.largest[name] = max(result.largest.get(name, 0.0), worst.value)
+        for name in composition.names:
+            share = (time.perf_counter() - start) / len(composition.names)
+            result.seconds[name] = result.seconds.get(name, 0.0) + share
+        return worst is not None
+
+    def _record(self, composition: Composition, found: list[Difference], exam: Examination) -> None:
+        effects = [each for each in found if each.observable == SIDE_EFFECT]
+        self.result.effects += [_side_effect(composition, each, exam) for each in effects]
+        self.result.executed += 1
+        names = sorted(composition.names)
+        self.result.asked.update(frozenset(some) for n in (1, 2) for some in combinations(names, n))
+
+    def _record_refusal(self, composition: Composition, error: Exception, exam: Examination) -> None:
+        names = composition.names
+        text = str(error) if isinstance(error, Refused) else reason_of(error)
+        self.result.refused[names] = text
+        # A single variation may draw a length that the model does not take.
+        counts = len(names) == 2 or (len(names) == 1 and exam.takes_all_lengths)
+        if counts and not _is_refusal(error):
+            self.result.raised.setdefault(names, Crash(composition, text, _code_of(composition, exam)))
 
 
 def compare(
@@ -293,39 +331,13 @@ def compare(
         ValueError: an unknown variation, or one that does not apply to the model.
         Refused: the variations cannot be combined.
     """
-    variations = known_variations()
     subject = Subject(ModelSpec.of(model), torch.device(device), seed)
     exam = Examination(subject, "own" if own_dtype else None, longest)
     for name in values:
-        check_choice("values", name, tuple(variations))
-        if reason := variations[name].missing(exam):
+        check_choice("values", name, tuple(known_variations()))
+        if reason := known_variations()[name].missing(exam):
             raise ValueError(f"values: {name} does not apply to this model: {reason}")
-    return differences(Composition(values, length, gradients, after), variations, exam)
-
-
-def _ask_in_own_dtype(
-    names: list[str], variations: Variations, exam: Examination, result: Exploration
-) -> None:
-    """Execute each variation alone in the dtype of the model, which may choose other code."""
-    own = exam.in_dtype("own")
-    if dtype_of(own.base) == dtype_of(exam.base) or not (own.is_measurable and own.is_repeatable):
-        return
-    names = [name for name in names if name not in _NOT_IN_OWN_DTYPE]
-    _ask_suspects(names, variations, own, result)
-    for name in names:
-        _ask(Plan((name,), f"{name} own").draw(variations, own, 0), variations, own, result)
-
-
-def _ask_suspects(names: list[str], variations: Variations, exam: Examination, result: Exploration) -> None:
-    """Execute the values that quick tests of the variations find suspicious."""
-    for name in names:
-        try:
-            values = list(variations[name].suspects(exam))
-        except Exception as error:  # any other exception means: the model does not take the quick test
-            reraise_if_out_of_memory(error)
-            continue
-        for value in values:
-            _ask(Composition({name: value}, exam.longest), variations, exam, result)
+    return differences(Composition(values, length, gradients, after), exam)
 
 
 def _missing(variation: Variation, exam: Examination) -> str:
@@ -337,61 +349,26 @@ def _missing(variation: Variation, exam: Examination) -> str:
         return f"the model refuses it: {reason_of(error)}"
 
 
-def _ask(composition: Composition, variations: Variations, exam: Examination, result: Exploration) -> bool:
-    """Execute a composition and record the result. Return False if it was refused."""
-    names = composition.names.union(*(variations[name].includes for name in composition.names))
-    if any(each.composition.names <= names for each in result.findings):
-        return True  # the difference would be the same one
-    start = time.perf_counter()
-    worst = _worst(composition, variations, exam, result)
-    is_exact = exam.dtype is None
-    if worst is not None and not worst.is_real and worst.observable == "output" and is_exact:
-        for name in names:
-            result.largest[name] = max(result.largest.get(name, 0.0), worst.value)
-    if worst is not None and worst.is_real:
-        composition, worst = _shrunk(composition, worst, variations, exam)
-        result.findings.append(_finding(composition, worst, variations, exam))
-    for name in composition.names:
-        share = (time.perf_counter() - start) / len(composition.names)
-        result.seconds[name] = result.seconds.get(name, 0.0) + share
-    return worst is not None
-
-
-def _worst(
-    composition: Composition, variations: Variations, exam: Examination, result: Exploration | None = None
-) -> Difference | None:
-    """Return the first real difference, or the largest one. None: the composition was refused."""
+def _difference(composition: Composition, exam: Examination) -> Difference | None:
+    """Return the first real difference of a composition, or the largest one. None: it was refused."""
     try:
-        found = differences(composition, variations, exam)
+        return _worst(differences(composition, exam), composition, exam)
     except Exception as error:  # any other exception means: refused
         reraise_if_out_of_memory(error)
-        if result is not None:
-            text = str(error) if isinstance(error, Refused) else reason_of(error)
-            result.refused[composition.names] = text
-            # A single variation may draw a length that the model does not take.
-            counts = len(composition.names) == 2 or (len(composition.names) == 1 and exam.takes_all_lengths)
-            if counts and not _is_refusal(error):
-                crash = Crash(composition, text, code_of(composition, _setting(exam)))
-                result.raised.setdefault(composition.names, crash)
         return None
-    if result is not None:
-        result.executed += 1
-        effects = [each for each in found if each.observable == SIDE_EFFECT]
-        result.effects += [_side_effect(composition, each, variations, exam) for each in effects]
-        for name in composition.names:
-            result.asked[frozenset({name})] += 1
-            for other in composition.names:
-                if name < other:
-                    result.asked[frozenset({name, other})] += 1
+
+
+def _worst(found: list[Difference], composition: Composition, exam: Examination) -> Difference | None:
+    """Return the first real difference of some, or the largest one."""
     found = [each for each in found if each.observable != SIDE_EFFECT]
-    real = [each for each in found if each.is_real]
-    if real and exam.is_float64 and not math.isfinite(real[0].value):
+    real = next((each for each in found if each.is_real), None)
+    if real is None:
+        nothing = Difference("output", 0.0, exam.limit)
+        return max(found, key=lambda each: each.value / max(each.limit, 1e-300), default=nothing)
+    if exam.is_float64 and not math.isfinite(real.value):
         # The lowest float64 is infinite in a softmax in float32, and the own dtype decides.
-        return _worst(composition, variations, exam.in_dtype("own"))
-    if real:
-        return real[0]
-    nothing = Difference("output", 0.0, exam.limit)
-    return max(found, key=lambda each: each.value / max(each.limit, 1e-300), default=nothing)
+        return _difference(composition, exam.in_dtype("own"))
+    return real
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -422,80 +399,81 @@ def _libraries() -> list[Path]:
     ]
 
 
-def _shrunk(
-    composition: Composition, worst: Difference, variations: Variations, exam: Examination
-) -> tuple[Composition, Difference]:
+def _shrunk(composition: Composition, worst: Difference, exam: Examination) -> tuple[Composition, Difference]:
     """Return the simplest composition found that still differs."""
-    executions = 0
-    again = True
-    while again:
-        again = False
-        for simpler in composition.simpler(variations, exam):
-            executions += 1
-            if executions > _SHRINKING:
-                return composition, worst
-            found = _worst(simpler, variations, exam)
-            if found is not None and found.is_real:
-                composition, worst, again = simpler, found, True
-                break
+    candidates = composition.simpler(exam)
+    for _ in range(_SHRINKING):
+        simpler = next(candidates, None)
+        if simpler is None:
+            break
+        found = _difference(simpler, exam)
+        if found is not None and found.is_real:
+            composition, worst, candidates = simpler, found, simpler.simpler(exam)
     return composition, worst
 
 
-def _finding(
-    composition: Composition, worst: Difference, variations: Variations, exam: Examination
-) -> Finding:
-    names = composition.names
-    is_trace = worst.observable == NEXT_CALL
-    reporter = "history" if is_trace or not names else max(names, key=lambda name: variations[name].rank)
-    module = ""
+def _finding(composition: Composition, worst: Difference, exam: Examination) -> Finding:
+    known, module = known_variations(), ""
     if worst.observable == "output":
         try:
-            module = first_difference(composition, variations, exam)
+            module = first_difference(composition, exam)
         except Exception as error:
             reraise_if_out_of_memory(error)
-    where = ", ".join(filter(None, [worst.place, f"first difference: {module}" if module else ""]))
-    text = composition.text(variations)
-    if is_trace:
-        meaning = "A call changes the output of the next plain call" + (
-            f", if in the first call {text}." if text else "."
-        )
-    elif worst.observable == WITHOUT_LABEL:
-        meaning = f"An output without a label is trained to predict a token, if {text}."
-    elif worst.observable == WITHOUT_ANY_LABEL:
-        meaning = f"The gradient is not zero although all labels are ignored, if {text}."
-    else:
-        meaning = _changes(composition, worst, text)
-    conditions = [variations[name].correct_if(exam, value) for name, value in composition.values.items()]
-    correct_if = next((each for each in conditions if each is not None), None)
-    advice = variations[reporter].advice_for(exam) if reporter in variations else ""
-    return Finding(composition, worst, reporter, where, meaning, advice, correct_if, _setting(exam))
-
-
-def _side_effect(
-    composition: Composition, effect: Difference, variations: Variations, exam: Examination
-) -> Finding:
-    text = composition.text(variations)
-    where = f"in a call in which {text}" if text else "in a plain call"
-    advice = "Work on a copy (x = x.clone()), change a mode or a setting in a context manager only, and draw "
-    advice += "random numbers from a torch.Generator of the model."
-    setting = _setting(exam)
+    conditions = (variation.correct_if(exam, value) for variation, value in composition.variations)
+    by_rank = [variation.name for variation, _ in composition.variations]
+    reporter = by_rank[-1] if by_rank and worst.observable != NEXT_CALL else "history"
     return Finding(
-        composition, effect, "side_effects", where, effect.place, advice, effect.correct_if, setting
+        composition,
+        worst,
+        reporter,
+        where=", ".join(filter(None, [worst.place, f"first difference: {module}" if module else ""])),
+        meaning=_meaning(composition, worst),
+        advice=known[reporter].advice_for(exam),
+        code=_code_of(composition, exam),
+        correct_if=next((each for each in conditions if each is not None), None),
     )
 
 
-def _setting(exam: Examination) -> dict[str, Any]:
-    """Return the arguments of `compare` that repeat a composition and are not the default."""
-    setting: dict[str, Any] = {} if exam.most == LONGEST else {"longest": exam.most}
-    setting |= {"seed": exam.subject.seed} if exam.subject.seed else {}
-    setting |= {"own_dtype": True} if exam.dtype == "own" else {}
-    device = str(exam.subject.device)
-    return setting if device == "cpu" else setting | {"device": device}
-
-
-def _changes(composition: Composition, worst: Difference, text: str) -> str:
+def _meaning(composition: Composition, worst: Difference) -> str:
+    """Return a difference as a sentence."""
+    text = composition.text
+    if worst.observable == NEXT_CALL:
+        condition = f", if in the first call {text}" if text else ""
+        return f"A call changes the output of the next plain call{condition}."
+    if worst.observable == WITHOUT_LABEL:
+        return f"An output without a label is trained to predict a token, if {text}."
+    if worst.observable == WITHOUT_ANY_LABEL:
+        return f"The gradient is not zero although all labels are ignored, if {text}."
     if not text:
         return "Two plain calls differ."
     if "half_precision" in composition.values:
         return f"The {worst.observable} is not finite if {text}, but finite in a plain call in this dtype."
     return f"The {worst.observable} changes if {text}."
+
+
+def _side_effect(composition: Composition, effect: Difference, exam: Examination) -> Finding:
+    return Finding(
+        composition,
+        effect,
+        "side_effects",
+        where=f"in a call in which {composition.text}" if composition.values else "in a plain call",
+        meaning=effect.place,
+        advice="Work on a copy (x = x.clone()), change a mode or a setting in a context manager only, and "
+        "draw random numbers from a torch.Generator of the model.",
+        code=_code_of(composition, exam),
+        correct_if=effect.correct_if,
+    )
+
+
+def _code_of(composition: Composition, exam: Examination) -> str:
+    """Return Python code that repeats a composition; `model` is the subject."""
+    arguments: dict[str, Any] = {"length": composition.length}
+    arguments |= {"gradients": True} if composition.gradients else {}
+    arguments |= {"after": True} if composition.after else {}
+    arguments |= {} if exam.most == LONGEST else {"longest": exam.most}
+    arguments |= {"seed": exam.subject.seed} if exam.subject.seed else {}
+    arguments |= {"own_dtype": True} if exam.dtype == "own" else {}
+    device = str(exam.subject.device)
+    arguments |= {} if device == "cpu" else {"device": device}
+    text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"compare(model, {dict(composition.values)}, {text})"

@@ -116,11 +116,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a sequence in a batch: its row and its columns from `start` to `end`."""
+    """Place of a sequence in a batch: its row and its columns from `start` to `end`, and its number."""
 
     row: int
     start: int
     end: int
+    number: int = 0
+
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """Return number and length of the sequence."""
+        return self.number, self.end - self.start
 
 
 @dataclass
@@ -129,7 +135,6 @@ class Call:
 
     Attributes:
         inputs: ids (B, W), vectors (B, W, C) or other inputs with B rows.
-        sequences: each alone, (T,) or (T, C).
         places: place of each sequence.
         keep: True at real positions (B, W). None: no mask is passed.
         documents: document of each position (B, W). None: not passed.
@@ -142,12 +147,11 @@ class Call:
         order: column of `inputs` at each column of the call (B, W). None: the same one.
         arguments: further keyword arguments. Tensors have W columns.
         transforms: change the arguments of each call of the model.
-        compared: positions (T,), bool, whose outputs are compared, by sequence. Others: all positions.
+        compared: True at columns (B, W) whose outputs are compared. None: all columns.
     """
 
     inputs: Tensor
-    sequences: list[Tensor]
-    places: list[Place]
+    places: list[Place] = field(default_factory=list)
     keep: Tensor | None = None
     documents: Tensor | None = None
     labels: Tensor | None = None
@@ -160,7 +164,13 @@ class Call:
     order: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     transforms: list[Transform] = field(default_factory=list)
-    compared: dict[int, Tensor] = field(default_factory=dict)
+    compared: Tensor | None = None
+
+    def compare_only(self, place: Place, positions: Tensor) -> None:
+        """Compare the outputs of a sequence at some positions (T,) only, and of these the ones so far."""
+        if self.compared is None:
+            self.compared = self.inputs.new_ones(self.inputs.shape[:2], dtype=torch.bool)
+        self.compared[place.row, place.start : place.end] &= positions.to(self.inputs.device)
 
     def ordered(self) -> Call:
         """Return the call with its columns in the order of `order`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised
 
 __all__ = ["Template"]
 
@@ -37,20 +37,17 @@ class Template:
         """True if copies come from a pickle. Otherwise they share functions and closures with the model."""
         return self._pickle is not None
 
+    @false_if_raised
     def has_own_tensors(self, call: Callable[[nn.Module], Tensor]) -> bool:
         """Return True if a copy of the model does not use the parameters of the original.
 
         Patched functions may use them. `call` returns an output of a model. If it raises an exception,
         return False.
         """
-        try:
-            with torch.enable_grad():
-                output = call(self.copy())
-                if output.requires_grad:
-                    output.sum().backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # any other exception: unknown
-            reraise_if_out_of_memory(error)
-            return False
+        with torch.enable_grad():
+            output = call(self.copy())
+            if output.requires_grad:
+                output.sum().backward()  # type: ignore[no-untyped-call]
         uses_original = any(p.grad is not None for p in self.model.parameters())
         self.model.zero_grad(set_to_none=True)
         return not uses_original

@@ -116,8 +116,18 @@ class Variation:
 
 
 class Switch(Variation):
-    """Variation without values: it is on or not."""
+    """Variation without values: it is on or not.
+
+    Attributes:
+        words: the variation in words, as in `text`.
+    """
+
+    words: ClassVar[str]
 
     def draw(self, exam: Examination, rng: random.Random) -> bool:
         """Return True."""
         return True
+
+    def text(self, value: Any) -> str:
+        """Return the words."""
+        return self.words

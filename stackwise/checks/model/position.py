@@ -377,7 +377,7 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
         arguments = {"position_ids": positions[None] + exam.first_position}
         if accepts(exam.base, "attention_mask"):  # without one, gaps may mean packed documents
             arguments["attention_mask"] = torch.ones_like(sequence[:, :n], dtype=torch.long)
-        call = Call(sequence, [], [], arguments=arguments)
+        call = Call(sequence, arguments=arguments)
         with exam.subject.fixed_randomness():
             return _widened(exam, lambda: execute(exam.spec, exam.model(), call)[0])
 
@@ -486,21 +486,29 @@ def _rotary_tables(model: nn.Module, n: int) -> list[tuple[Tensor, int]]:
 
     Its first row is the rotation by 0: all cos are 1, or all sin are 0.
     """
-    found = []
-    for buffer in model.buffers():
-        table = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        is_pair = buffer.is_complex() or (table.ndim > 2 and table.shape[-1] == 2)
-        sizes = list(table.shape[:-2] if is_pair else table.shape[:-1])
-        if not table.is_floating_point() or not sizes or max(sizes) < max(n, 2):
-            continue
-        dim = sizes.index(max(sizes))
-        first, second = (table.select(dim, index) for index in (0, 1))
-        unit = torch.tensor([1.0, 0.0]).to(first) if is_pair else first.flatten()[:1].round()
-        is_rotation = bool((first == unit).all()) and float(table.abs().max()) <= 1
-        if is_rotation and bool((unit >= 0).all()) and not torch.equal(first, second):
-            found.append((buffer, dim, bool(is_pair or unit)))
+    found = [(buffer, *_dimension(buffer, n)) for buffer in model.buffers()]
+    tables = [(buffer, dim) for buffer, dim, _ in found if dim is not None]
     # A table of sin alone may be absolute sinusoids whose first row is padding.
-    return [(buffer, dim) for buffer, dim, _ in found] if any(has_cos for *_, has_cos in found) else []
+    return tables if any(has_cos for *_, has_cos in found) else []
+
+
+def _dimension(buffer: Tensor, n: int) -> tuple[int | None, bool]:
+    """Return the dimension of the positions in a table of cos or sin, and True if it has cos.
+
+    The dimension is None if it is no such table.
+    """
+    table = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    is_pair = buffer.is_complex() or (table.ndim > 2 and table.shape[-1] == 2)
+    sizes = list(table.shape[:-2] if is_pair else table.shape[:-1])
+    if not table.is_floating_point() or max(sizes, default=0) < max(n, 2):
+        return None, False
+    dim = sizes.index(max(sizes))
+    first, second = (table.select(dim, index) for index in (0, 1))
+    unit = torch.tensor([1.0, 0.0]).to(first) if is_pair else first.flatten()[:1].round()
+    is_unit = bool((first == unit).all() and (unit >= 0).all())
+    if not is_unit or table.abs().max() > 1 or torch.equal(first, second):
+        return None, False
+    return dim, bool(is_pair or unit)
 
 
 def _tables(exam: Examination) -> dict[str, set[int]]:

@@ -45,12 +45,8 @@ def token_effect(subject: Subject) -> CheckResult:
         return subject.not_applicable(NOT_REPEATED)
     sequence = exam.sequence(0, length)
     changed = sequence[None].repeat(length, *(1 for _ in sequence.shape))
-    other = exam.filler(1, length)[0]
     index = torch.arange(length)
-    changed[index, index] = other
-    if not sequence.is_floating_point():
-        same = other == sequence
-        changed[index, index] = torch.where(same, (other + 1) % spec.width, other)
+    changed[index, index] = exam.unlike(sequence, exam.filler(1, length)[0])
     answer = exam.answer(0, length)
     try:
         model = exam.model()
@@ -58,8 +54,8 @@ def token_effect(subject: Subject) -> CheckResult:
     except refusals() as error:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     # The last output, or for a bidirectional model any output.
-    rows = outputs[:, -1:] if spec.causal else outputs
-    expected = answer[-1:] if spec.causal else answer
+    last_ones = slice(-1 if spec.causal else 0, None)
+    rows, expected = outputs[:, last_ones], answer[last_ones]
     effects = (
         relative_difference(expected.expand_as(rows[0])[None].expand_as(rows), rows).flatten(1).amax(dim=1)
     )
@@ -108,7 +104,7 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
             other = text.clone()
             inputs = real_inputs(subject, 1, length, shift=1000 + shift, model=exam.base)
             other[-1] = exam.unlike(text, inputs[0])[-1]
-            outputs.append(execute(spec, exam.model(), Call(other[None], [], [], keep=keep)))
+            outputs.append(execute(spec, exam.model(), Call(other[None], keep=keep)))
         return any(not torch.equal(outputs[0], each) for each in outputs[1:])
 
     with torch.no_grad():
@@ -139,7 +135,7 @@ def mask_effect(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs at least 2 positions, and outputs that repeat themselves")
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     with torch.no_grad():
-        plain = execute(spec, exam.model(), Call(inputs, [], [], keep=keep))
+        plain = execute(spec, exam.model(), Call(inputs, keep=keep))
         places = [slice(hidden, hidden + 1) for hidden in range(inputs.shape[1] - 1)]
         if not spec.per_position:  # one position of less may give the same number of frames
             places.append(slice(inputs.shape[1] // 2, None))
@@ -147,7 +143,7 @@ def mask_effect(subject: Subject) -> CheckResult:
             partly = keep.clone()
             partly[:, hidden] = False
             try:
-                output = execute(spec, exam.model(), Call(inputs, [], [], keep=partly))
+                output = execute(spec, exam.model(), Call(inputs, keep=partly))
             except refusals() as error:
                 return subject.not_applicable(f"needs a mask with padding on the left: {reason_of(error)}")
             later = slice(hidden.stop, None) if spec.per_position else slice(None)

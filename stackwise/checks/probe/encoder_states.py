@@ -51,4 +51,4 @@ def output_with_encoder(
         arguments["encoder_attention_mask"] = keep
     inputs = exam.sequence(0, exam.lengths[0])[None]
     with exam.subject.fixed_randomness():
-        return execute(exam.spec, model or exam.model(), Call(inputs, [], [], arguments=arguments))
+        return execute(exam.spec, model or exam.model(), Call(inputs, arguments=arguments))

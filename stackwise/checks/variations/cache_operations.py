@@ -15,7 +15,7 @@ from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Part, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.subject.cached_call import cache_tensors
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised
 
 # In the order in which they are executed. The last two decode rows in the order of the next part.
 _TEXTS = {
@@ -103,14 +103,11 @@ def _operations(exam: Examination) -> list[str]:
     return exam.once("cache_operations", lambda: [name for name in _TEXTS if _runs(exam, name)])
 
 
+@false_if_raised
 @torch.no_grad()
 def _runs(exam: Examination, name: str) -> bool:
     inputs = torch.stack([exam.sequence(number, exam.lengths[-1]) for number in range(2)])
     operation = partial(_operated, names=[name])
-    call = Call(inputs, [], [], parts=(1, inputs.shape[1] - 1), others=inputs, operation=operation)
-    try:
-        execute(exam.spec, exam.model(), call)
-    except Exception as error:  # any other exception means: the cache does not support it
-        reraise_if_out_of_memory(error)
-        return False
+    call = Call(inputs, parts=(1, inputs.shape[1] - 1), others=inputs, operation=operation)
+    execute(exam.spec, exam.model(), call)
     return True

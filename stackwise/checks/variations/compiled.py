@@ -19,6 +19,7 @@ class Compiled(Switch):
     name = "compiled"
     check, family, suite = "compiled_outputs", "compilation", "full"
     question = "Is the output the same under torch.compile?"
+    words = "the model is compiled"
     rank = 95
     excludes = frozenset({"train_mode", "recomputation", "half_precision"})
     explained_by = frozenset({"later_tokens"})
@@ -33,10 +34,6 @@ class Compiled(Switch):
         with fresh_compiler(), torch.no_grad():
             exam.plain(_compiled(exam.model(), graphs), sequence)
         return "" if graphs else "needs a part that torch.compile compiles"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "the model is compiled"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Compare no gradients."""

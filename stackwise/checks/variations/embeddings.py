@@ -18,6 +18,7 @@ class Embeddings(Switch):
 
     name = "embeddings"
     question = "Do inputs_embeds give the same output as ids?"
+    words = "inputs_embeds are passed in place of the ids"
     rank = 47
     advice = "Look for a scale, a position or a dtype that only one of the two ways gets."
 
@@ -27,10 +28,6 @@ class Embeddings(Switch):
             return "needs a parameter inputs_embeds"
         has = hasattr(exam.base, "get_input_embeddings")
         return "" if has else "needs get_input_embeddings(), which returns the embedding"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "inputs_embeds are passed in place of the ids"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the vectors."""

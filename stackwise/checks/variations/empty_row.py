@@ -13,6 +13,7 @@ class EmptyRow(Switch):
     name = "empty_row"
     check, family = "padding_empty_row", "padding"
     question = "Are the other rows and all gradients the same if one row is only padding?"
+    words = "one row of the batch is only padding"
     rank = 38
     includes = frozenset({"mask_of_ones"})  # it passes a mask
     advice = (
@@ -28,10 +29,6 @@ class EmptyRow(Switch):
         if not exam.spec.padding_sides:
             return "needs padding_sides: the model claims no side on which padding may be"
         return "" if exam.spec.per_position else "needs an output per position"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "one row of the batch is only padding"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Add the row."""

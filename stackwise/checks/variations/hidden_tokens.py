@@ -44,12 +44,13 @@ class HiddenTokens(Variation):
 
     def edit(self, call: Call, value: float, exam: Examination) -> None:
         """Replace the inputs."""
-        sequence, place = call.sequences[0], call.places[0]
+        place = call.places[0]
+        sequence = exam.sequence(*place.sequence)
         reached = _reaching(_visible(exam, sequence)).to(sequence.device)
         hidden = ~reached[round(value * (len(sequence) - 1))]
         row = call.inputs[place.row, place.start : place.end]
         row[hidden] = exam.unlike(row, exam.filler(1, len(sequence))[0])[hidden]
-        call.compared[0] = ~(reached & hidden).any(dim=1)
+        call.compare_only(place, ~(reached & hidden).any(dim=1))
 
 
 def _visible(exam: Examination, sequence: Tensor) -> Tensor:

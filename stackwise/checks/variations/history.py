@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -110,10 +111,5 @@ def _break(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> None:
     modules = [module for module in model.modules() if module is not model]
     if not modules:
         return
-    handle = modules[len(modules) // 2].register_forward_hook(fail)
-    try:
+    with suppress(_Broken), modules[len(modules) // 2].register_forward_hook(fail):
         spec.logits(model, inputs)
-    except _Broken:
-        pass
-    finally:
-        handle.remove()

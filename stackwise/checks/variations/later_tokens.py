@@ -117,13 +117,11 @@ class LaterTokens(Variation):
             return
         if call.labels is not None:
             raise Refused("labels are the tokens")
-        sequence, place = call.sequences[0], call.places[0]
-        first = max(1, len(sequence) - count)
-        if first == len(sequence):
+        place = call.places[0]
+        length = place.end - place.start
+        first = max(1, length - count)
+        if first == length:
             raise Refused("there is no output before a later token")
         row = call.inputs[place.row, place.start + first : place.end]
-        others = exam.filler(1, len(sequence))[0][first:]
-        row[:] = exam.unlike(row, others)
-        compared = call.compared.get(0, sequence.new_ones(len(sequence)).bool()).clone()
-        compared[first:] = False
-        call.compared[0] = compared
+        row[:] = exam.unlike(row, exam.filler(1, length)[0][first:])
+        call.compare_only(place, torch.arange(length) < first)

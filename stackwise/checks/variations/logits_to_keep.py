@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,11 +60,8 @@ class LogitsToKeep(Variation):
     def arguments(self, call: Call, model: nn.Module, value: int, exam: Examination) -> dict[str, Any]:
         """Ask for the last outputs, and compare them alone."""
         first = max(0, call.inputs.shape[1] - value)
-        for number, place in enumerate(call.places):
-            compared = call.compared.get(number, call.inputs.new_ones(place.end - place.start).bool())
-            compared = compared.clone()
-            compared[: max(0, first - place.start)] = False
-            call.compared[number] = compared
+        for place in call.places:
+            call.compare_only(place, torch.arange(place.start, place.end) >= first)
         return {_name(exam): value}
 
     def restore(self, output: Tensor, call: Call, value: int) -> Tensor:

@@ -18,7 +18,7 @@ from stackwise.checks.engine.question import Call, Place, Question, Transform
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
 from stackwise.checks.probe.difference import relative_difference
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised
 
 _NAME = "attention_mask"
 # Largest difference between two forms of a mask, relative to the effect of the mask.
@@ -102,6 +102,7 @@ def _forms(exam: Examination) -> list[str]:
     return exam.once("mask_forms", lambda: [form for form in _TEXTS if _takes(exam, form)])
 
 
+@false_if_raised
 def _takes(exam: Examination, form: str) -> bool:
     inputs = exam.sequence(0, exam.lengths[-1])[None]
     if form.startswith("4d") and (
@@ -110,7 +111,7 @@ def _takes(exam: Examination, form: str) -> bool:
         return False  # a recurrent layer needs to know which tokens are padding
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     transforms: list[Transform] = [partial(_converted, form=form, exam=exam)]
-    if not exam.agrees(Call(inputs, [], [Place(0, 0, inputs.shape[1])], keep, transforms=transforms)):
+    if not exam.agrees(Call(inputs, [Place(0, 0, inputs.shape[1])], keep, transforms=transforms)):
         return False
     if form in ("bool", "int64"):
         return True
@@ -120,15 +121,12 @@ def _takes(exam: Examination, form: str) -> bool:
     none = list[Transform]()
     with torch.no_grad():
         calls = (
-            Call(inputs, [], [], mask, transforms=some)
+            Call(inputs, keep=mask, transforms=some)
             for mask, some in ((hidden, none), (hidden, transforms), (keep, none))
         )
         try:
             one, two, whole = (execute(exam.spec, exam.model(), call)[:, rest] for call in calls)
         except Refused:  # the positions of padded rows are not passed
             return True
-        except Exception as error:  # any other exception means: not this form
-            reraise_if_out_of_memory(error)
-            return False
     effect = float(relative_difference(whole, one).max())
     return float(relative_difference(one, two).max()) <= min(exam.limit, _EXPLAINED * effect)

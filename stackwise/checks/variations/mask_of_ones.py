@@ -12,6 +12,7 @@ class MaskOfOnes(Switch):
 
     name = "mask_of_ones"
     question = "Is the output the same with a padding mask of ones as without a mask?"
+    words = "a mask of ones is passed"
     rank = 35
     excludes = frozenset({"padded_rows"})
     advice = (
@@ -23,10 +24,6 @@ class MaskOfOnes(Switch):
         if exam.spec.masked is None:
             return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
         return ""
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "a mask of ones is passed"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Pass the mask."""

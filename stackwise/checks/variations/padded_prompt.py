@@ -89,9 +89,8 @@ def _allowed_inside(exam: Examination) -> bool:
     width, n_hidden = exam.longest, min(3, exam.longest - exam.lengths[0])
     if n_hidden < 1:
         return False
-    sequence = exam.sequence(0, width - n_hidden)
-    inputs = torch.cat((exam.filler(1, n_hidden)[0], sequence))[None]
+    inputs = torch.cat((exam.filler(1, n_hidden)[0], exam.sequence(0, width - n_hidden)))[None]
     keep = (torch.arange(width, device=inputs.device) >= n_hidden)[None]
-    call = Call(inputs, [sequence], [Place(0, n_hidden, width)], keep)
+    call = Call(inputs, [Place(0, n_hidden, width)], keep)
     call.order = _padding_last(call, n_hidden + 2)
     return exam.agrees(call)

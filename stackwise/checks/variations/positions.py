@@ -18,16 +18,13 @@ class Positions(Switch):
 
     name = "positions"
     question = "Do position_ids give the same output as the positions that the model counts?"
+    words = "position_ids are passed"
     rank = 45
     advice = "Look for a part of the model that ignores position_ids and counts positions itself."
 
     def missing(self, exam: Examination) -> str:
         """Require a parameter `position_ids`."""
         return "" if accepts(exam.base, "position_ids") else "needs a parameter position_ids"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "position_ids are passed"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the positions."""

@@ -12,6 +12,7 @@ class TrainMode(Switch):
 
     name = "train_mode"
     question = "Is the output the same in train mode, apart from dropout?"
+    words = "the model is in train mode (dropout off)"
     rank = 55
     advice = "Look for branches on self.training, and for weights that train() and eval() change."
 
@@ -20,10 +21,6 @@ class TrainMode(Switch):
         if exam.has_train_mode:
             return ""
         return "needs a train mode that is random only by dropout, and without batch statistics"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "the model is in train mode (dropout off)"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Switch to train mode."""

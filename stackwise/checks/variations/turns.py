@@ -16,6 +16,7 @@ class Turns(Switch):
     name = "turns"
     check, family = "cache_independence", "cache"
     question = "Is the output the same if another sequence, with another cache, is decoded in between?"
+    words = "another sequence is decoded between the parts"
     rank = 36
     includes = frozenset({"cache_parts"})
     explained_by = frozenset({"later_tokens", "cache_parts"})
@@ -33,10 +34,6 @@ class Turns(Switch):
             _, cache = exam.spec.decode(exam.model(), exam.sequence(0, exam.lengths[0])[None], None)
         has_tensors = any(True for _ in cache_tensors(cache))
         return "" if has_tensors else "needs decode to return the cache; this model keeps it in a module"
-
-    def text(self, value: bool) -> str:
-        """Return the variation in words."""
-        return "another sequence is decoded between the parts"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet."""

@@ -12,7 +12,7 @@ from torch import nn
 from stackwise.checks import check_model, compare
 from stackwise.checks.engine.composition import Composition, plans
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.exploration import Explorer
 from stackwise.checks.engine.location import first_difference
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
@@ -21,7 +21,7 @@ from tests.zoo.gpt import GPT, Placed, encoder, gpt, placed, spec_of, windowed
 
 CPU = torch.device("cpu")
 KNOWN = known_variations("fast")
-SOME = {name: KNOWN[name] for name in ("mask_of_ones", "cache_parts", "batch", "history")}
+SOME = ("mask_of_ones", "cache_parts", "batch", "history")
 
 
 def exam_of(spec, seed=0):
@@ -111,7 +111,7 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_model_has_no_findings(name):
     make, variation, reason = HEALTHY[name]
-    exploration = explore(Subject(make(), CPU), KNOWN, count=0)
+    exploration = Explorer(Subject(make(), CPU), KNOWN, count=0).explore()
     assert not exploration.findings
     assert max(exploration.largest.values()) <= exploration.limit
     asked = {name for name in KNOWN if exploration.asked[frozenset({name})]}
@@ -129,7 +129,7 @@ class EachAsked(Counter):
 def test_every_pair_that_can_be_combined_is_planned():
     exam = exam_of(gpt())
     names = [name for name in KNOWN if not KNOWN[name].missing(exam)]
-    planned = [set(each.names) for each in plans(names, KNOWN, 0, 0, EachAsked())]
+    planned = [set(each.names) for each in plans(names, 0, 0, EachAsked())]
     for a, b in combinations(names, 2):
         excluded = b in KNOWN[a].excludes or a in KNOWN[b].excludes
         assert any({a, b} <= each for each in planned) != excluded
@@ -138,10 +138,10 @@ def test_every_pair_that_can_be_combined_is_planned():
 
 def test_pair_that_no_set_has_asked_is_planned_alone():
     names = ["batch", "later_tokens", "history"]
-    planned = [set(each.names) for each in plans(names, KNOWN, 0, 0, Counter())]
+    planned = [set(each.names) for each in plans(names, 0, 0, Counter())]
     assert {"batch", "history"} in planned
     assert {"batch", "history"} not in [
-        set(each.names) for each in plans(names, KNOWN, 0, 0, EachAsked()) if each.label == "batch history"
+        set(each.names) for each in plans(names, 0, 0, EachAsked()) if each.label == "batch history"
     ]
 
 
@@ -149,8 +149,8 @@ def test_a_new_variation_changes_no_value_of_the_others():
     exam, names = exam_of(gpt()), ["batch", "later_tokens", "history"]
 
     def drawn(some):
-        for plan in plans(some, KNOWN, 0, 0, EachAsked()):
-            yield {name: each for name, each in plan.draw(KNOWN, exam, 0).values.items() if name in names}
+        for plan in plans(some, 0, 0, EachAsked()):
+            yield {name: each for name, each in plan.draw(exam).values.items() if name in names}
 
     values = list(drawn([*names, "copies"]))
     assert all(each in values for each in drawn(names))
@@ -158,31 +158,32 @@ def test_a_new_variation_changes_no_value_of_the_others():
 
 def test_large_model_is_asked_each_variation_alone(monkeypatch):
     monkeypatch.setattr("stackwise.checks.engine.exploration.LARGE", 10)
-    asked = explore(Subject(gpt(), CPU), SOME).asked
+    asked = Explorer(Subject(gpt(), CPU), SOME).explore().asked
     assert asked and all(len(names) == 1 and count == 1 for names, count in asked.items())
 
 
 def test_model_that_is_too_large_for_copies_does_not_apply(monkeypatch):
     monkeypatch.setattr("stackwise.checks.engine.exploration._TOO_LARGE", 10)
-    exploration = explore(Subject(gpt(), CPU), SOME)
-    assert exploration.missing.keys() == SOME.keys()
+    exploration = Explorer(Subject(gpt(), CPU), SOME).explore()
+    assert exploration.missing.keys() == set(SOME)
     assert all("GB" in reason and "fewer layers" in reason for reason in exploration.missing.values())
 
 
 def test_next_call_that_raises_is_a_finding():
-    [finding] = explore(Subject(spec_of(FirstLengthKept), CPU), SOME).findings
+    [finding] = Explorer(Subject(spec_of(FirstLengthKept), CPU), SOME).explore().findings
     assert finding.variation == "history"
     assert "RuntimeError" in finding.where
 
 
 def test_same_seed_gives_the_same_result():
-    first, second = (explore(Subject(spec_of(StateLost), CPU, 3), SOME, count=100) for _ in range(2))
+    subject = Subject(spec_of(StateLost), CPU, 3)
+    first, second = (Explorer(subject, SOME, count=100).explore() for _ in range(2))
     assert [each.composition for each in first.findings] == [each.composition for each in second.findings]
     assert first.asked == second.asked
 
 
 def test_finding_is_shrunk_located_and_repeatable():
-    findings = explore(Subject(spec_of(StateLost), CPU), KNOWN, count=0).findings
+    findings = Explorer(Subject(spec_of(StateLost), CPU), KNOWN, count=0).explore().findings
     assert {each.composition.names for each in findings} == {
         frozenset({"padded_prompt"}),
         frozenset({"cache_parts", "mask_of_ones"}),
@@ -198,19 +199,19 @@ def test_finding_is_shrunk_located_and_repeatable():
 
 
 def test_call_that_leaves_traces_is_reported_once():
-    [finding] = explore(Subject(spec_of(Counting), CPU), KNOWN).findings
+    [finding] = Explorer(Subject(spec_of(Counting), CPU), KNOWN).explore().findings
     assert finding.variation == "history"
     assert not finding.composition.values
 
 
 def test_two_values_that_are_not_finite_never_agree():
-    exploration = explore(Subject(spec_of(NotANumber), CPU), {"padded_rows": KNOWN["padded_rows"]})
+    exploration = Explorer(Subject(spec_of(NotANumber), CPU), ["padded_rows"]).explore()
     [finding] = exploration.findings
     assert finding.difference.value == float("inf")
 
 
 def test_model_that_does_not_repeat_itself_is_not_asked():
-    exploration = explore(Subject(spec_of(Noisy), CPU), KNOWN)
+    exploration = Explorer(Subject(spec_of(Noisy), CPU), KNOWN).explore()
     assert exploration.missing.keys() == KNOWN.keys()
     assert not exploration.findings
 
@@ -227,12 +228,12 @@ def test_weights_that_are_constant_are_made_random():
             x = super().embed(input_ids)
             return x + self.gate * x.mean(dim=1, keepdim=True)
 
-    exploration = explore(Subject(spec_of(Gated), CPU), {"later_tokens": KNOWN["later_tokens"]})
+    exploration = Explorer(Subject(spec_of(Gated), CPU), ["later_tokens"]).explore()
     assert [each.variation for each in exploration.findings] == ["later_tokens"]
 
 
 def test_location_is_empty_if_no_module_differs():
-    assert first_difference(Composition({"batch": [4]}, 6), KNOWN, exam_of(gpt())) == ""
+    assert first_difference(Composition({"batch": [4]}, 6), exam_of(gpt())) == ""
 
 
 def test_arguments_of_two_declared_functions_are_combined():
@@ -293,8 +294,8 @@ def test_model_whose_copies_use_the_original_is_built_again():
         model.forward = lambda *args, **kwargs: original(*args, **kwargs)
         return model
 
-    some = {name: KNOWN[name] for name in ("copies", "batch")}
-    assert not explore(Subject(replace(gpt(), build=build), CPU), some, count=0).findings
+    some = ("copies", "batch")
+    assert not Explorer(Subject(replace(gpt(), build=build), CPU), some, count=0).explore().findings
 
 
 def test_longest_sequence_that_the_model_takes_is_found():
@@ -316,7 +317,7 @@ def test_model_that_refuses_replaced_tokens_is_explored():
         ids[:, 1:2] = 5
         return ids
 
-    exploration = explore(Subject(spec_of(NeedsFirstId, make_batch=make_batch), CPU), SOME)
+    exploration = Explorer(Subject(spec_of(NeedsFirstId, make_batch=make_batch), CPU), SOME).explore()
     assert not exploration.findings
     assert exploration.asked[frozenset({"batch"})]
 
@@ -333,8 +334,8 @@ class WithFurtherTerm(GPT):
 
 
 def test_loss_with_a_further_term_is_not_compared_with_an_empty_row():
-    some = {name: KNOWN[name] for name in ("labels", "empty_row")}
-    assert not explore(Subject(spec_of(WithFurtherTerm), CPU), some).findings
+    some = ("labels", "empty_row")
+    assert not Explorer(Subject(spec_of(WithFurtherTerm), CPU), some).explore().findings
 
 
 class WithHeadForALaterToken(GPT):
@@ -356,7 +357,7 @@ def test_loss_without_a_later_token_is_not_compared():
     spec = spec_of(WithHeadForALaterToken)
     ids = torch.arange(2)[None]
     assert spec.labelled_loss(spec.create(), ids, ids).isnan()
-    assert not explore(Subject(spec, CPU), {"labels": KNOWN["labels"]}).findings
+    assert not Explorer(Subject(spec, CPU), ["labels"]).explore().findings
 
 
 class DropPath(nn.Module):
@@ -406,7 +407,7 @@ def test_mask_is_not_passed_to_a_decode_without_one():
         output = model(inputs, cache=cache, use_cache=True)
         return output.logits, output.cache
 
-    some = {name: KNOWN[name] for name in ("mask_of_ones", "turns")}
-    result = explore(Subject(spec_of(GPT, decode=decode), torch.device("cpu")), some, count=0)
+    some = ("mask_of_ones", "turns")
+    result = Explorer(Subject(spec_of(GPT, decode=decode), torch.device("cpu")), some, count=0).explore()
     assert result.refused[frozenset({"mask_of_ones", "turns"})] == "decode takes no mask"
     assert not result.raised

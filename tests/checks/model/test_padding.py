@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.checks.engine.exploration import explore
+from stackwise.checks.engine.exploration import Explorer
 from stackwise.checks.subject import Subject
-from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.forward import (
     empty_row_poisons_gradients,
@@ -240,9 +239,9 @@ def test_wrong_padding_fails(name):
 
 
 def test_mask_that_train_mode_ignores_fails():
-    some = {name: known_variations()[name] for name in ("padded_rows", "train_mode")}
+    subject = Subject(spec_of(MaskIgnoredInTraining), torch.device("cpu"))
     # Half of the draws have padding on the right, which a causal model does not read.
-    found = explore(Subject(spec_of(MaskIgnoredInTraining), torch.device("cpu")), some, count=40).findings
+    found = Explorer(subject, ("padded_rows", "train_mode"), count=40).explore().findings
     assert {each.variation for each in found} <= {"padded_rows", "train_mode"} and found
 
 
@@ -285,9 +284,9 @@ def test_padding_id_is_no_real_token():
         def place(self, input_ids, past, keep, documents):
             return super().place(input_ids, past, (input_ids != 7) if keep is None else keep, documents)
 
-    padding = {"padded_rows": known_variations()["padded_rows"]}
     for seed in range(6):
-        exploration = explore(Subject(spec_of(ById), torch.device("cpu"), seed), padding, count=0)
+        subject = Subject(spec_of(ById), torch.device("cpu"), seed)
+        exploration = Explorer(subject, ["padded_rows"], count=0).explore()
         assert not exploration.findings
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stackwise.checks import check_model
-from stackwise.checks.engine.exploration import compare, explore
+from stackwise.checks.engine.exploration import Explorer, compare
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec
@@ -451,8 +451,7 @@ TOGETHER = {
 
 
 def explored(build, names):
-    known = known_variations()
-    return explore(Subject(spec_for(build), CPU), {name: known[name] for name in names}, count=0)
+    return Explorer(Subject(spec_for(build), CPU), names, count=0).explore()
 
 
 def spec_for(build):

@@ -40,6 +40,7 @@ State = dict[str, Any]
 ROUNDING = 1e-5
 # Allowed differences, in multiples of those that a change of the weights by rounding causes.
 _ROUNDINGS = 100.0
+_LISTS = (list, tuple)
 
 
 class WrongPositionError(ValueError):
@@ -65,7 +66,18 @@ def state_of(run: TrainingRun) -> State:
     state["model: weights that share memory"] = str(shared)
     for name, tensor in saved_tensors(model):
         state.setdefault(f"model.{name}", tensor.detach().clone())
+    state |= _optimizer_state(run, names)
+    for part, keeper in {**schedulers_of(run), "scaler": getattr(run, "scaler", None)}.items():
+        if hasattr(keeper, "state_dict"):
+            state |= _flat(keeper.state_dict(), part)
+    if callable(position := getattr(run, "position", None)):
+        state |= _flat(position(), "position()")
+    return state
 
+
+def _optimizer_state(run: TrainingRun, names: Mapping[int, str]) -> State:
+    """Return the state of the optimizer. `names` has the name of each parameter by id."""
+    state: State = {}
     saved = run.optimizer.state_dict()
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
     owners = dict(zip(_indices(saved), (names.get(id(p)) for p in trained), strict=False))
@@ -79,11 +91,6 @@ def state_of(run: TrainingRun) -> State:
     for index, group in enumerate(saved.get("param_groups", [])):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         state |= _flat(options, f"optimizer.group {index}")
-    for part, keeper in {**schedulers_of(run), "scaler": getattr(run, "scaler", None)}.items():
-        if hasattr(keeper, "state_dict"):
-            state |= _flat(keeper.state_dict(), part)
-    if callable(position := getattr(run, "position", None)):
-        state |= _flat(position(), "position()")
     return state
 
 
@@ -113,31 +120,37 @@ def is_close(a: Any, b: Any, near: Any = None, *, rounding: float = 0.0) -> bool
             difference from `a`.
         rounding: allowed difference, relative to the largest element. 0: equal bit by bit.
     """
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+    if any(isinstance(a, kinds) != isinstance(b, kinds) for kinds in (np.ndarray, Tensor, Mapping, _LISTS)):
+        return False
+    if isinstance(a, np.ndarray):
         return bool(np.array_equal(a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        b = b.to(a.device)
-        if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
-            return bool(torch.equal(a, b))
-        allowed = rounding * _largest(a)
-        if isinstance(near, Tensor) and near.shape == a.shape:
-            allowed += _ROUNDINGS * _largest(near.to(a) - a)
-        return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
+    if isinstance(a, Tensor):
+        return _tensors_are_close(a, b, near, rounding)
+    if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(is_close(a[key], b[key], rounding=rounding) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, _LISTS):
         pairs = zip(a, b, strict=False)
         return len(a) == len(b) and all(is_close(x, y, rounding=rounding) for x, y in pairs)
-    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
+    return a == b or (a != a and b != b) or _floats_are_close(a, b, near, rounding)
+
+
+def _floats_are_close(a: Any, b: Any, near: Any, rounding: float) -> bool:
+    if not (isinstance(a, float) and isinstance(b, float)):
         return False
-    if a == b or (a != a and b != b):
-        return True
-    if isinstance(a, float) and isinstance(b, float):
-        allowed = rounding * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
-        return abs(a - b) <= allowed
-    return False
+    allowed = rounding * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
+    return abs(a - b) <= allowed
+
+
+def _tensors_are_close(a: Tensor, b: Tensor, near: Any, rounding: float) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    b = b.to(a.device)
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    allowed = rounding * _largest(a)
+    if isinstance(near, Tensor) and near.shape == a.shape:
+        allowed += _ROUNDINGS * _largest(near.to(a) - a)
+    return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)
 
 
 def _largest(x: Tensor) -> float:

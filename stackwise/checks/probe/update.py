@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.trainer_adapter import JoinedOptimizers
 from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = ["Observation", "Update", "distance", "each_update", "norm", "observed", "rates_of"]
 
@@ -38,6 +39,11 @@ class Update:
     after: dict[str, Tensor]
     learning_rates: list[float]
     frozen: frozenset[str] = frozenset()
+
+    @property
+    def has_rate(self) -> bool:
+        """True if the learning rate of some group is above 0."""
+        return any(rate > 0 for rate in self.learning_rates)
 
     def moved(self, name: str) -> Tensor:
         """Return the change of each element of a parameter, in float64."""
@@ -157,18 +163,12 @@ def each_update(
         stepped.clear()
         after(optimizer)
 
-    handles = [
-        handle
-        for member in members
-        for handle in (member.register_step_pre_hook(enter), member.register_step_post_hook(leave))
-    ]
-    try:
+    handles = [member.register_step_pre_hook(enter) for member in members]
+    handles += [member.register_step_post_hook(leave) for member in members]
+    with temporary_hooks(handles):
         yield
         if stepped:
             finish()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _values(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

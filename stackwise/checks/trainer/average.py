@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,37 +128,12 @@ def _moves_towards_weights(updates: list[_Update]) -> bool:
 
 def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
     """Return a finding if some tensors of an average move by a different fraction than the others."""
-    still: dict[str, int] = {}
-    for update in updates:
-        move = update.best
-        gaps, shares = move.gaps(), move.shares
-        wrong = _wrong(gaps)
-        for path in wrong:
-            still[path] = still.get(path, 0) + (shares[path] == 0)
-        own = _wrong(move.gaps(shares))  # not parallel to the distance
-        twice = 1 - (1 - move.share) ** 2
-        tied = [path for path in wrong if abs(shares[path] - twice) < _EXACT * twice and twice < _COPY]
-        if own or tied:
-            return subject.failed(
-                max(gaps[path] for path in own or tied),
-                _LIMIT,
-                where=f"{listed(own or tied)}, step {update.step}",
-                meaning="These tensors of the average do not move towards their weights; the others do."
-                if own
-                else "These tensors of the average move as if they were updated twice in a step.",
-                advice="Look for pairs of tensors in a different order, and for an update of tied weights "
-                "under each of their names.",
-            )
-        if different := [path for path in wrong if shares[path] and shares[path] < _COPY]:
-            return subject.warned(
-                max(gaps[path] for path in different),
-                _LIMIT,
-                where=f"{listed(different)}, step {update.step}",
-                meaning="These tensors of the average do not move by the same fraction of their distance "
-                f"from the weights as the other tensors. The fraction of the others is {move.share:.4g}.",
-                correct_if="these weights have a decay of their own",
-                advice="Use one decay for all weights.",
-            )
+    found = next(filter(None, (_uneven_in(subject, update) for update in updates)), None)
+    if found is not None:
+        return found
+    still = Counter(
+        path for update in updates for path in _wrong(update.best.gaps()) if update.best.shares[path] == 0
+    )
     if never := [path for path, count in still.items() if count == len(updates)]:
         return subject.failed(
             1.0,
@@ -166,6 +142,38 @@ def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | No
             meaning="These tensors of the average never move, but the other tensors do.",
             advice="Look for parameters that were frozen when the average was created, and for a filter of "
             "names.",
+        )
+    return None
+
+
+def _uneven_in(subject: TrainerSubject, update: _Update) -> CheckResult | None:
+    """Return a finding if some tensors move by a different fraction in one update."""
+    move = update.best
+    gaps, shares = move.gaps(), move.shares
+    wrong = _wrong(gaps)
+    own = _wrong(move.gaps(shares))  # not parallel to the distance
+    twice = 1 - (1 - move.share) ** 2
+    tied = [path for path in wrong if abs(shares[path] - twice) < _EXACT * twice and twice < _COPY]
+    if own or tied:
+        return subject.failed(
+            max(gaps[path] for path in own or tied),
+            _LIMIT,
+            where=f"{listed(own or tied)}, step {update.step}",
+            meaning="These tensors of the average do not move towards their weights; the others do."
+            if own
+            else "These tensors of the average move as if they were updated twice in a step.",
+            advice="Look for pairs of tensors in a different order, and for an update of tied weights "
+            "under each of their names.",
+        )
+    if different := [path for path in wrong if shares[path] and shares[path] < _COPY]:
+        return subject.warned(
+            max(gaps[path] for path in different),
+            _LIMIT,
+            where=f"{listed(different)}, step {update.step}",
+            meaning="These tensors of the average do not move by the same fraction of their distance "
+            f"from the weights as the other tensors. The fraction of the others is {move.share:.4g}.",
+            correct_if="these weights have a decay of their own",
+            advice="Use one decay for all weights.",
         )
     return None
 

@@ -147,10 +147,7 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
         return subject.not_applicable("needs an epoch of at least 3 batches")
     asked = 0
     for name, patterns in _patterns(batches).items():
-        if len(patterns) < 3 or any(p.shape != patterns[0].shape for p in patterns):
-            continue
-        # If all rows or all batches have the same values, the values are not random.
-        if any(len(p) < 2 or bool((p == p[:1]).all()) for p in patterns):
+        if not _may_be_random(patterns):
             continue
         pairs = [(i, j) for i in range(len(patterns)) for j in range(i)]
         alike = {pair: (patterns[pair[0]] == patterns[pair[1]]).double().mean().item() for pair in pairs}
@@ -174,6 +171,12 @@ def worker_randomness(subject: TrainerSubject) -> CheckResult:
     if not asked:
         return subject.not_applicable("needs a part of the batches that differs between rows and batches")
     return subject.passed(0.0, 0.0, meaning=f"Compared parts of {len(batches)} batches: {asked}.")
+
+
+def _may_be_random(patterns: list[Tensor]) -> bool:
+    """Return True for at least three patterns of one shape, whose rows differ."""
+    same_shape = all(p.shape == patterns[0].shape for p in patterns)
+    return len(patterns) > 2 and same_shape and all(len(p) > 1 and bool((p != p[:1]).any()) for p in patterns)
 
 
 def _patterns(batches: list[Any]) -> dict[str, list[Tensor]]:

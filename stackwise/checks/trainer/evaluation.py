@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from stackwise.checks.probe.call import refusals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.support.hooks import temporary_hooks
 
 _ROWS = 4
 _EXACT = 1e-5
@@ -109,14 +110,14 @@ def _explained(
             by_labels, weights if averages else [labels]
         ),
     }
-    mistake = next((name for name, is_made in mistakes.items() if is_made), "")
+    mistake = next((f" The evaluation loss is {name}." for name, is_made in mistakes.items() if is_made), "")
     correct_if = None
     trained = _trained_losses(run, batches)
     if averages and is_mean(losses):
         correct_if = _AVERAGES
     elif trained is not None and is_mean(trained):
         correct_if = _AUXILIARY
-    return f" The evaluation loss is {mistake}." if mistake else "", correct_if
+    return mistake, correct_if
 
 
 @trainer_check
@@ -251,9 +252,7 @@ def _limit(run: TrainingRun, batches: list[Any], evaluate: Callable[[list[Any]],
         if isinstance(output, Tensor):
             dtypes.add(output.dtype)
 
-    with ExitStack() as stack:
-        for module in run.model.modules():
-            stack.callback(module.register_forward_hook(note).remove)
+    with temporary_hooks(module.register_forward_hook(note) for module in run.model.modules()):
         evaluate(batches)
     return _NARROW if dtypes & {torch.bfloat16, torch.float16} else _EXACT
 

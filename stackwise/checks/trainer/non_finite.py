@@ -18,6 +18,7 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.hooks import temporary_hooks
 from stackwise.support.optimizer_state import optimizers_in
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
@@ -54,6 +55,14 @@ class _Outcome:
         """Return True if the step restores the weights of an earlier one."""
         is_changed = _weights_differ(self.before, self.after)
         return is_changed and any(not _weights_differ(each, self.after) for each in self.earlier)
+
+
+_CHANGED = (
+    "weight tensors",
+    "entries of the optimizer state",
+    "entries of the schedule",
+    "tensors of an average",
+)
 
 
 @trainer_check
@@ -102,20 +111,9 @@ def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
 
 def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckResult:
     """Return a failure, or a warning if only the schedule advances, with each implementation."""
-    weights = [name for name in changed if name.startswith("model.")]
-    moments = [name for name in changed if name.startswith("optimizer.") and ".group " not in name]
-    averages = [name for name in changed if name.startswith("average.")]
-    schedule = [name for name in changed if name not in (*weights, *moments, *averages)]
-    parts = [
-        f"{kind} ({len(names)})"
-        for names, kind in (
-            (weights, "weight tensors"),
-            (moments, "entries of the optimizer state"),
-            (schedule, "entries of the schedule"),
-            (averages, "tensors of an average"),
-        )
-        if names
-    ]
+    kinds = {kind: [name for name in changed if _kind(name) == kind] for kind in _CHANGED}
+    weights, moments, _, averages = kinds.values()
+    parts = [f"{kind} ({len(names)})" for kind, names in kinds.items() if names]
     advice = (
         "Skip the whole update: gradients that are replaced by zeros still move the weights by momentum and "
         "weight decay, and advance counters and schedule."
@@ -136,10 +134,20 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
         correct_if,
         float(len(changed)),
         0.0,
-        where=f"step {step}: {listed(weights or moments or schedule or averages)}",
+        where=f"step {step}: {listed(next(filter(None, kinds.values())))}",
         meaning=f"No gradient of the step is finite, but the step changes {' and '.join(parts)}.",
         advice=advice,
     )
+
+
+def _kind(name: str) -> str:
+    """Return the kind of an entry of the state, one of `_CHANGED`."""
+    weights, moments, schedule, averages = _CHANGED
+    if name.startswith("model."):
+        return weights
+    if name.startswith("average."):
+        return averages
+    return moments if name.startswith("optimizer.") and ".group " not in name else schedule
 
 
 def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
@@ -236,16 +244,13 @@ def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
 
         return hook
 
-    handles = [
+    handles = (
         p.register_hook(hook_of(name))  # type: ignore[no-untyped-call]
         for name, p in run.model.named_parameters()
         if p.requires_grad
-    ]
-    try:
+    )
+    with temporary_hooks(handles):
         yield names
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _unfuse(run: TrainingRun) -> None:

@@ -77,25 +77,17 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
     narrow = {name: p for name, p in named.items() if p.dtype in _NARROW and p.requires_grad}
     if not narrow:
         return subject.not_applicable("needs trainable weights in bfloat16 or float16")
-    if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
+    if not any(update.has_rate for update in seen.updates):
         return subject.not_applicable(f"needs a learning rate above 0 in the first {_STEPS} steps")
-    wide = list(_wide_tensors(run))
-    shares, alone = {}, []
-    for name, p in narrow.items():
-        touched, moved = _touched(seen.updates, name)
-        if touched and name in seen.reached and not any(_is_master(tensor, p) for tensor in wide):
-            alone.append(name)
-            shares[name] = moved / touched
-            if touched < _FEW:
-                shares[name] = max(shares[name], 1 / touched)
-    if not alone:
+    shares = _surviving_shares(run, seen, narrow)
+    if not shares:
         return subject.passed(1.0, meaning="All half-precision weights have float32 master weights.")
     worst = min(shares, key=lambda name: shares[name])
     text = {
         "where": worst,
         "meaning": f"Updates are lost by rounding: {100 * shares[worst]:.3g} % of the elements with a "
         f"gradient changed in {_STEPS} steps. Half-precision weights without float32 master weights: "
-        f"{len(alone)}.",
+        f"{len(shares)}.",
         "advice": "Keep float32 master weights, or round stochastically: an update below 1/256 of a bfloat16 "
         "weight (1/2048 in float16) changes nothing.",
     }
@@ -103,45 +95,30 @@ def updates_survive_rounding(subject: TrainerSubject) -> CheckResult:
         if shares[worst] < _USUAL_SHARE and not _rounds_at_random(subject):
             exempt = "the learning rate is large enough for most updates, as in a short fine-tuning"
             return subject.warned(shares[worst], _USUAL_SHARE, correct_if=exempt, **text)
-        return subject.passed(shares[worst], meaning=f"Weights without float32 master weights: {len(alone)}.")
+        return subject.passed(
+            shares[worst], meaning=f"Weights without float32 master weights: {len(shares)}."
+        )
     return subject.failed(shares[worst], _USUAL_SHARE, **text)
 
 
 @trainer_check
 def strided_updates(subject: TrainerSubject) -> CheckResult:
     """Does a weight with a different memory layout get the same update?"""
-    first: dict[bool, Update] = {}
-    for strided in (False, True):
-        run = subject.run()
-        if strided:
-            for p in run.model.parameters():
-                if p.ndim >= 2 and p.is_contiguous():
-                    p.data = p.data.transpose(-1, -2).contiguous().transpose(-1, -2)
-        try:
-            with WithoutDropout(), subject.fixed_randomness(), observed(run) as seen:
-                for number in range(_STEPS):
-                    run.step(subject.batch(number))
-        except (RuntimeError, TypeError) as error:
-            if not strided or is_out_of_memory(error):
-                raise
-            return subject.not_applicable(f"needs weights that may be non-contiguous: {reason_of(error)}")
-        rated = [u for u in seen.updates if u.gradients and any(rate > 0 for rate in u.learning_rates)]
-        if not rated:
-            return subject.not_applicable(f"needs an update in {_STEPS} steps")
-        first[strided] = rated[0]
+    plain = _first_update(subject, strided=False)
+    try:
+        strided = _first_update(subject, strided=True)
+    except (RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
+        return subject.not_applicable(f"needs weights that may be non-contiguous: {reason_of(error)}")
+    if plain is None or strided is None:
+        return subject.not_applicable(f"needs an update in {_STEPS} steps")
     value, worst = 0.0, ""
-    for name, gradient in first[False].gradients.items():
-        other = first[True].gradients.get(name)
-        plain, changed = first[False].moved(name), first[True].moved(name)
-        if other is None or gradient.ndim < 2 or not plain.any():
-            continue
-        # If the gradient consists of rounding errors, the update does as well.
-        if distance({name: other}, {name: gradient}) > _SAME_GRADIENT:
-            continue
-        if (apart := distance({name: changed}, {name: plain})) > value:
+    for name in _same_matrix_gradients(plain, strided):
+        if (apart := distance({name: strided.moved(name)}, {name: plain.moved(name)})) > value:
             value, worst = apart, name
     if value > _OTHER_UPDATE:
-        share = norm([first[True].moved(worst)]) / norm([first[False].moved(worst)])
+        share = norm([strided.moved(worst)]) / norm([plain.moved(worst)])
         return subject.failed(
             value,
             _OTHER_UPDATE,
@@ -154,6 +131,33 @@ def strided_updates(subject: TrainerSubject) -> CheckResult:
     return subject.passed(value, _OTHER_UPDATE)
 
 
+def _first_update(subject: TrainerSubject, *, strided: bool) -> Update | None:
+    """Return the first update with a learning rate above 0, or None.
+
+    If `strided`, matrices are stored as their transpose.
+    """
+    run = subject.run()
+    for p in run.model.parameters() if strided else ():
+        if p.ndim >= 2 and p.is_contiguous():
+            p.data = p.data.transpose(-1, -2).contiguous().transpose(-1, -2)
+    with WithoutDropout(), subject.fixed_randomness(), observed(run) as seen:
+        for number in range(_STEPS):
+            run.step(subject.batch(number))
+    return next((update for update in seen.updates if update.gradients and update.has_rate), None)
+
+
+def _same_matrix_gradients(plain: Update, other: Update) -> Iterator[str]:
+    """Yield the matrices that move, and whose gradient is the same in both updates.
+
+    If the gradient consists of rounding errors, it differs, and the update does as well.
+    """
+    for name, gradient in plain.gradients.items():
+        if name not in other.gradients or gradient.ndim < 2 or not plain.moved(name).any():
+            continue
+        if distance({name: other.gradients[name]}, {name: gradient}) <= _SAME_GRADIENT:
+            yield name
+
+
 def _trained(subject: TrainerSubject) -> tuple[TrainingRun, Observation]:
     """Return a run after some steps, and its updates."""
     run = subject.run()
@@ -161,6 +165,17 @@ def _trained(subject: TrainerSubject) -> tuple[TrainingRun, Observation]:
         for number in range(_STEPS):
             run.step(subject.batch(number))
     return run, seen
+
+
+def _surviving_shares(run: TrainingRun, seen: Observation, narrow: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the share of the elements that updates changed, for each weight without a master weight."""
+    wide, shares = list(_wide_tensors(run)), {}
+    for name, p in narrow.items():
+        touched, moved = _touched(seen.updates, name)
+        if touched and name in seen.reached and not any(_is_master(tensor, p) for tensor in wide):
+            least = 1 if touched < _FEW else 0
+            shares[name] = max(moved, least) / touched
+    return shares
 
 
 def _touched(updates: list[Update], name: str) -> tuple[int, int]:
@@ -171,7 +186,7 @@ def _touched(updates: list[Update], name: str) -> tuple[int, int]:
     touched: Any = False
     moved: Any = False
     for update in updates:
-        if name in update.gradients and any(rate > 0 for rate in update.learning_rates):
+        if name in update.gradients and update.has_rate:
             touched = touched | (update.gradients[name] != 0)
             moved = moved | (update.before[name] != update.after[name])
     if touched is False:

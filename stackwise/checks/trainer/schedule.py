@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Any
@@ -177,37 +177,45 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
     if len({rate for rate in planned if rate > 0}) < 2:
         return subject.not_applicable("needs groups with different learning rates")
     updates = [rates for rates in _rates(subject, _STEPS, lambda run, batch: run.step(batch)) if all(rates)]
-    chosen = [index for index, rate in enumerate(planned) if rate > 0]
     if not updates or len(updates[0]) != len(planned):
         return subject.not_applicable(f"needs an update in {_STEPS} steps with rates above 0")
-    # All rates are relative to those of the first chosen group.
-    wanted = {index: planned[index] / planned[chosen[0]] for index in chosen[1:]}
+    # All rates are relative to those of the first group that trains.
+    first, *others = [index for index, rate in enumerate(planned) if rate > 0]
+    wanted = {index: planned[index] / planned[first] for index in others}
+    ratios = [{index: rates[index] / rates[first] for index in others} for rates in updates]
     apart = {
-        (number, index): abs(rates[index] / rates[chosen[0]] / ratio - 1)
-        for number, rates in enumerate(updates)
-        for index, ratio in wanted.items()
+        (number, index): abs(found[index] / wanted[index] - 1)
+        for number, found in enumerate(ratios)
+        for index in others
     }
     (number, index), value = max(apart.items(), key=lambda item: item[1])
     if value <= _RATIO_CHANGE:
         return subject.passed(value, _RATIO_CHANGE)
-    rates = updates[number]
-    text = {
-        "where": f"update {number}: {', '.join(f'{rate:.3g}' for rate in rates)}",
-        "meaning": f"The groups were created with the rates {', '.join(f'{rate:.3g}' for rate in planned)}. "
-        f"The ratio of groups {chosen[0]} and {index} changes.",
-        "advice": "Multiply the rate of each group by the factor of the schedule, instead of using the "
+    own_schedules = "each group has its own schedule, or all groups have the same minimum"
+    return subject.failed_unless(
+        None if _is_collapsed(wanted, ratios) else own_schedules,
+        value,
+        _RATIO_CHANGE,
+        where=f"update {number}: {_listed_rates(updates[number])}",
+        meaning=f"The groups were created with the rates {_listed_rates(planned)}. The ratio of groups "
+        f"{first} and {index} changes.",
+        advice="Multiply the rate of each group by the factor of the schedule, instead of using the "
         "same rate for all groups.",
-    }
-    # Groups that become equal later may have a common minimum.
-    is_collapsed = len(updates) > 1 and all(
-        abs(rates[i] / rates[chosen[0]] - 1) <= _ROUNDING and abs(ratio - 1) > _RATIO_CHANGE
-        for rates in updates[1:]
-        for i, ratio in wanted.items()
     )
-    if is_collapsed:
-        return subject.failed(value, _RATIO_CHANGE, **text)
-    correct_if = "each group has its own schedule, or all groups have the same minimum"
-    return subject.warned(value, _RATIO_CHANGE, correct_if=correct_if, **text)
+
+
+def _is_collapsed(wanted: dict[int, float], ratios: list[dict[int, float]]) -> bool:
+    """Return True if groups with different rates have equal rates after the first update.
+
+    Groups that become equal later may have a common minimum.
+    """
+    differ = all(abs(ratio - 1) > _RATIO_CHANGE for ratio in wanted.values())
+    later = [abs(ratio - 1) for found in ratios[1:] for ratio in found.values()]
+    return differ and bool(later) and max(later) <= _ROUNDING
+
+
+def _listed_rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:.3g}" for rate in rates)
 
 
 @trainer_check(suite="full")

@@ -11,7 +11,7 @@ from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.growth import growth_result
 from stackwise.checks.probe.run_state import different
-from stackwise.checks.probe.update import distance, observed
+from stackwise.checks.probe.update import Observation, distance, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -31,14 +31,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     now = dict(run.model.named_parameters())
     changed = {name for name, p in now.items() if not torch.equal(p.detach(), start[name])}
     frozen = {name for name in now if subject.is_frozen(name)}
-    # A parameter that other code changes, such as an average of the weights, is not frozen.
-    optimized = {
-        name
-        for update in seen.updates
-        for name in update.frozen
-        if not torch.equal(update.before[name], update.after[name])
-    }
-    moved = sorted(name for name in changed if name in frozen | optimized)
+    moved = sorted(changed & (frozen | _frozen_and_optimized(seen)))
     if moved:
         return subject.failed(
             len(moved),
@@ -50,42 +43,27 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         )
     if not seen.updates:
         return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
-    # Updates of half-precision weights may round to 0; the optimizer family checks them.
-    narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
-    # A group may start to train later.
-    waiting = {
-        name
-        for index, names in enumerate(_groups(run))
-        if not any(update.learning_rates[index : index + 1] != [0.0] for update in seen.updates)
-        for name in names
-    }
-    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    missing = {name for name, p in now.items() if id(p) not in held}
-    if held <= {id(p) for p in now.values()}:  # no float32 master weights
-        narrow -= missing
-    still = sorted(
-        name for name in seen.reached - changed - frozen - narrow - waiting if now[name].requires_grad
-    )
-    if not any(rate > 0 for update in seen.updates for rate in update.learning_rates):
+    if not any(update.has_rate for update in seen.updates):
         return subject.warned(
             0.0,
             meaning=f"No parameter is trained: the learning rate of the first {_STEPS} updates is 0.",
             correct_if="the schedule starts later on purpose",
             advice="Look at the first values of the schedule.",
         )
+    still = sorted(seen.reached - changed - frozen - _excused(run, seen))
     if still:
+        missing = _not_in_optimizer(run).intersection(still)
         return subject.failed(
             len(still),
             0.0,
             where=listed(still),
             meaning=f"{len(still)} of {len(now)} parameters have a gradient, but did not change in {_STEPS} "
-            f"steps. Of these, {len(missing.intersection(still))} are not in the optimizer.",
+            f"steps. Of these, {len(missing)} are not in the optimizer.",
             advice="Create the optimizer from the model that trains, after this model is wrapped and moved, "
             "its weights are tied and its head is replaced. Look for a learning rate of 0 in a group.",
         )
-    left_out = sorted(
-        name for name, p in now.items() if not p.requires_grad and name not in frozen and name not in changed
-    )
+    without = {name for name, p in now.items() if not p.requires_grad}
+    left_out = sorted(without - frozen - changed)
     if left_out and subject.spec.frozen is not None:
         return subject.failed(
             len(left_out),
@@ -95,9 +73,46 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             "declared frozen.",
             advice="Freeze by full names: a pattern may match too many parameters.",
         )
-    silent = len([p for name, p in now.items() if p.requires_grad and name not in seen.reached])
+    silent = len(now.keys() - without - seen.reached)
     note = f"Trainable parameters without a gradient: {silent}." if silent else ""
     return subject.passed(0.0, 0.0, meaning=note)
+
+
+def _frozen_and_optimized(seen: Observation) -> set[str]:
+    """Return the parameters that an update changes although they are frozen.
+
+    A parameter that other code changes, such as an average of the weights, is not frozen.
+    """
+    return {
+        name
+        for update in seen.updates
+        for name in update.frozen
+        if not torch.equal(update.before[name], update.after[name])
+    }
+
+
+def _not_in_optimizer(run: TrainingRun) -> set[str]:
+    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    return {name for name, p in run.model.named_parameters() if id(p) not in held}
+
+
+def _excused(run: TrainingRun, seen: Observation) -> set[str]:
+    """Return the parameters with a gradient that may stay unchanged."""
+    now = dict(run.model.named_parameters())
+    without = {name for name, p in now.items() if not p.requires_grad}
+    # A group may start to train later.
+    waiting = {
+        name
+        for index, names in enumerate(_groups(run))
+        if not any(update.learning_rates[index : index + 1] != [0.0] for update in seen.updates)
+        for name in names
+    }
+    # Updates of half-precision weights may round to 0; the optimizer family checks them.
+    narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
+    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    if held <= {id(p) for p in now.values()}:  # no float32 master weights
+        narrow -= _not_in_optimizer(run)
+    return without | waiting | narrow
 
 
 @trainer_check

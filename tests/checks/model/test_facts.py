@@ -13,7 +13,7 @@ from stackwise.subject.facts import Facts, alibi_slopes, facts_in
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.declared_facts import SLOPES, STATED, Head, Routed, Stated
 from tests.zoo.gpt import GPT, spec_of
-from tests.zoo.inferred_facts import factory, spec_with
+from tests.zoo.inferred_facts import SIZES, factory, spec_with
 
 
 def ask(spec, fact):

@@ -17,7 +17,7 @@ __all__ = ["Facts", "alibi_slopes", "facts_in", "value_in"]
 _OF_EACH_LAYER = ("attention_scale", "residual_scale")
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 _COUNTS = {"key_heads": 1, "position_offset": 0, "experts_per_token": 1}  # fact -> smallest value
-_TUPLES = {"windows": 1, "block_weights": 0}
+_TUPLES = {"windows": 1, "block_weights": 0, "relative_buckets": 2}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Facts:
             of norms of RMS 1. A tuple has one value for each layer.
         attention_cap: c, if the scores are capped by c * tanh(score / c).
         alibi_slopes: for each head, the decrease of a score per position of distance.
+        relative_buckets: number of buckets of relative positions that share a bias, as in T5
+            (arXiv:1910.10683), and the distance from which all positions are in the last bucket. If keys
+            after the query are visible, they have half of the buckets.
         key_heads: number of key heads. Consecutive query heads share a key head.
         embedding_scale: factor of the token embedding.
         residual_scale: factor of each branch that is added to the residual stream. A tuple has one
@@ -51,6 +54,7 @@ class Facts:
     attention_scale: float | tuple[float, ...] | None = None
     attention_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    relative_buckets: tuple[int, int] | None = None
     key_heads: int | None = None
     embedding_scale: float | None = None
     residual_scale: float | tuple[float, ...] | None = None
@@ -82,6 +86,9 @@ class Facts:
                     (type(x) is int and x >= least) or (x is None and takes_none) for x in value
                 )
                 require(is_valid, fact, value, f"a tuple of integers >= {least}" + " or None" * takes_none)
+                if fact == "relative_buckets":
+                    is_pair = len(value) == 2 and value[1] > value[0] // 2 >= 2
+                    require(is_pair, fact, value, "(number >= 4, distance > number / 2)")
             elif fact in _DROPOUTS:
                 check_number(fact, value, "a number >= 0 and < 1", lambda rate: 0 <= rate < 1)
             else:
@@ -200,6 +207,11 @@ def _offset(kind: str, config: Any) -> int | None:
     return {"opt": 2, "bart": 2, "mbart": 2, "biogpt": 2, "gpt2": 0, "bert": 0}.get(kind)
 
 
+def _buckets(number: Any, config: Any) -> tuple[int, int] | None:
+    distance = getattr(config, "relative_attention_max_distance", None)
+    return (number, distance) if type(number) is type(distance) is int else None
+
+
 def _routing_sum(is_normalised: Any, config: Any) -> float | None:
     return float(getattr(config, "routed_scaling_factor", None) or 1.0) if is_normalised is True else None
 
@@ -212,6 +224,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
     ("attention_scale", "scale_attn_weights", _scale_of_gpt2),
     ("attention_cap", "attn_logit_softcapping", _number),
     ("alibi_slopes", "model_type", _slopes),
+    ("relative_buckets", "relative_attention_num_buckets", _buckets),
     ("key_heads", "multi_query num_key_value_heads num_kv_heads", _key_heads),
     ("embedding_scale", "embedding_multiplier", _number),
     ("embedding_scale", "scale_embedding", lambda value, config: config.hidden_size**0.5 if value else None),

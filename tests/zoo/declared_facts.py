@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,16 @@ class Head(nn.Linear):
         return logits
 
 
+def bucket(steps: Tensor, number: int, farthest: float, *, both: bool = False) -> Tensor:
+    """Return the buckets of T5 (arXiv:1910.10683) of keys' positions minus those of queries."""
+    number = number // 2 if both else number
+    start = number * (steps > 0) if both else 0 * steps
+    n = steps.abs() if both else (-steps).clamp(min=0)
+    exact = number // 2
+    far = exact + (n.clamp(min=1) / exact).log() / math.log(farthest / exact) * (number - exact)
+    return start + n.where(n < exact, far.long().clamp(max=number - 1))
+
+
 class Stated(Placed):
     """Has a knob for each constant. A tuple has one value for each layer."""
 
@@ -39,6 +50,7 @@ class Stated(Placed):
     score_scale: Knob = 8**-0.5
     score_cap, score_caps = 5.0, 0
     slopes: Knob = None
+    buckets: Callable[[Tensor], Tensor] | None = None
     order, value_order, n_kv_heads = "consecutive", "consecutive", 2
     embedding_scale = 1.0
     attention_scale: Knob = 1.0
@@ -62,6 +74,7 @@ class Stated(Placed):
     def __init__(self) -> None:
         super().__init__()
         self.head = Head(self)
+        self.biases = nn.Embedding(8 if self.buckets else 1, self.n_heads)
         self.layers = nn.ModuleList(self.layers[i] for i in self.layer_order)
         for i, layer in enumerate(self.layers):
             layer["attention_norm"].eps = layer["mlp_norm"].eps = self.at(self.eps, i)
@@ -118,6 +131,8 @@ class Stated(Placed):
         if self.slopes is not None:
             slopes = torch.tensor(self.slopes, dtype=x.dtype)
             scores = scores - slopes[:, None, None] * distance
+        if self.buckets is not None:
+            scores = scores + self.biases(type(self).buckets(-distance)).permute(2, 0, 1)
         weights = self.softmax(scores.masked_fill(~visible, -torch.inf))
         weights = self.dropped(weights, self.at(self.weight_rate))
         y = layer["out"](self.merge(weights @ self.shared(v, self.value_order)))
@@ -236,6 +251,18 @@ STATED: dict[str, tuple[str, Any, dict[str, Any], dict[str, dict[str, Any]]]] = 
             "of_eight_heads": {"slopes": alibi_slopes(8)[:4]},
             "in_reverse_order": {"slopes": SLOPES[::-1]},
             "scaled_as_scores": {"slopes": tuple(SCALE * each for each in SLOPES)},
+        },
+    ),
+    "relative_buckets": (
+        ATTENTION,
+        (8, 12),
+        {"buckets": lambda x: bucket(x, 8, 12)},
+        {
+            "wrong_sign": {"buckets": lambda x: bucket(-x, 8, 12)},
+            "of_both_directions": {"buckets": lambda x: bucket(x, 8, 12, both=True)},
+            "of_another_distance": {"buckets": lambda x: bucket(x, 8, 11)},
+            "off_by_one": {"buckets": lambda x: bucket(x - 1, 8, 12)},
+            "all_exact": {"buckets": lambda x: (-x).clamp(0, 7)},
         },
     ),
     "key_heads": (

@@ -17,6 +17,8 @@ from stackwise.checks.subject import Subject
 from stackwise.support.arguments import require
 
 _LARGE, _SHORT, _LONGEST = 1e4, 13, 512
+_NOISE = 0.1  # separates equal biases
+_SAME_BIAS = 1e-5  # some models compute scores in float32
 _PRODUCTS = "attention whose scores are products of planted queries and keys"
 
 
@@ -79,6 +81,18 @@ def claimed_alibi_slopes(subject: Subject, claim: tuple[float, ...]) -> list[Pai
 
 
 @claimed(
+    "relative position, and the nearest one with the same bias,",
+    place="attention",
+    advice="Look for a wrong sign, another largest distance, and buckets of both directions in a decoder.",
+    reason=f"{_PRODUCTS}, plus biases that depend on the distance",
+)
+def claimed_relative_buckets(subject: Subject, claim: tuple[int, int]) -> list[Pair]:
+    """Do the relative positions of each claimed bucket, and no others, have the same bias?"""
+    length = _measurable(subject, claim[1] + 3)
+    return [_first_other(x, *claim) for x in planted(subject, length=length, noise=_NOISE).sites]
+
+
+@claimed(
     "key head of each query head",
     place="attention",
     advice="Look for repeat() in place of repeat_interleave(), and for a view with heads in another order.",
@@ -106,10 +120,7 @@ def claimed_windows(subject: Subject, claim: tuple[int | None, ...]) -> list[Pai
     """Does each layer read the claimed number of positions?"""
     if not subject.spec.causal:
         raise UnmeasuredError("needs a causal model")
-    length = max(_SHORT, *(0 if window is None else window + 3 for window in claim), 0)
-    longest = min(subject.spec.max_length or _LONGEST, _LONGEST)
-    if length > longest:
-        raise UnmeasuredError(f"needs a sequence of {length} positions, and at most {longest} are measured")
+    length = _measurable(subject, max(_SHORT, *(0 if window is None else window + 3 for window in claim), 0))
     sites, pairs = planted(subject, length=length).sites, []
     for site, window in zip(sites, each(claim, len(sites)), strict=True):
         counts = site.visible.sum(dim=-1)  # (N, T)
@@ -129,6 +140,14 @@ def claimed_attention_dropout(subject: Subject, claim: float) -> list[Pair]:
     """Is the claimed share of attention weights dropped in train mode?"""
     sites = planted(subject, train=True).sites
     return [(None if x.used is None else dropout_rate(x.weights, x.used, claim), claim) for x in sites]
+
+
+def _measurable(subject: Subject, length: int) -> int:
+    """Return a length, or raise an UnmeasuredError if it is too long."""
+    longest = min(subject.spec.max_length or _LONGEST, _LONGEST)
+    if length > longest:
+        raise UnmeasuredError(f"needs a sequence of {length} positions, and at most {longest} are measured")
+    return length
 
 
 def _grows(one: Site, two: Site, ratio: float) -> bool:
@@ -166,6 +185,43 @@ def _slopes(site: Site) -> list[list[float]] | None:
     gaps = (steps - means[..., None]).abs().where(is_seen, 0.0)
     is_even = is_seen.any(dim=-1).all() and gaps.max() <= 1e-2 * steps.abs().max() + 1e-6
     return means.tolist() if is_even else None
+
+
+def _first_other(site: Site, n_buckets: int, farthest: int) -> Pair:
+    """Return the first relative position in another bucket, with the nearest positions of both buckets."""
+    if site.factor is None:
+        return None, ()
+    bias = by_row(site.scores - site.factor * site.queries @ site.keys.mT).mean(dim=0)
+    visible = by_row(site.visible).all(dim=0).all(dim=0)
+    biases: dict[int, Tensor] = {}  # of each relative position
+    for step in range(1 - len(visible), len(visible)):
+        values = bias.diagonal(step, 1, 2)[:, visible.diagonal(step)]
+        if values.numel():
+            biases[step] = values[:, 0]
+            if (values - values[:, :1]).abs().max() > _SAME_BIAS:
+                return None, ()
+    nearest: dict[int, int] = {}  # bucket -> relative position
+    for step in sorted(biases, key=abs):
+        bucket = _bucket(step, n_buckets, farthest, is_causal=max(biases, default=0) <= 0)
+        if bucket is None:
+            continue
+        wanted = nearest.setdefault(bucket, step)
+        same = [x for x in nearest.values() if (biases[x] - biases[step]).abs().max() <= _SAME_BIAS]
+        if same != [wanted]:
+            return (step, same[0] if same else step), (step, wanted)
+    return (0, 0), (0, 0)
+
+
+def _bucket(step: int, number: int, farthest: int, *, is_causal: bool) -> int | None:
+    """Return the bucket of a relative position, or None if rounding decides."""
+    number = number if is_causal else number // 2
+    start, distance, exact = number * (step > 0), abs(step), number // 2
+    if distance < exact:
+        return start + distance
+    place = math.log(distance / exact) / math.log(farthest / exact) * (number - exact)
+    if exact < distance < farthest and abs(place - round(place)) < _SAME_BIAS:
+        return None
+    return start + min(exact + int(place + _SAME_BIAS), number - 1)
 
 
 def _heads(x: Tensor) -> tuple[int, ...]:

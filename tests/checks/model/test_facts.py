@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from stackwise.checks import check_model
+from stackwise.checks.model.attention_facts import _bucket
 from stackwise.subject.facts import Facts, alibi_slopes, facts_in
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.declared_facts import SLOPES, STATED, Head, Routed, Stated
@@ -94,6 +95,8 @@ def test_model_without_a_claim_is_not_compared(fact):
         ({"windows": (None, None, "4")}, "windows: got"),
         ({"logit_cap": (30.0,)}, "logit_cap: got"),
         ({"attention_scale": ()}, "attention_scale: got"),
+        ({"relative_buckets": (8,)}, r"relative_buckets: got \(8,\); allowed: \(number >= 4, distance > "),
+        ({"relative_buckets": (32, 8)}, r"relative_buckets: got \(32, 8\)"),
         ({"block_weights": 2}, "block_weights: got 2; allowed: a tuple of integers >= 0"),
     ],
 )
@@ -190,6 +193,41 @@ def test_alibi_slopes_are_those_of_transformers(n_heads):
     bias = modeling.build_alibi_tensor(torch.ones(1, 3), n_heads, torch.float64)
 
     torch.testing.assert_close(torch.tensor(alibi_slopes(n_heads)), bias[:, 0, 1].float())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("number", "farthest"), [(32, 128), (8, 20), (16, 100)])
+def test_buckets_are_those_of_transformers(number, farthest, is_causal):
+    modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
+    steps = range(-200, 1 if is_causal else 201)
+    function = modeling.T5Attention._relative_position_bucket
+    expected = function(torch.tensor(steps), not is_causal, number, farthest).tolist()
+    found = [_bucket(step, number, farthest, is_causal=is_causal) for step in steps]
+
+    assert found.count(None) <= 8
+    assert all(a in (None, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_buckets_of_a_configuration(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+    sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 24}
+    model_class = {"decoder": "T5ForConditionalGeneration", "encoder": "T5EncoderModel"}[kind]
+
+    def build(distance=24):
+        config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+        model = getattr(transformers, model_class)(config)
+        for module in model.modules():
+            if hasattr(module, "relative_attention_max_distance"):
+                module.relative_attention_max_distance = distance
+        return model
+
+    spec = ModelSpec.of(build)
+
+    assert spec.facts.relative_buckets == (8, 24)
+    assert ask(spec, "relative_buckets").status == "passed"
+    assert ask(ModelSpec.of(lambda: build(12)), "relative_buckets").status == "failed"
 
 
 def norm_of(function):

@@ -284,20 +284,8 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
     n_heads = choose("n_heads", st.sampled_from((1, 2, 4)))
     use_rope = choose("use_rope", st.booleans())
     if kind == "mla":
-        sizes = st.sampled_from((2, 4, 8))
         choose("d_model", st.integers(1, 8).map(lambda size: 4 * size))
-        choose(
-            "latent",
-            st.fixed_dictionaries(
-                {
-                    "kv_lora_rank": sizes,
-                    "q_lora_rank": st.none() | sizes,
-                    "qk_nope_head_dim": sizes,
-                    "qk_rope_head_dim": sizes,
-                    "v_head_dim": sizes,
-                }
-            ),
-        )
+        choose("latent", _latents())
     else:
         # RoPE rotates pairs of channels.
         per_head = st.integers(1, 4).map(lambda size: (2 if use_rope else 1) * size)
@@ -336,6 +324,20 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
         # The base width must be divisible into heads.
         choose("mup_base_width", st.sampled_from((section["d_model"], 2 * section["d_model"])))
     return fixed | section
+
+
+def _latents() -> st.SearchStrategy[dict[str, Any]]:
+    """Return sections `latent`."""
+    sizes = st.sampled_from((2, 4, 8))
+    return st.fixed_dictionaries(
+        {
+            "kv_lora_rank": sizes,
+            "q_lora_rank": st.none() | sizes,
+            "qk_nope_head_dim": sizes,
+            "qk_rope_head_dim": sizes,
+            "v_head_dim": sizes,
+        }
+    )
 
 
 def _kernels(feature_map: str) -> st.SearchStrategy[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from stackwise.subject.inference import logits_of
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.random_state import seeded
 
-__all__ = ["LARGE", "Subject", "forget_results"]
+__all__ = ["LARGE", "Subject", "forget_results", "kept_buffers"]
 
 T = TypeVar("T")
 
@@ -119,13 +119,8 @@ class Subject(Examined):
 
         Buffers that the call updates (running statistics) are restored, so that calls are comparable.
         """
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with self.fixed_randomness():
-            output = logits_of(function())
-        for name, buffer in model.named_buffers():
-            if name in before and buffer.shape == before[name].shape:
-                buffer.copy_(before[name])
-        return output
+        with kept_buffers(model), self.fixed_randomness():
+            return logits_of(function())
 
     def fixed_randomness(self) -> AbstractContextManager[None]:
         """Return a context in which random choices start from the seed. It restores random states."""
@@ -138,6 +133,17 @@ _results: list[tuple[ModelSpec, dict[tuple[str, torch.device, int], Any]]] = []
 def forget_results() -> None:
     """Free the results of `Subject.once`, with their models."""
     _results.clear()
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers that calls in the block update, such as running statistics."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and buffer.shape == before[name].shape:
+                buffer.copy_(before[name])
 
 
 def _zero_weights(model: nn.Module) -> list[nn.Parameter]:

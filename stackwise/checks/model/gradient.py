@@ -29,6 +29,7 @@ from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import forward_parameters
+from stackwise.support.hooks import temporary_hooks
 
 _STEPS = 3
 _ENCODER_POSITIONS = 4
@@ -59,76 +60,91 @@ def gradient_flow(subject: Subject) -> CheckResult:
     missing = _without_gradient(subject, model, trainable, called, connected)
     n = len(trainable)
     rounded = _only_rounding(subject, n)
+    meaning = f"All {n} parameters have a gradient that is not 0."
+    if missing:
+        elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
+        missing = [name for name in missing if name not in elsewhere]
+        meaning = "Some parameters get a gradient only from the model's own loss, or only if "
+        meaning += "encoder_hidden_states are passed."
     if not missing:
-        return rounded or subject.passed(
-            0.0, 0.0, meaning=f"All {n} parameters have a gradient that is not 0."
-        )
-    elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
-    missing = [name for name in missing if name not in elsewhere]
-    if not missing:
-        return rounded or subject.passed(
-            0.0,
-            0.0,
-            meaning="Some parameters get a gradient only from the model's own loss, or only if "
-            "encoder_hidden_states are passed.",
-        )
-    influence = _influence(subject, missing, of_loss=False)
-    result = "output"
-    if "smooth" not in influence.values() and subject.spec.labelled_loss is not None:
-        of_loss = _influence(subject, missing, of_loss=True)
-        if "smooth" in of_loss.values():
-            influence, result = of_loss, "model's own loss"
-    cut = [name for name in missing if influence[name] == "smooth"]
-    if cut:
-        return subject.failed(
-            len(cut) / n,
-            0.0,
-            where=listed(cut),
-            meaning=f"{len(cut)} of {n} parameters never get a gradient, though the {result} depends on them "
-            "smoothly.",
-            advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor created from values, and a "
-            "custom backward that returns None. A reentrant checkpoint gives no gradient if none of its "
-            "inputs has requires_grad=True.",
-        )
-    dead = [n for n in missing if influence[n] == "none" and n in connected and _is_layer_weight(model, n)]
-    if dead:
-        reads_one = "the head reads one position, such as a class token, and these only affect the others"
-        return subject.failed_unless(
-            None if spec.per_position else reads_one,
-            len(dead) / n,
-            0.0,
-            where=listed(dead),
-            meaning=f"The gradient of {len(dead)} of {n} parameters is 0 at each step, and they do not "
-            "change the output, though it is computed from them.",
-            advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
-            "or drop path with p = 1.",
-        )
-    stepped = [name for name in missing if influence[name] == "steps"]
-    if 2 * len(stepped) > n:
-        return subject.failed(
-            len(stepped) / n,
-            0.5,
-            where=listed(stepped),
-            meaning=f"{len(stepped)} of {n} parameters get no gradient in {_STEPS} steps: large changes "
-            "of them change the output, and small ones do not.",
-            advice="A step function (round, sign, argmax, a comparison) has the derivative 0. Pass gradients "
-            "straight through, as in x + (round(x) - x).detach().",
-        )
+        return rounded or subject.passed(0.0, 0.0, meaning=meaning)
+    smooth, stepped, without, result = _by_influence(subject, missing)
+    finding = (
+        _cut_off(subject, smooth, n, result)
+        or _without_effect(subject, model, without, connected, n)
+        or _only_steps(subject, stepped, n)
+    )
+    if finding is not None:
+        return finding
     reasons = _not_in_this_loss(subject, model, missing, called)
-    if all(name in reasons for name in missing):
+    if len(reasons) == len(missing):
         texts = " ".join(dict.fromkeys(reasons.values()))
         return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
     missing = [name for name in missing if name not in reasons]
+    return rounded or _never_train(subject, missing, called, n, len(stepped))
+
+
+def _never_train(
+    subject: Subject, missing: list[str], called: set[str], n: int, n_stepped: int
+) -> CheckResult:
     unused = [name for name in missing if name.rpartition(".")[0] not in called]
-    return rounded or subject.warned(
+    return subject.warned(
         len(missing) / n,
         0.0,
         where=listed(missing),
         meaning=f"{len(missing)} of {n} parameters never train: they get no gradient in {_STEPS} steps, and "
         f"no small change of them changes the output. The modules of {len(unused)} are not called; large "
-        f"changes of {len(stepped)} change the output.",
+        f"changes of {n_stepped} change the output.",
         correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
         advice="Remove them, or look for the code that should call them.",
+    )
+
+
+def _cut_off(subject: Subject, cut: list[str], n: int, result: str) -> CheckResult | None:
+    if not cut:
+        return None
+    return subject.failed(
+        len(cut) / n,
+        0.0,
+        where=listed(cut),
+        meaning=f"{len(cut)} of {n} parameters never get a gradient, though the {result} depends on them "
+        "smoothly.",
+        advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor created from values, and a "
+        "custom backward that returns None. A reentrant checkpoint gives no gradient if none of its "
+        "inputs has requires_grad=True.",
+    )
+
+
+def _without_effect(
+    subject: Subject, model: nn.Module, names: list[str], connected: set[str], n: int
+) -> CheckResult | None:
+    dead = [name for name in names if name in connected and _is_layer_weight(model, name)]
+    if not dead:
+        return None
+    reads_one = "the head reads one position, such as a class token, and these only affect the others"
+    return subject.failed_unless(
+        None if subject.spec.per_position else reads_one,
+        len(dead) / n,
+        0.0,
+        where=listed(dead),
+        meaning=f"The gradient of {len(dead)} of {n} parameters is 0 at each step, and they do not "
+        "change the output, though it is computed from them.",
+        advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
+        "or drop path with p = 1.",
+    )
+
+
+def _only_steps(subject: Subject, stepped: list[str], n: int) -> CheckResult | None:
+    if 2 * len(stepped) <= n:
+        return None
+    return subject.failed(
+        len(stepped) / n,
+        0.5,
+        where=listed(stepped),
+        meaning=f"{len(stepped)} of {n} parameters get no gradient in {_STEPS} steps: large changes "
+        "of them change the output, and small ones do not.",
+        advice="A step function (round, sign, argmax, a comparison) has the derivative 0. Pass gradients "
+        "straight through, as in x + (round(x) - x).detach().",
     )
 
 
@@ -248,19 +264,16 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
             f"needs a {name} that changes with the parameters: the value of a surrogate loss, as with "
             "exp(logp - logp.detach()), hides its gradient on purpose"
         )
-    where = ": ".join(filter(None, [place, listed([name for name, _, _ in found.wrong])]))
+    return _not_the_derivative(subject, found, name, place)
+
+
+def _not_the_derivative(subject: Subject, found: Comparison, name: str, place: str) -> CheckResult:
+    """Return the result for a gradient that differs from the derivative of the output or the loss."""
     is_lost = bool(found.wrong) and found.wrong[0][1] == 0
     meaning = f"The gradient is not the derivative of the {name} along a random direction."
     if found.wrong:
         parameter, slope, expected = found.wrong[0]
         meaning += f" For {parameter}, the gradient gives {slope:.3g}, and finite differences {expected:.3g}."
-    advice = (
-        "Look for detach(), .data, .item(), torch.no_grad() and tensors created from values, between these "
-        f"parameters and the {name}."
-        if is_lost
-        else "Look for a custom autograd.Function with a wrong backward, a hook that changes gradients, a "
-        "partial detach() and an operation in place on what backward needs."
-    )
     correct_if = None
     if found.uses_steps:
         correct_if = "the model chooses its own gradient for the step functions that it uses"
@@ -271,7 +284,16 @@ def _judged(subject: Subject, found: Comparison, name: str, place: str = "") -> 
             "the auxiliary head detaches its input on purpose, so that it does not train other layers"
         )
     return subject.failed_unless(
-        correct_if, found.value, found.limit, where=where, meaning=meaning, advice=advice
+        correct_if,
+        found.value,
+        found.limit,
+        where=": ".join(filter(None, [place, listed([name for name, _, _ in found.wrong])])),
+        meaning=meaning,
+        advice="Look for detach(), .data, .item(), torch.no_grad() and tensors created from values, between "
+        f"these parameters and the {name}."
+        if is_lost
+        else "Look for a custom autograd.Function with a wrong backward, a hook that changes gradients, a "
+        "partial detach() and an operation in place on what backward needs.",
     )
 
 
@@ -295,8 +317,8 @@ def trainable(subject: Subject) -> CheckResult:
                 advice="Freeze in the constructor: an optimizer that is created before train() gets other "
                 "parameters than one that is created after.",
             )
-    declared_frozen = subject.spec.frozen or "\0"
-    thawed = [name for name, trains in as_built.items() if trains and name.startswith(declared_frozen)]
+    trains = [name for name, is_trainable in as_built.items() if is_trainable]
+    thawed = [name for name in trains if name.startswith(subject.spec.frozen or "\0")]
     if thawed:
         return subject.failed(
             len(thawed) / n,
@@ -307,13 +329,9 @@ def trainable(subject: Subject) -> CheckResult:
             "after the freezing.",
         )
     declared = (*subject.spec.unused, *subject.spec.frozen) or "\0"
-    frozen = [
-        name
-        for name, trains in as_built.items()
-        if not trains and not name.startswith(declared) and model.get_parameter(name).is_floating_point()
-    ]
+    others = [name for name in as_built if name not in trains and not name.startswith(declared)]
     # A bias that only chooses experts has no gradient. Training code updates it.
-    if frozen and (frozen := _with_gradients(subject, frozen)):
+    if frozen := _with_gradients(subject, others):
         return subject.warned(
             len(frozen) / n,
             0.0,
@@ -329,6 +347,9 @@ def trainable(subject: Subject) -> CheckResult:
 def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:
     """Return the frozen parameters that would have a gradient if they were trainable."""
     model = subject.model(train=True)
+    frozen = [name for name in frozen if model.get_parameter(name).is_floating_point()]
+    if not frozen:
+        return []
     parameters = {name: model.get_parameter(name).requires_grad_() for name in frozen}
     with torch.enable_grad(), subject.fixed_randomness():
         loss = subject.spec.loss_of(model, subject.inputs(2))
@@ -400,11 +421,11 @@ def _without_gradient(
     """
     missing = list(trainable)
     optimizer = None
-    handles = [
+    handles = (
         m.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
         for name, m in model.named_modules()
-    ]
-    try:
+    )
+    with temporary_hooks(handles):
         for step in range(_STEPS):
             model.zero_grad(set_to_none=True)
             with torch.enable_grad(), subject.fixed_randomness():
@@ -419,10 +440,23 @@ def _without_gradient(
             if optimizer is None:
                 optimizer = subject.spec.optimizer(list(trainable.values()))
             optimizer.step()
-    finally:
-        for handle in handles:
-            handle.remove()
     return missing
+
+
+def _by_influence(subject: Subject, names: list[str]) -> tuple[list[str], list[str], list[str], str]:
+    """Return the parameters with a smooth influence, with steps only and with none, and the result.
+
+    The result is the output, or the own loss if only this one depends smoothly on a parameter.
+    """
+    influence, result = _influence(subject, names, of_loss=False), "output"
+    if "smooth" not in influence.values() and subject.spec.labelled_loss is not None:
+        of_loss = _influence(subject, names, of_loss=True)
+        if "smooth" in of_loss.values():
+            influence, result = of_loss, "model's own loss"
+    smooth, stepped, without = (
+        [name for name in names if influence[name] == kind] for kind in ("smooth", "steps", "none")
+    )
+    return smooth, stepped, without, result
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from stackwise.checks.probe.call import REFUSALS, has_fixed_state
 from stackwise.checks.probe.difference import absolute_difference
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.support.hooks import temporary_hooks
 
 # Longest sequence, and the sequence that reveals a window in a model that declares the full past.
 _LONGEST, _LONG = 1024, 512
@@ -135,9 +135,14 @@ def _judge_layers(
     return subject.passed(wanted, wanted, meaning=f"{len(reading)} layers, each alone")
 
 
+def _depths(subject: Subject) -> set[int]:
+    """Return the lengths of all lists of modules, one of which may be that of the layers."""
+    return {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+
+
 def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
     """Compare the reach of the model with n windows, one per layer."""
-    depths = {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    depths = _depths(subject)
     widest, side = claimed.farthest, 1 if claimed.after == 0 else 2
     deepest = max(depths, default=4)
     T = min(limit, side * (deepest * widest + widest + 3) + 1)
@@ -200,9 +205,8 @@ def _layers(subject: Subject) -> list[str]:
 
         return note
 
-    with ExitStack() as handles:
-        for name, module in _members(model):
-            handles.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+    handles = (m.register_forward_hook(hook(name), with_kwargs=True) for name, m in _members(model))
+    with temporary_hooks(handles):
         subject.logits(model, inputs)
     return [name for name, times in calls.items() if times == 1 and fit[name]]
 
@@ -255,11 +259,11 @@ def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[s
             return hook
 
         inputs = subject.inputs(1, T).repeat_interleave(len(layers) + 1, dim=0)
-        with ExitStack() as handles:
-            for row, name in enumerate(layers):
-                module = modules[name]
-                handles.callback(module.register_forward_pre_hook(change(row), with_kwargs=True).remove)
-                handles.callback(module.register_forward_hook(compare(row, name)).remove)
+        handles = []
+        for row, name in enumerate(layers):
+            handles.append(modules[name].register_forward_pre_hook(change(row), with_kwargs=True))
+            handles.append(modules[name].register_forward_hook(compare(row, name)))
+        with temporary_hooks(handles):
             subject.logits(model, inputs)
         return found
 
@@ -324,10 +328,7 @@ def _reached(
 
         return hook
 
-    with ExitStack() as handles:
-        for name, module in model.named_modules():
-            if name:
-                handles.callback(module.register_forward_hook(listen(name)).remove)
+    with temporary_hooks(m.register_forward_hook(listen(name)) for name, m in model.named_modules() if name):
         subject.logits(model, inputs)
     return {name: reach for name, reach in found.items() if calls[name] == 1}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.backward import gradients_at
@@ -334,10 +335,7 @@ def empty_loss(subject: Subject) -> CheckResult:
     for labels, where in ((one_row, "one row without targets"), (nothing, "a batch without targets")):
         model.zero_grad()
         try:
-            with torch.enable_grad(), subject.fixed_randomness():
-                loss = spec.labelled_loss(model, inputs, labels)
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
+            loss = _loss_with_gradients(subject, model, inputs, labels)
         except (IndexError, RuntimeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
@@ -364,3 +362,13 @@ def empty_loss(subject: Subject) -> CheckResult:
             "means over losses.",
         )
     return subject.passed(loss.item())
+
+
+def _loss_with_gradients(subject: Subject, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the model's own loss, after a backward pass if it has gradients."""
+    assert subject.spec.labelled_loss is not None
+    with torch.enable_grad(), subject.fixed_randomness():
+        loss = subject.spec.labelled_loss(model, inputs, labels)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return loss

@@ -29,43 +29,52 @@ def causality_modes(subject: Subject) -> CheckResult:
     """In its own dtype, in train mode and in half precision: is each output independent of later tokens?"""
     if not subject.spec.causal or not subject.spec.per_position:
         return subject.not_applicable("needs a causal model with an output per position")
-    found = []
     own = Examination.of(subject).in_dtype("own")
+    if own.longest < 2:
+        return subject.not_applicable("needs at least 2 positions")
+    found = []
     for exam, train in _modes(own):
-        length = exam.longest
-        if length < 2:
-            return subject.not_applicable("needs at least 2 positions")
-        first = length - max(1, length // 3)
-        sequence = exam.sequence(0, length)
-        changed = sequence.clone()
-        changed[first:] = exam.unlike(sequence, exam.filler(1, length)[0])[first:]
+        first = exam.longest - max(1, exam.longest // 3)
         try:
-            one, two = (_output(exam, each, train=train)[:first] for each in (sequence, changed))
+            gaps = _effect_of_later_tokens(exam, first, train=train)
         except refusals():
             if not train:
                 raise
             continue  # train mode needs more, such as labels
-        gaps = relative_difference(one, two).amax(dim=-1)
         narrowest = torch.bfloat16 if exam.dtype == "autocast" else dtype_of(exam.base)
         limit = (_LIMIT if exam.compares_values else _HALF_LIMIT) * torch.finfo(narrowest).eps
-        if not float(gaps.max()) <= limit and exam is own and not train and own.is_repeatable:
+        if float(gaps.max()) <= limit:
+            found.append(float(gaps.max()) / limit)
+        elif exam is own and not train and own.is_repeatable:
             return subject.not_applicable("causality fails, and explains the difference")
-        if not float(gaps.max()) <= limit:
-            dtype = str(exam.dtype if exam.dtype == "autocast" else narrowest).removeprefix("torch.")
-            by_statistics = train and _updates_statistics(exam, sequence)
-            return subject.failed_unless(
-                "the model uses statistics over all positions of a batch in train mode on purpose"
-                if by_statistics
-                else None,
-                float(gaps.max()),
-                limit,
-                where=f"position {int(gaps.argmax())}, {'train' if train else 'eval'} mode, {dtype}",
-                meaning=f"The output changes if the tokens from {first} on are replaced.",
-                advice="Look for statistics over positions that only train mode computes, such as those of a "
-                "batch norm, and for a kernel without the causal mask that only half precision uses.",
-            )
-        found.append(float(gaps.max()) / limit)
+        else:
+            return _reads_later_tokens(exam, first, gaps, limit, train=train)
     return subject.passed(max(found), 1.0, meaning="share of the limit")
+
+
+def _reads_later_tokens(
+    exam: Examination, first: int, gaps: Tensor, limit: float, *, train: bool
+) -> CheckResult:
+    by_statistics = "the model uses statistics over all positions of a batch in train mode on purpose"
+    dtype = "autocast" if exam.dtype == "autocast" else str(dtype_of(exam.base)).removeprefix("torch.")
+    return exam.subject.failed_unless(
+        by_statistics if train and _updates_statistics(exam) else None,
+        float(gaps.max()),
+        limit,
+        where=f"position {int(gaps.argmax())}, {'train' if train else 'eval'} mode, {dtype}",
+        meaning=f"The output changes if the tokens from {first} on are replaced.",
+        advice="Look for statistics over positions that only train mode computes, such as those of a "
+        "batch norm, and for a kernel without the causal mask that only half precision uses.",
+    )
+
+
+def _effect_of_later_tokens(exam: Examination, first: int, *, train: bool) -> Tensor:
+    """Return the change of each output before `first` if the tokens from there on are replaced."""
+    sequence = exam.sequence(0, exam.longest)
+    changed = sequence.clone()
+    changed[first:] = exam.unlike(sequence, exam.filler(1, exam.longest)[0])[first:]
+    one, two = (_output(exam, each, train=train)[:first] for each in (sequence, changed))
+    return relative_difference(one, two).amax(dim=-1)
 
 
 def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
@@ -74,12 +83,12 @@ def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
         return exam.subject.logits(exam.model().train(train), sequence[None])[0]
 
 
-def _updates_statistics(exam: Examination, sequence: Tensor) -> bool:
+def _updates_statistics(exam: Examination) -> bool:
     """Return True if a call in train mode changes floating-point buffers, such as those of a batch norm."""
     model = exam.model().train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     with torch.no_grad(), WithoutDropout():
-        exam.spec.logits(model, sequence[None])
+        exam.spec.logits(model, exam.sequence(0, exam.longest)[None])
     after = dict(model.named_buffers())
     return any(
         name in after and not torch.allclose(old, after[name], rtol=0, atol=0, equal_nan=True)

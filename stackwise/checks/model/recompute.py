@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.probe.parameter_gradient import Gradients, compare_gradients, gradients_of, limit_of
 from stackwise.checks.probe.recomputation import NoSwitch, by_its_own_switch, by_wrapping_layers, switched
+from stackwise.checks.probe.update import norm
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.system_errors import reraise_if_out_of_memory
@@ -30,15 +32,11 @@ def recompute_gradients(subject: Subject) -> CheckResult:
     """Is every gradient the same if activations are recomputed, in two consecutive passes?"""
     if not any(p.requires_grad for p in subject.model().parameters()):
         return subject.not_applicable("no parameter is trainable")
-    dtype: torch.dtype | None = torch.float64
-    try:
-        model, plain = _passes(subject, dtype, lambda _: None)
-    except REFUSALS:
-        dtype = None
-        model, plain = _passes(subject, dtype, lambda _: None)
-    if not any(gradient.any() for gradient in plain[0].by_name.values()):
+    dtype, model, plain = _plain_passes(subject)
+    size = norm(plain[0].by_name.values())
+    if not size:
         return subject.not_applicable("needs a parameter with a gradient")
-    if not all(gradient.isfinite().all() for gradient in plain[0].by_name.values()):
+    if not math.isfinite(size):
         return subject.not_applicable("needs finite gradients; see finite_gradients")
     if plain[0].moved_backward:
         return _updated_twice(subject, plain[0].moved_backward[0])
@@ -59,12 +57,11 @@ def recompute_gradients(subject: Subject) -> CheckResult:
             )
         has_switch = switch is by_its_own_switch
         result = _compared(subject, plain, recomputed, limit_of(subject, model), has_switch)
-        buffers = recomputed[-1].buffers
-        for name, buffer in plain[-1].buffers.items():
-            # A model that recomputes by itself also decides which state is updated.
-            is_moved = not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num())
-            if is_moved and result.status == "passed" and not counted.recomputes:
-                return _updated_twice(subject, name)
+        pairs = ((n, b.nan_to_num(), recomputed[-1].buffers[n]) for n, b in plain[-1].buffers.items())
+        moved = next((name for name, a, b in pairs if not torch.equal(a, b.nan_to_num())), None)
+        # A model that recomputes by itself also decides which state is updated.
+        if moved is not None and result.status == "passed" and not counted.recomputes:
+            return _updated_twice(subject, moved)
         return result
     return subject.not_applicable(
         "needs gradient_checkpointing_enable(), set_grad_checkpointing(), or layers that are called"
@@ -95,6 +92,14 @@ def _updated_twice(subject: Subject, name: str) -> CheckResult:
         correct_if="a second update of the buffer does no harm, or activations are never recomputed",
         advice="Update running statistics and counters outside the recomputed part.",
     )
+
+
+def _plain_passes(subject: Subject) -> tuple[torch.dtype | None, nn.Module, list[Gradients]]:
+    """Return passes without recomputation, in float64 if the model runs in it, and this dtype."""
+    try:
+        return torch.float64, *_passes(subject, torch.float64, lambda _: None)
+    except REFUSALS:
+        return None, *_passes(subject, None, lambda _: None)
 
 
 def _passes(

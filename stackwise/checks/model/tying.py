@@ -18,6 +18,7 @@ from stackwise.checks.probe.call import refusals
 from stackwise.checks.probe.difference import absolute_difference, variation
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.support.hooks import temporary_hooks
 
 
 @check
@@ -122,14 +123,12 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
             own = module.parameters(recurse=False)
             found.extend(p for p in own if p.ndim == 2 and len(p) >= subject.spec.width)
 
-    handles = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules()]
+    handles = (m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules())
     try:
-        subject.logits(model, inputs)
+        with temporary_hooks(handles):
+            subject.logits(model, inputs)
     except refusals():
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
     return found[0] if found else None
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.batch import tensors_in
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = [
     "LIMIT",
@@ -158,24 +159,37 @@ def slopes_of(widths: Sequence[float], found: Sequence[Sequence[Coordinates]]) -
     every = [each for by_seed in found for each in by_seed]
     slopes = []
     for name in [n for n in every[0].sizes if all(n in each.sizes for each in every)]:
-        of_module: dict[tuple[str, int], Slope] = {}
-        exact = bool(name) and not name.endswith(_SCORES)
-        for kind in ("size", "change"):
-            for step in range(kind == "change", len(every[0].sizes[name])):
-                rows = [
-                    [(each.sizes if kind == "size" else each.changes)[name][step] for each in by_width]
-                    for by_width in zip(*found, strict=True)
-                ]
-                slope = _slope(widths, rows)
-                if slope is None:
-                    continue
-                sizes = tuple(_geometric(column) for column in zip(*rows, strict=True))
-                error = stdev(slope) / math.sqrt(len(slope)) if _finite(slope) and len(slope) > 1 else None
-                value = fmean(slope) if _finite(slope) else math.inf
-                of_module[kind, step] = Slope(name, kind, step, sizes, value, error, exact=exact)
-        scaled = name in every[0].read and ("size", 0) in of_module and of_module["size", 0].value < -0.5
-        slopes += [replace(slope, expected=-1.0) if scaled else slope for slope in of_module.values()]
+        steps = range(len(every[0].sizes[name]))
+        places: list[tuple[Literal["size", "change"], int]] = [("size", step) for step in steps]
+        places += [("change", step) for step in steps[1:]]
+        of_module = [_slope_at(widths, found, name, *place) for place in places]
+        known = [slope for slope in of_module if slope is not None]
+        first = of_module[0]
+        scaled = name in every[0].read and first is not None and first.value < -0.5
+        slopes += [replace(slope, expected=-1.0) if scaled else slope for slope in known]
     return tuple(slopes)
+
+
+def _slope_at(
+    widths: Sequence[float],
+    found: Sequence[Sequence[Coordinates]],
+    name: str,
+    kind: Literal["size", "change"],
+    step: int,
+) -> Slope | None:
+    """Return the slope of the size or the change of a module at a step, or None if a size is 0."""
+    rows = [
+        [(each.sizes if kind == "size" else each.changes)[name][step] for each in by_width]
+        for by_width in zip(*found, strict=True)
+    ]
+    slope = _slope(widths, rows)
+    if slope is None:
+        return None
+    sizes = tuple(_geometric(column) for column in zip(*rows, strict=True))
+    error = stdev(slope) / math.sqrt(len(slope)) if _finite(slope) and len(slope) > 1 else None
+    value = fmean(slope) if _finite(slope) else math.inf
+    exact = bool(name) and not name.endswith(_SCORES)
+    return Slope(name, kind, step, sizes, value, error, exact=exact)
 
 
 def first_of(slopes: Sequence[Slope], limit: float = LIMIT) -> Slope | None:
@@ -239,11 +253,8 @@ class _Pass:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._after(name)))
-        try:
+        with temporary_hooks(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def softmax(self, scores: Tensor) -> None:
         """Record the input of a softmax of attention (..., queries, keys), one matrix per head."""

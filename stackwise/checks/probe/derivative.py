@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.widened import Widened
-from stackwise.checks.subject import Subject
+from stackwise.checks.subject import Subject, kept_buffers
 from stackwise.checks.trainer_subject import TrainerSubject
 
 __all__ = ["Comparison", "compared", "direction_of", "trainable_parameters"]
@@ -165,13 +165,8 @@ class _Probe:
     @contextmanager
     def _comparable(self) -> Iterator[None]:
         """Inside, all is computed in float64 with the same random choices. Buffers are restored after it."""
-        before = {name: b.clone() for name, b in self._model.named_buffers()}
-        with self._subject.fixed_randomness(), Widened():
+        with kept_buffers(self._model), self._subject.fixed_randomness(), Widened():
             yield
-        with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
-                if name in before and buffer.shape == before[name].shape:
-                    buffer.copy_(before[name])
 
     @torch.no_grad()
     def difference(self, names: list[str], size: float) -> tuple[float, float]:
@@ -226,21 +221,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         called = function.overloadpacket.__name__
         name = called.rstrip("_")
         if name in ("mm", "addmm") and not torch.is_grad_enabled():
-            self.truncates = self.truncates or not _is_in_custom_function()
-        if name in _STEP_FUNCTIONS and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            # Dropout draws its mask in place, and no gradient passes through it.
-            self.uses_steps = self.uses_steps or called != "bernoulli_"
-        of_branch = isinstance(args[0], Tensor) and args[0].requires_grad and not args[0].is_leaf
-        if name in ("exp", "div") and of_branch:
-            one = args[1] if name == "div" else torch.zeros_like(args[0])  # the result is exactly 1
-            is_constant = isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1
-            self.has_unit_factor = self.has_unit_factor or (is_constant and torch.equal(args[0], one))
+            self.truncates |= not _is_in_custom_function()
+        # Dropout draws its mask in place, and no gradient passes through it.
+        if name in _STEP_FUNCTIONS and called != "bernoulli_" and isinstance(args[0], Tensor):
+            self.uses_steps |= args[0].is_floating_point()
+        if name in ("exp", "div"):
+            self.has_unit_factor |= _is_unit_factor(name, args)
         output = function(*args, **(kwargs or {}))
         if name in _COMPARISONS and isinstance(args[0], Tensor) and args[0].requires_grad:
             self._compared.append(output)
         if name == "_to_copy" and output.is_floating_point():  # a comparison is cast to numbers
-            self.uses_steps = self.uses_steps or any(args[0] is each for each in self._compared)
+            self.uses_steps |= any(args[0] is each for each in self._compared)
         return output
+
+
+def _is_unit_factor(name: str, args: Any) -> bool:
+    """Return True if exp or a division by a constant has the result 1, and passes a gradient."""
+    if not isinstance(args[0], Tensor) or not args[0].requires_grad or args[0].is_leaf:
+        return False
+    one = args[1] if name == "div" else torch.zeros_like(args[0])
+    is_constant = isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1
+    return is_constant and torch.equal(args[0], one)
 
 
 def _is_in_custom_function() -> bool:

@@ -112,15 +112,19 @@ class _Copies(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         on_host = all(id(each) in self._host for each in tensors)
         if function in _READING and on_host:
             return self._unwatched(function, *args)
-        if function in _COPYING and not on_host:
-            self._watch.note(_COPYING[function])
-        elif function is Tensor.to and not on_host and self._goes_to_host(*args, **kwargs):
-            self._watch.note('.to("cpu")')
+        if not on_host:
+            self._note_copy(function, args, kwargs)
         result = function(*args, **kwargs)
         created = tensors or (function in _CREATING and kwargs.get("device") is None)
         if on_host and created and isinstance(result, Tensor):
             self._host[id(result)] = result
         return result
+
+    def _note_copy(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if function in _COPYING:
+            self._watch.note(_COPYING[function])
+        elif function is Tensor.to and self._goes_to_host(*args, **kwargs):
+            self._watch.note('.to("cpu")')
 
     def _unwatched(self, function: Any, *args: Any) -> Any:
         self._watch.paused = True

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.probe.batch import tensors_in
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = ["Stream", "pattern", "repeated_layers", "residual_stream"]
 
@@ -118,11 +119,8 @@ def _traced(model: nn.Module, run: Callable[[], object]) -> _Trace:
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(after(name)))
-    try:
+    with temporary_hooks(handles):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return trace
 
 
@@ -142,13 +140,15 @@ def _stream_through(names: list[str], trace: _Trace) -> Stream | None:
     if final is None:
         final = next((tensor for _, tensor in trace.calls[last + 1 :] if tensor is not None), None)
     after = [tensor for _, _, tensor in entries[1:]] + ([] if final is None else [final])
-    if any(tensor.shape != entries[0][2].shape for tensor in after):
-        return None
-    if len({id(tensor) for _, _, tensor in entries}) < len(entries):
-        return None  # parallel layers
-    if not all(_continues(one, other, trace) for one, other in pairwise(entries)):
+    if any(tensor.shape != entries[0][2].shape for tensor in after) or not _is_chain(entries, trace):
         return None
     return Stream([name for _, name, _ in entries][: len(after)], entries[0][2], after)
+
+
+def _is_chain(entries: list[tuple[int, str, Tensor]], trace: _Trace) -> bool:
+    """Return True if each layer continues the stream of the previous one. Parallel layers do not."""
+    is_serial = len({id(tensor) for _, _, tensor in entries}) == len(entries)
+    return is_serial and all(_continues(one, other, trace) for one, other in pairwise(entries))
 
 
 def _continues(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor], trace: _Trace) -> bool:

@@ -156,16 +156,7 @@ def _read(subject: Subject) -> _Reading:
             f"needs logits over {spec.width} tokens, not outputs of shape {tuple(plain.shape)}"
         )
     labelings = _labelings(subject, plain)
-    values, captured = [], []
-    for index, labels in enumerate(labelings):
-        try:
-            value, logits = labelled_loss(subject, model, inputs, labels)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if index == 0 or is_out_of_memory(error):
-                raise
-            raise RefusedLabelsError(reason_of(error)) from error
-        values.append(value)
-        captured.append(plain if logits is None or logits.shape != plain.shape else logits)
+    values, captured = _losses(subject, model, inputs, labelings, plain)
     candidates = [[plain] * len(labelings)]
     if any(not torch.equal(logits, plain) for logits in captured):
         # In an encoder-decoder, the labels are the inputs of the decoder.
@@ -176,6 +167,23 @@ def _read(subject: Subject) -> _Reading:
         values,
         expected_shift=expected_shift(subject),
     )
+
+
+def _losses(
+    subject: Subject, model: nn.Module, inputs: Tensor, labelings: list[Tensor], plain: Tensor
+) -> tuple[list[float], list[Tensor]]:
+    """Return the loss of each labeling, and the logits from which it was computed."""
+    values, captured = [], []
+    for index, labels in enumerate(labelings):
+        try:
+            value, logits = labelled_loss(subject, model, inputs, labels)
+        except (IndexError, RuntimeError, ValueError) as error:
+            if index == 0 or is_out_of_memory(error):
+                raise
+            raise RefusedLabelsError(reason_of(error)) from error
+        values.append(value)
+        captured.append(plain if logits is None or logits.shape != plain.shape else logits)
+    return values, captured
 
 
 def expected_shift(subject: Subject) -> int:
@@ -211,11 +219,8 @@ def _recorded_logits(model: nn.Module) -> Iterator[list[Tensor]]:
         with suppress(TypeError):
             recorded.append(logits_of(output))
 
-    handle = model.register_forward_hook(hook)
-    try:
+    with model.register_forward_hook(hook):
         yield recorded
-    finally:
-        handle.remove()
 
 
 def part_that_learns(subject: Subject) -> float | None:
@@ -374,20 +379,12 @@ class _Reading:
         values = torch.tensor([self.values[k] for k in chosen], dtype=torch.float64)
         moved = values[1:] - values[0]
         noise = _ROUNDING * max(1.0, float(values.abs().max()))
-        best: tuple[float, float, int, str, str] | None = None
-        for shift, kind, by_row in itertools.product(_SHIFTS, _KINDS[:3], (False, True)):
-            sums = []
-            for k in chosen:
-                terms = self.terms(logits[k], self.labelings[k], shift, kind)
-                sums.append(_reduce(terms, "row means" if by_row else "mean", self.labelings[k]))
-            expected = torch.stack(sums).cpu()
-            predicted = expected[1:] - expected[0]
-            if not predicted.any():
-                continue
-            scale = float(moved @ predicted / (predicted @ predicted))
-            residual = float((moved - scale * predicted).abs().max())
-            if best is None or residual < best[0]:
-                best = residual, scale, shift, kind, "row means" if by_row else "mean"
+        fits = (
+            (*fit, *form)
+            for form in itertools.product(_SHIFTS, _KINDS[:3], ("mean", "row means"))
+            if (fit := self._fit(logits, chosen, moved, *form)) is not None
+        )
+        best = min(fits, key=lambda each: each[0], default=None)
         if best is None:
             return None
         residual, scale, shift, kind, reduction = best
@@ -414,6 +411,21 @@ class _Reading:
             value=self.values[2],
             expected=self.plain(logits, 2),
         )
+
+    def _fit(
+        self, logits: list[Tensor], chosen: range, moved: Tensor, shift: int, kind: str, reduction: str
+    ) -> tuple[float, float] | None:
+        """Return the residual and the factor of a cross-entropy that explains the differences of the loss."""
+        sums = [
+            _reduce(self.terms(logits[k], self.labelings[k], shift, kind), reduction, self.labelings[k])
+            for k in chosen
+        ]
+        expected = torch.stack(sums).cpu()
+        predicted = expected[1:] - expected[0]
+        if not predicted.any():
+            return None
+        scale = float(moved @ predicted / (predicted @ predicted))
+        return float((moved - scale * predicted).abs().max()), scale
 
     def _reduction_of(self, scale: float, count: float, shift: int) -> str:
         labels = self.labelings[2]

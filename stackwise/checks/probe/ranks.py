@@ -31,8 +31,9 @@ from stackwise.checks.probe.update import each_update, norm
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import with_one_optimizer
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.support.hooks import temporary_hooks
 from stackwise.support.random_state import keep_random_states, seeded
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised
 
 __all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
 
@@ -211,18 +212,15 @@ def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
     return record
 
 
+@false_if_raised
 def _can_evaluate(subject: TrainerSubject) -> bool:
     """Return True if the run can evaluate a batch in one process.
 
     An evaluation that raises on one rank only would leave the ranks in different collectives.
     """
     run: Any = subject.run()
-    try:
-        with seeded(subject.seed):
-            return number_in(run.evaluate([whole_batch(subject, 0)])) is not None
-    except Exception as error:
-        reraise_if_out_of_memory(error)
-        return False
+    with seeded(subject.seed):
+        return number_in(run.evaluate([whole_batch(subject, 0)])) is not None
 
 
 def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
@@ -288,12 +286,8 @@ def _spoiled(model: nn.Module, record: Record) -> Iterator[None]:
         return output * math.nan
 
     layers = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles = [layer.register_forward_hook(hook) for layer in layers]
-    try:
+    with temporary_hooks(layer.register_forward_hook(hook) for layer in layers):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _rows_of_epoch(run: Any) -> list[tuple[Any, ...]] | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from stackwise.support.hooks import temporary_hooks
+
 __all__ = ["RecordedCall", "recorded_calls"]
 
 
@@ -48,14 +50,11 @@ def recorded_calls(
 
         return hook
 
-    handles = [
+    handles = (
         module.register_forward_hook(record(name), with_kwargs=True)
         for name, module in model.named_modules()
         if is_recorded(name, module)
-    ]
-    try:
+    )
+    with temporary_hooks(handles):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls

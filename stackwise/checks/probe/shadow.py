@@ -159,31 +159,47 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return function(*args, **kwargs)
         self._note_uncast(function, tensors)
         shadows = [self._shadow(tensor) for tensor in tensors]
-        kind = max((each for _, each in shadows), default=0)
         exact = self._compute(function, leaves, [shadow for shadow, _ in shadows], structure)
         output = function(*args, **kwargs)
         outputs = [each for each in _flat(output) if isinstance(each, Tensor)]
         self._budget -= _OVERHEAD + sum(each.numel() for each in outputs)
         if self._budget < 0:
             raise TooMuchError
+        self._store(function, outputs, exact, shadows, storages)
+        return output
+
+    def _store(
+        self,
+        function: Any,
+        outputs: list[Tensor],
+        exact: Any,
+        shadows: list[tuple[Tensor, int]],
+        storages: set[Any],
+    ) -> None:
+        """Store the shadow of each output. Measure the first one; the others are for the backward pass."""
+        kind = max((each for _, each in shadows), default=0)
+        any_inexact = any(_inexact(shadow) for shadow, _ in shadows)
         exacts: list[Tensor | None] = [each for each in _flat(exact) if isinstance(each, Tensor)]
         exacts = exacts or [None] * len(outputs)
-        any_floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        # A parameter that is only cast is stored in that dtype, which is not a loss of the computation.
+        is_stored = _KINDS[kind] == "parameter" and function._schema.name == "aten::_to_copy"
         for index, (real, twin) in enumerate(zip(outputs, exacts, strict=False)):
-            is_choice = any_floating and not _inexact(real) and not _is_count(function, shadows)
-            # A parameter that is only cast is stored in that dtype, which is not a loss of the computation.
-            is_stored = _KINDS[kind] == "parameter" and function._schema.name == "aten::_to_copy"
+            is_choice = any_inexact and not _inexact(real) and not _is_count(function, shadows)
             if twin is None or is_choice or is_stored:
                 twin = _wide(real)
-            if (key := _key(real)) not in storages:
+            if _key(real) not in storages:
                 self._keep(real, twin, kind)
             else:
-                if exact is None:
-                    self._shadow(real)[0].copy_(twin)
-                self._flat[key] = (self._flat[key][0], kind)
-            if index == 0:  # the others are statistics for the backward pass
+                self._change(real, twin if exact is None else None, kind)
+            if index == 0:
                 self._measure(function, real, kind)
-        return output
+
+    def _change(self, real: Tensor, twin: Tensor | None, kind: int) -> None:
+        """Set the kind of a tensor that an operation changed in place, and its shadow, unless it is None."""
+        if twin is not None:
+            self._shadow(real)[0].copy_(twin)
+        key = _key(real)
+        self._flat[key] = (self._flat[key][0], kind)
 
     def _compute(self, function: Any, leaves: list[Any], shadows: list[Tensor], structure: Any) -> Any:
         """Return the result of the operation on shadows, or None if it has none."""
@@ -253,10 +269,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             off, size = off[both], exact[both]
             if off.numel() == 0:
                 return
-        spread = size.norm()
-        if _KINDS[kind] != "activation" and size.numel() > 1 and size.std() > 0:
-            spread = size.std() * size.numel() ** 0.5
-        error = (off.norm() / spread.clamp(min=torch.finfo(torch.float64).tiny)).item()
+        error = (off.norm() / _spread(size, _KINDS[kind]).clamp(min=torch.finfo(torch.float64).tiny)).item()
         self.worst[_KINDS[kind]] = max(self.worst[_KINDS[kind]], error)
         limit = self._limits.get(_KINDS[kind], torch.inf)
         if self.loss is not None or not error > limit:
@@ -282,6 +295,14 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if self._calls_of_user.autocasts and all(tensor.dtype == torch.float32 for tensor in tensors):
             self.uncast.append(place_in_code(self._names))
+
+
+def _spread(exact: Tensor, kind: Kind) -> Tensor:
+    """Return the norm of an activation. For weights and tables, return that of the distance from the mean."""
+    spread: Tensor = exact.norm()
+    if kind != "activation" and exact.numel() > 1 and exact.std() > 0:
+        spread = exact.std() * exact.numel() ** 0.5
+    return spread
 
 
 def place_in_code(names: dict[int, str]) -> str:

@@ -144,15 +144,11 @@ def _watched_arguments(model: nn.Module, effects: SideEffects, decodes: bool) ->
     def after(*_: object) -> None:
         effects.found += [_changed(name) for name, x, copy in stack.pop() if not same_bits(x, copy)]
 
-    handles = [
+    with (
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_forward_hook(after),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _modes(model: nn.Module) -> dict[str, bool]:

@@ -40,7 +40,7 @@ from stackwise.support.random_state import (
     seeded,
     set_random_states,
 )
-from stackwise.support.system_errors import reraise_if_out_of_memory
+from stackwise.support.system_errors import false_if_raised, reraise_if_out_of_memory
 
 __all__ = [
     "INTERRUPTIONS",
@@ -171,13 +171,10 @@ class Sequences:
         counts = [n for n in counts if _LEAST_STEPS < n <= most]
         return next((n for n in counts if self._can_make(n + _FURTHER_STEPS)), _LEAST_STEPS)
 
+    @false_if_raised
     def _can_make(self, n: int) -> bool:
         """Return True if an uninterrupted run can make `n` steps. Data or schedule may end earlier."""
-        try:
-            return len(self._straight_run(n).batches) == n
-        except Exception as error:
-            reraise_if_out_of_memory(error)
-            return False
+        return len(self._straight_run(n).batches) == n
 
     @cached_property
     def epoch_length(self) -> int | None:

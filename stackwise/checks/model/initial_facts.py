@@ -11,7 +11,7 @@ from stackwise.checks.subject import Subject
 from stackwise.support.arguments import require
 
 # Required number of elements of a weight, over all new models, and largest number of new models.
-_ELEMENTS, _MOST_DRAWS = 30_000, 30
+_ELEMENTS, _MOST_DRAWS = 8_000, 8
 _TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut off at -2 and 2
 _LIMIT = 0.05  # more than five standard errors, 1 / sqrt(2 * elements) each
 

@@ -312,21 +312,26 @@ class Execution:
 def _arranged(question: Question, exam: Examination) -> Call:
     """Return the tensors of a question."""
     shape, device = (len(question.rows), question.width), exam.subject.device
-    call = Call(exam.filler(*shape))
+    places: list[Place] = []
+    rows: list[Tensor] = []
     keep = torch.ones(shape, dtype=torch.bool, device=device)
     documents = torch.zeros(shape, dtype=torch.long, device=device)
     for row, segments in enumerate(question.rows):
-        end = 0
+        end, parts = 0, list[Tensor]()
         for segment in segments:
             start, end = end, end + segment.length
             if segment.kind == "sequence":
-                number = len(call.places) if segment.number is None else segment.number
-                call.places.append(Place(row, start, end, number))
-                call.inputs[row, start:end] = exam.sequence(number, segment.length)
+                number = len(places) if segment.number is None else segment.number
+                places.append(Place(row, start, end, number))
+                parts.append(exam.sequence(number, segment.length))
                 documents[row, start:] += start > 0
-            elif segment.kind == "padding":
-                call.inputs[row, start:end] = exam.padding(*shape)[row, start:end]
+            elif segment.kind == "later":
+                parts.append(exam.filler(*shape)[row, start:end])
+            else:
+                parts.append(exam.padding(*shape)[row, start:end])
                 keep[row, start:end] = False
+        rows.append(torch.cat(parts))
+    call = Call(torch.stack(rows).to(device), places)
     if question.mask:
         call.keep = keep
     if question.documents:

@@ -91,6 +91,14 @@ def linear():
     return images(nn.Flatten, lambda: nn.Linear(108, 8), nn.ReLU, lambda: nn.Linear(8, 3))
 
 
+def frames():
+    """Return the spec of a classifier of 40 frames, which are more than the positions of the examination."""
+    return ModelSpec.of(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(240, 8), nn.ReLU(), nn.Linear(8, 3)),
+        make_batch=lambda b, t, g: torch.randn(b, 40, 6, generator=g),
+    )
+
+
 def batch_norm():
     convolution, norm = lambda: nn.Conv2d(3, 4, 3), lambda: nn.BatchNorm2d(4)
     return images(convolution, norm, nn.Flatten, lambda: nn.Linear(64, 3))
@@ -104,6 +112,7 @@ HEALTHY = {
     "encoder": (encoder, "cache_parts", "decode"),
     "undeclared length limit": (lambda: spec_of(ShortTable), "embeddings", "inputs_embeds"),
     "output per row": (linear, "empty_row", "needs masked"),
+    "output per row of many frames": (frames, "empty_row", "needs masked"),
     "running statistics": (batch_norm, "train_mode", "statistics"),
 }
 
@@ -115,6 +124,7 @@ def test_healthy_model_has_no_findings(name):
     assert not exploration.findings
     assert max(exploration.largest.values()) <= exploration.limit
     asked = {name for name in KNOWN if exploration.asked[frozenset({name})]}
+    assert "batch" in asked
     assert asked | exploration.missing.keys() == set(KNOWN)
     assert reason in exploration.missing[variation]
 

@@ -189,24 +189,28 @@ def find_cached_call(
     if inputs.shape[1] < 2:
         return CacheSearch(None, _problem(model, form, "it takes only one position"))
     trial = _Trial(model, inputs, form)
-    likely: CachedCall | None = None
-    unnamed: CachedCall | None = None
+    found: dict[str, CachedCall] = {}
     reason = ""
     for call in _candidates(trial, capacity or _CAPACITY):
-        verdict, named, takes_cache = trial.verdict(call), _is_named(call), call.parameter is not None
+        verdict = trial.verdict(call)
         if verdict == "equal":
             return CacheSearch(_with_mask(call, trial))
-        if named and (verdict == "remembers" or (verdict == "ignored" and takes_cache)):
-            likely = likely or call
-        if not named and verdict == "remembers" and takes_cache:
-            unnamed = unnamed or call
-        if named and not reason:
+        found.setdefault(_likelihood(call, verdict), call)
+        if _is_named(call) and not reason:
             reason = f"{call}: {trial.last_error}"
-    if likely is not None:
-        return CacheSearch(_with_mask(likely, trial))
-    if unnamed is not None:
-        return CacheSearch(None, f"calls with {unnamed} give other logits than a full pass")
+    if "likely" in found:
+        return CacheSearch(_with_mask(found["likely"], trial))
+    if "unnamed" in found:
+        return CacheSearch(None, f"calls with {found['unnamed']} give other logits than a full pass")
     return CacheSearch(None, _problem(model, form, reason))
+
+
+def _likelihood(call: CachedCall, verdict: str) -> str:
+    """Return "likely" or "unnamed" for a call that may use a cache although it is not exact, otherwise ""."""
+    takes_cache = call.parameter is not None
+    if _is_named(call):
+        return "likely" if verdict == "remembers" or (verdict == "ignored" and takes_cache) else ""
+    return "unnamed" if verdict == "remembers" and takes_cache else ""
 
 
 def cache_tensors(cache: Any, depth: int = 6) -> Iterator[Tensor]:

@@ -161,14 +161,10 @@ def call_forms(
         keys: keys that the model reads, if it takes one dict.
     """
     named, required = forward_parameters(model), required_names(model)
-    usual = [CallForm()]
-    if "targets" in named:
-        usual.append(CallForm(extras=(Argument("targets"),)))
-    usual += [CallForm(key) for key in _KEYS if key in named and named[key].kind is named[key].KEYWORD_ONLY]
     first = next(iter(named.values()), None)
     has_first = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
     ranked: list[tuple[float, CallForm]] = []
-    for form in usual:
+    for form in _usual_forms(named):
         main = form.keyword or (next(iter(named)) if has_first else None)
         missing = [name for name in required if name not in (main, *(each.name for each in form.extras))]
         further = list(arguments_for(missing, widths, reads)) if main is not None else []
@@ -178,16 +174,32 @@ def call_forms(
     if len(required) == 1:
         for extras in ((), (Argument(MASK, "mask"), Argument("labels"))):
             yield from (CallForm(key, in_batch=True, extras=extras) for key in _KEYS)
+    ranked += _with_other_mains(required, widths, reads, keys)
+    yield from (form for _, form in sorted(ranked, key=lambda each: each[0]))
+
+
+def _usual_forms(named: Mapping[str, inspect.Parameter]) -> Iterator[CallForm]:
+    yield CallForm()
+    if "targets" in named:
+        yield CallForm(extras=(Argument("targets"),))
+    yield from (CallForm(k) for k in _KEYS if k in named and named[k].kind is named[k].KEYWORD_ONLY)
+
+
+def _with_other_mains(
+    required: Sequence[str], widths: Sequence[int], reads: Mapping[str, Read] | None, keys: Sequence[str]
+) -> Iterator[tuple[float, CallForm]]:
+    """Yield forms in which the inputs are another argument than the first one, and their rank.
+
+    The output may be as long as another argument, such as the target of an encoder-decoder.
+    """
     names = keys or required
-    # The output may be as long as another argument, such as the target of an encoder-decoder.
     mains = [name for name in reads or {} if known_kinds(name)[:1] in ((), ("context",))]
     mains.sort(key=names.index)
     for place, main in enumerate(mains if keys else [name for name in mains if name != required[0]]):
         missing = [name for name in names if name != main]
         further = [((), 0)] if not missing else list(arguments_for(missing, widths, reads))
         late = 0.5 * (place + (not keys))
-        ranked += [(rank + late, CallForm(main, bool(keys), extras)) for extras, rank in further]
-    yield from (form for _, form in sorted(ranked, key=lambda each: each[0]))
+        yield from ((rank + late, CallForm(main, bool(keys), extras)) for extras, rank in further)
 
 
 def can_generate(model: Any) -> bool | None:

@@ -152,30 +152,43 @@ def _scalar(call: Callable[[], Any]) -> Tensor | None:
 
 def _padding(model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size) -> dict[str, Any]:
     """Return the call with a padding mask and the sides on which padding is allowed, or nothing."""
+    usable = _usable_maskings(model, inputs, form, shape)
+    if not usable:
+        return {}
+    # Use a mask that hides the masked token, otherwise the mask that reduces its influence most.
+    masked, sides, _ = min(usable, key=lambda way: max(_HIDDEN, round(way[2], 3)))
+    if "left" not in sides and attempt(partial(_pads, masked, "left", model, inputs)):
+        sides = (*sides, "left")  # the model counts positions from the mask
+    return {"masked": masked, "padding_sides": sides}
+
+
+def _usable_maskings(
+    model: nn.Module, inputs: Tensor, form: CallForm, shape: torch.Size
+) -> list[tuple[Callable[..., Any], tuple[str, ...], float]]:
+    """Return calls with a padding mask that work, their sides, and the influence of a masked token."""
     partly = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     partly[-1, inputs.shape[1] // 2 :] = False
-    usable = [
+    working = [
         (masked, sides)
         for masked, sides in _maskings(model, form)
         if _works(partial(masked, model, inputs, partly), shape)
     ]
-    if usable and usable[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
-        usable = usable[1:]  # its positions do not start at 0, as in RoBERTa
+    if working and working[0][0] is masked_with_positions and not _keeps_output(model, inputs, form):
+        working = working[1:]  # its positions do not start at 0, as in RoBERTa
+    usable = [(masked, sides, _visible_part(masked, model, inputs)) for masked, sides in working]
     # A key of a dict may be unread without an error, and a mask may have another meaning.
-    visible = {way: _visible_part(way, model, inputs) for way, _ in usable}
-    is_read = len(usable) > 0 and influence_of_first(form, model, inputs, {}) > _HIDDEN
-    certain = {way: _is_known(way) and not form.in_batch for way in visible}
-    usable = [(w, s) for w, s in usable if certain[w] or (visible[w] <= _HIDDEN and is_read)]
+    is_read = bool(usable) and influence_of_first(form, model, inputs, {}) > _HIDDEN
     # An optional argument may have the lengths of another sequence.
     known = (None, *(each.name for each in form.extras))
-    usable = [way for way in usable if _lengths_name(way[0]) in known or _shortens(way[0], model, inputs)]
-    if not usable:
-        return {}
-    # Use a mask that hides the masked token, otherwise the mask that reduces its influence most.
-    masked, sides = min(usable, key=lambda way: max(_HIDDEN, round(visible[way[0]], 3)))
-    if "left" not in sides and attempt(partial(_pads, masked, "left", model, inputs)):
-        sides = (*sides, "left")  # the model counts positions from the mask
-    return {"masked": masked, "padding_sides": sides}
+
+    def is_certain(masked: Callable[..., Any], visible: float) -> bool:
+        return (_is_known(masked) and not form.in_batch) or (visible <= _HIDDEN and is_read)
+
+    return [
+        way
+        for way in usable
+        if is_certain(way[0], way[2]) and (_lengths_name(way[0]) in known or _shortens(way[0], model, inputs))
+    ]
 
 
 def _maskings(model: nn.Module, form: CallForm) -> Iterator[tuple[Callable[..., Any], tuple[str, ...]]]:

@@ -166,12 +166,7 @@ def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
     theta = parameters.get("rope_theta")
     if kind not in _KINDS or not isinstance(theta, int | float):
         return None
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
-        head_dim = config.hidden_size // getattr(config, "num_attention_heads", 1)
-    dim = getattr(config, "qk_rope_head_dim", None)
-    if dim is None and head_dim is not None:
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    dim = _rotated_dim(parameters, config)
     if not dim or dim % 2:
         return None
     given: dict[str, Any] = {"theta": float(theta), "dim": dim, "kind": kind}
@@ -195,6 +190,17 @@ def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
     if kind in ("llama3", "yarn", "longrope"):
         given["original_length"] = original
     return RotaryClaim(**given)
+
+
+def _rotated_dim(parameters: Mapping[str, Any], config: Any) -> int | None:
+    """Return the number of rotated channels of a head, or None if the configuration does not state it."""
+    dim: int | None = getattr(config, "qk_rope_head_dim", None)
+    if dim is not None:
+        return dim
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(getattr(config, "hidden_size", None), int):
+        head_dim = config.hidden_size // getattr(config, "num_attention_heads", 1)
+    return None if head_dim is None else int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def _mscale(factor: float, scale: float = 1.0) -> float:

@@ -51,6 +51,7 @@ _CALLS = ("forward", "masked", "packed", "decode", "loss", "labelled_loss", "aux
 _NAMES = ("unused", "frozen", "assumed")
 _TRAINER_HINT = "; a training loop is checked with TrainerSpec.of, check_trainer or --stackwise-trainer"
 _CONVERSION = "a function, None, or a dict {name in the reference: name in the model, or a function}"
+_REFERENCE = "a function that builds a model, a ModelSpec or None"
 # Packages whose exceptions mean that a download failed.
 _NETWORK = {"httpcore", "httpx", "requests", "urllib", "urllib3"}
 
@@ -210,21 +211,7 @@ class ModelSpec:
             return cls.of(build, **{"name": name, **declared})
         if isinstance(made, nn.Module):
             _refuse_unready(made, name)
-            build, model = _apart(subject, made) if is_factory else _copies(made)
-            notes = [*subject.notes] if isinstance(subject, HFModel) else []
-            if is_encoder_decoder(made) and declared.keys().isdisjoint(_CALLS[:4]):
-                build, model = partial(_decoder, build), Decoder(model)
-                declared = _of_decoder(declared)
-                notes.append("called as a decoder, while the encoder reads a fixed text")
-            elif is_factory and build is not subject:
-                notes.append("its models share tensors, so each is a copy")
-            with seeded(0), kept_settings():  # a compiled model is unwrapped, so that no trial is compiled
-                inferred = infer(unwrapped(model).eval(), {"name": name, **declared})
-            inferred["notes"] = "; ".join([inferred["notes"], *notes])
-            if "facts" in declared:
-                declared = {**declared, "facts": declared["facts"].filled_from(inferred["facts"])}
-            attributes: dict[str, Any] = {"build": build, "name": name} | inferred | declared
-            return cls(**attributes)
+            return cls._inferred(subject, made, {"name": name, **declared})
         if not isinstance(made, ModelSpec):
             raise TypeError(
                 f"model: got {type(made).__name__}; wanted an nn.Module, a ModelSpec, a configuration of "
@@ -238,6 +225,25 @@ class ModelSpec:
             declared = {**declared, "facts": declared["facts"].filled_from(made.facts)}
         assumed = tuple(name for name in made.assumed if name not in declared)
         return replace(made, **{"assumed": assumed, **declared})
+
+    @classmethod
+    def _inferred(cls, subject: Any, made: nn.Module, declared: dict[str, Any]) -> ModelSpec:
+        """Return the spec of a module, which is `subject` or was built by it."""
+        is_factory = subject is not made
+        build, model = _apart(subject, made) if is_factory else _copies(made)
+        notes = [*subject.notes] if isinstance(subject, HFModel) else []
+        if is_encoder_decoder(made) and declared.keys().isdisjoint(_CALLS[:4]):
+            build, model = partial(_decoder, build), Decoder(model)
+            declared = _of_decoder(declared)
+            notes.append("called as a decoder, while the encoder reads a fixed text")
+        elif is_factory and build is not subject:
+            notes.append("its models share tensors, so each is a copy")
+        with seeded(0), kept_settings():  # a compiled model is unwrapped, so that no trial is compiled
+            inferred = infer(unwrapped(model).eval(), declared)
+        inferred["notes"] = "; ".join([inferred["notes"], *notes])
+        if "facts" in declared:
+            declared = {**declared, "facts": declared["facts"].filled_from(inferred["facts"])}
+        return cls(**({"build": build} | inferred | declared))
 
     def __post_init__(self) -> None:
         _check_values(vars(self))
@@ -303,24 +309,34 @@ class ModelSpec:
         return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten().long())
 
 
+def _is_rotary(value: Any) -> bool:
+    claims = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, RotaryClaim) or (each is None and len(claims) > 1) for each in claims)
+
+
+# Names of attributes, the condition for a value, and the allowed values.
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("build", "forward", "optimizer"), callable, "a function"),
+    (("reference",), lambda x: x is None or callable(x) or isinstance(x, ModelSpec), _REFERENCE),
+    (("to_reference",), lambda x: x is None or callable(x) or isinstance(x, Mapping), _CONVERSION),
+    (("name", "notes", "cache_problem"), lambda x: isinstance(x, str), "a string"),
+    (("rotary",), _is_rotary, "a RotaryClaim, or a tuple"),
+    (("facts",), lambda x: isinstance(x, Facts), "Facts"),
+)
+
+
 def _check_values(given: Mapping[str, Any]) -> None:
     """Require valid values of the attributes of a ModelSpec that are given."""
 
     def some(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names if name in given}
 
-    for name, value in some("build", "forward", "optimizer").items():
-        require(callable(value), name, value, "a function")
+    for names, is_valid, allowed in _RULES:
+        for name, value in some(*names).items():
+            require(is_valid(value), name, value, allowed)
+    if isinstance(given.get("reference"), nn.Module):
+        require(False, "reference", type(given["reference"]).__name__, _REFERENCE)
     check_functions(**some(*_CALLS, "generate", "make_batch", "visible", "at_width"))
-    for name, value in some("reference").items():
-        is_valid = value is None or callable(value) or isinstance(value, ModelSpec)
-        is_valid &= not isinstance(value, nn.Module)
-        got = type(value).__name__ if isinstance(value, nn.Module) else value
-        require(is_valid, name, got, "a function that builds a model, a ModelSpec or None")
-    for name, value in some("to_reference").items():
-        require(value is None or callable(value) or isinstance(value, Mapping), name, value, _CONVERSION)
-    for name, value in some("name", "notes", "cache_problem").items():
-        require(isinstance(value, str), name, value, "a string")
     for name, value in some("inputs").items():
         check_choice(name, value, ("tokens", "vectors"))
     check_sizes(**some("width", "seq_len"))
@@ -328,25 +344,15 @@ def _check_values(given: Mapping[str, Any]) -> None:
     check_flags(**some("per_position", "trained", "positionless"))
     check_flags(optional=True, **some("causal", "tied", "never_waits"))
     check_texts(("right", "left"), **some("padding_sides"))
-    for name, value in some("rotary").items():
-        claims = value if isinstance(value, tuple) else (value,)
-        require(
-            all(isinstance(each, RotaryClaim) or (each is None and len(claims) > 1) for each in claims),
-            name,
-            value,
-            "a RotaryClaim, or a tuple",
-        )
-    for name, value in some("facts").items():
-        require(isinstance(value, Facts), name, value, "Facts")
     check_texts(**some(*_NAMES))
     for name, value in some("tolerance").items():
         check_number(name, value, "a finite number > 0", lambda limit: limit > 0)
     window = given.get("window")
     reach = window if isinstance(window, tuple | list) and len(window) == 2 else (window,)
     least = 0 if len(reach) == 2 else 1
-    is_valid = all(type(size) is int and size >= least for size in reach)
+    has_sizes = all(type(size) is int and size >= least for size in reach)
     allowed = "an integer >= 1, a pair (before, after) of integers >= 0, 'full' or None"
-    require(window in (None, "full") or is_valid, "window", window, allowed)
+    require(window in (None, "full") or has_sizes, "window", window, allowed)
 
 
 def _made(factory: Callable[..., Any], *, again: bool = False) -> Any:

@@ -178,17 +178,7 @@ class TrainerSpec:
         if not isinstance(made, TrainerSpec) and callable(getattr(made, "trainer_spec", None)):
             made = made.trainer_spec()
         if not isinstance(made, TrainerSpec):
-            kind = type(made).__name__
-            if made is subject and (isinstance(made, TrainingRun) or adapted(made) is not None):
-                example = kind if isinstance(made, TrainingRun) else f"lambda: {kind}(...)"
-                raise TypeError(
-                    f"trainer: got a {kind} that is built already; wanted a function, because each check "
-                    f"builds a new trainer: TrainerSpec.of({example})"
-                )
-            members = {"model": "model", "optimizer": "optimizer", "step": "step(batch)"}
-            missing = [text for name, text in members.items() if not hasattr(made, name)]
-            lacks = f", which has no {' and no '.join(missing)}" if len(missing) < len(members) else ""
-            raise TypeError(f"trainer: got {kind}{lacks}; wanted {_SUBJECTS}")
+            raise TypeError(_refusal(made, is_built=made is subject))
         return replace(made, **declared) if declared else made
 
     @classmethod
@@ -316,6 +306,21 @@ class TrainerSpec:
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         return _moved(batch, device)
+
+
+def _refusal(made: Any, *, is_built: bool) -> str:
+    """Return the reason why an object is no training loop. `is_built`: it is no result of a function."""
+    kind = type(made).__name__
+    if is_built and (isinstance(made, TrainingRun) or adapted(made) is not None):
+        example = kind if isinstance(made, TrainingRun) else f"lambda: {kind}(...)"
+        return (
+            f"trainer: got a {kind} that is built already; wanted a function, because each check builds a "
+            f"new trainer: TrainerSpec.of({example})"
+        )
+    members = {"model": "model", "optimizer": "optimizer", "step": "step(batch)"}
+    missing = [text for name, text in members.items() if not hasattr(made, name)]
+    lacks = f", which has no {' and no '.join(missing)}" if len(missing) < len(members) else ""
+    return f"trainer: got {kind}{lacks}; wanted {_SUBJECTS}"
 
 
 def _refuse_arguments(function: Callable[..., Any]) -> None:

@@ -49,16 +49,8 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
             claim = getattr(owner, name, None)
             if isinstance(claim, bool):
                 return claim, f"says {name}={claim}"
-    if (generates := can_generate(model)) is not None:
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            return None, "no claim about causality: its encoder sees everything"
-        if not generates and type(model).__name__.endswith(_CAUSAL_CLASSES):
-            return True, "causal, by the name of its class"  # a custom model without GenerationMixin
-        if not generates:
-            return False, "not causal: it cannot generate"
-        if (setting := _setting_against_causality(model, known)) is not None:
-            return False, f"not causal, as configured: {setting}"
-        return True, "causal, since it can generate"
+    if can_generate(model) is not None:
+        return _causality_of_pretrained(model, known)
     if known["inputs"] == "tokens" and _gets_ids_twice(model, known):
         return None, "no claim about causality: it gets the ids twice (declare causal=True to check it)"
     if known["inputs"] != "tokens":
@@ -68,6 +60,19 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
     if _may_be_causal(model, known):
         return True, READS_AHEAD
     return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
+
+
+def _causality_of_pretrained(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Return the claim of a model of transformers."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None, "no claim about causality: its encoder sees everything"
+    if not can_generate(model) and type(model).__name__.endswith(_CAUSAL_CLASSES):
+        return True, "causal, by the name of its class"  # a custom model without GenerationMixin
+    if not can_generate(model):
+        return False, "not causal: it cannot generate"
+    if (setting := _setting_against_causality(model, known)) is not None:
+        return False, f"not causal, as configured: {setting}"
+    return True, "causal, since it can generate"
 
 
 def _may_be_causal(model: nn.Module, known: Mapping[str, Any]) -> bool:
@@ -138,11 +143,8 @@ def _gets_ids_twice(model: nn.Module, known: Mapping[str, Any]) -> bool:
 
     if len(required) < 2 or "forward" not in known:
         return False
-    handle = model.register_forward_pre_hook(see, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(see, with_kwargs=True):
         attempt(lambda: known["forward"](model, inputs))
-    finally:
-        handle.remove()
     return len(names) > 1
 
 

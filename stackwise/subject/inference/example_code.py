@@ -41,13 +41,21 @@ def examples_by_output(
     mapping = isinstance(output, Mapping)
     parts = output if mapping else getattr(output, "__dict__", {})
     for name, part in parts.items():
-        if not (isinstance(part, Tensor) and part.is_floating_point() and part.ndim):
-            continue
-        is_per_position = part.ndim == 3 and part.shape[:2] == inputs.shape[:2]
-        if is_per_position or len(part) == len(inputs):
-            is_likely = part.shape[-1] == width if is_per_position else LOGITS_NAME.search(str(name))
+        rank = _rank(str(name), part, inputs, width)
+        if rank is not None:
             place = f'["{name}"]' if mapping else f".{name}"
-            yield 3 + is_per_position + bool(is_likely), _example_text(known, given, _written(form) + place)
+            yield rank, _example_text(known, given, _written(form) + place)
+
+
+def _rank(name: str, part: Any, inputs: Tensor, width: int) -> int | None:
+    """Return the rank of a part of an output, or None if it has no entry per position or per row."""
+    if not (isinstance(part, Tensor) and part.is_floating_point() and part.ndim):
+        return None
+    is_per_position = part.ndim == 3 and part.shape[:2] == inputs.shape[:2]
+    if not is_per_position and len(part) != len(inputs):
+        return None
+    is_likely = part.shape[-1] == width if is_per_position else LOGITS_NAME.search(name)
+    return 3 + is_per_position + bool(is_likely)
 
 
 def example_with_key(model: nn.Module, known: Mapping[str, Any], key: Any) -> Iterator[tuple[int, str]]:

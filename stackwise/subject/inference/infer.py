@@ -5,7 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,31 +63,10 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     if known["max_length"] is not None:
         notes.append(f"at most {known['max_length']} positions")
     if trial.form is not None and is_per_position:
-        shown = capabilities(
-            model,
-            example,
-            trial.form,
-            auxiliary=trial.auxiliary,
-            cached="decode" not in declared and known["causal"] is not False,
-            capacity=known["max_length"],
-        )
-        can = {key: value for key, value in shown.items() if key not in known}
-        assumed = [name for name in can.pop("assumed", shown["assumed"]) if name in can]
-        if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
-            sides = {**can, **known}.get("padding_sides", ())
-            generate = inferred_generate(model, sides)
-            if generate is not None and _is_greedy(partial(generate, model, [example[0], example[0]])):
-                can["generate"] = generate
+        can, assumed = _capabilities(model, example, trial, declared, known)
         inferred |= can
         inferred["assumed"] = (*inferred.get("assumed", ()), *assumed)
-        if named := [key for key in can if key != "cache_problem"]:
-            notes.append("found: " + ", ".join(named))
-        if "packed" in assumed:
-            notes.append(f"{can['packed'].keywords['name']}= separates documents only partly")
-        if "labelled_loss" in can:
-            notes.append(_labels_note(can["labelled_loss"]))
-        if unused := _unused_arguments(model, trial.form, can):
-            notes.append(f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)")
+        notes += _capability_notes(model, trial.form, can, assumed)
     elif trial.form is not None and _may_be_padded(trial, example, known):
         inferred |= padding_of_rows(model, example, trial.form)
         if "padding_sides" in inferred:
@@ -98,6 +77,42 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
     if stated := [f"{fact} ({key})" for fact, key in keys.items() if getattr(own, fact) is None]:
         notes.append("stated: " + ", ".join(stated))
     return inferred | {"notes": "; ".join(notes)}
+
+
+def _capabilities(
+    model: nn.Module, example: Tensor, trial: Trial, declared: Mapping[str, Any], known: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the capabilities that are not known, and the names of those that are assumed."""
+    assert trial.form is not None
+    shown = capabilities(
+        model,
+        example,
+        trial.form,
+        auxiliary=trial.auxiliary,
+        cached="decode" not in declared and known["causal"] is not False,
+        capacity=known["max_length"],
+    )
+    can = {key: value for key, value in shown.items() if key not in known}
+    assumed = [name for name in can.pop("assumed", shown["assumed"]) if name in can]
+    if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
+        sides = {**can, **known}.get("padding_sides", ())
+        generate = inferred_generate(model, sides)
+        if generate is not None and _is_greedy(partial(generate, model, [example[0], example[0]])):
+            can["generate"] = generate
+    return can, assumed
+
+
+def _capability_notes(
+    model: nn.Module, form: CallForm, can: Mapping[str, Any], assumed: list[str]
+) -> Iterator[str]:
+    if named := [key for key in can if key != "cache_problem"]:
+        yield "found: " + ", ".join(named)
+    if "packed" in assumed:
+        yield f"{can['packed'].keywords['name']}= separates documents only partly"
+    if "labelled_loss" in can:
+        yield _labels_note(can["labelled_loss"])
+    if unused := _unused_arguments(model, form, can):
+        yield f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)"
 
 
 def _is_greedy(generate: Callable[..., Any]) -> bool:

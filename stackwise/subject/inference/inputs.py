@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.call_form import attempt
 from stackwise.subject.output import cast, logits_of
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = [
     "RandomBatch",
@@ -91,36 +92,48 @@ def random_batches(model: nn.Module) -> Iterator[RandomBatch]:
 
     The likeliest come first.
     """
-    config, channels = getattr(model, "config", None), image_channels(model)
-    mels, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
-    if getattr(model, "main_input_name", "") == "input_values":
-        if isinstance(frames, int) and isinstance(mels, int):
-            yield RandomBatch((frames, mels))
-        yield from (RandomBatch((size,)) for size in _TRIAL_SAMPLES[1:])
+    channels = image_channels(model)
+    yield from _speech(model)
     if channels is not None:
         yield from (RandomBatch((channels, *size)) for size in image_sizes(model))
     if channels == 1:
         yield from (RandomBatch((mels, _TRIAL_FRAMES_OF_SPEECH)) for mels in _TRIAL_MELS)
+    others = [*_videos(model), *_waves(model)]
+    yield from others
+    yield from (RandomBatch((width,)) for width in width_candidates(model))
+    if channels is not None:  # frames, each an image
+        yield from (RandomBatch((n, channels, *size)) for n in _TRIAL_FRAMES for size in image_sizes(model))
+    if channels is None and not others:
+        yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in image_sizes(model))
+
+
+def _speech(model: nn.Module) -> Iterator[RandomBatch]:
+    """Yield spectrograms and audio for a model whose main input is input_values."""
+    if getattr(model, "main_input_name", "") == "input_values":
+        config = getattr(model, "config", None)
+        mels, frames = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
+        if isinstance(frames, int) and isinstance(mels, int):
+            yield RandomBatch((frames, mels))
+        yield from (RandomBatch((size,)) for size in _TRIAL_SAMPLES[1:])
+
+
+def _videos(model: nn.Module) -> Iterator[RandomBatch]:
     video = next((m for m in model.modules() if isinstance(m, nn.Conv3d)), None)
     if video is not None:
         frames = (getattr(model, "num_frames", None), 2 * video.stride[0], *_TRIAL_FRAMES)
         named_frames = [each for each in frames if isinstance(each, int)]
-        yield from (
-            RandomBatch((video.in_channels, n, *size))
-            for size in image_sizes(model)[:_MOST_VIDEO_SIZES]
-            for n in dict.fromkeys(named_frames)
-        )
+        for size in image_sizes(model)[:_MOST_VIDEO_SIZES]:
+            yield from (RandomBatch((video.in_channels, n, *size)) for n in dict.fromkeys(named_frames))
+
+
+def _waves(model: nn.Module) -> Iterator[RandomBatch]:
+    """Yield audio for a convolution over time."""
     conv = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
     if conv is not None:
         for size in _TRIAL_SAMPLES:
             yield RandomBatch((conv.in_channels, size))
             if conv.in_channels == 1:
                 yield RandomBatch((size,))
-    yield from (RandomBatch((width,)) for width in width_candidates(model))
-    if channels is not None:  # frames, each an image
-        yield from (RandomBatch((n, channels, *size)) for n in _TRIAL_FRAMES for size in image_sizes(model))
-    if channels is None and conv is None and video is None:
-        yield from (RandomBatch((n, *size)) for n in _patch_channels(model) for size in image_sizes(model))
 
 
 def _patch_channels(model: nn.Module) -> list[int]:
@@ -181,12 +194,8 @@ def vocabulary_read(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> 
             sizes.append(module.num_embeddings)  # type: ignore[arg-type]
 
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    handles = [module.register_forward_pre_hook(see) for module in embeddings]
-    try:
+    with temporary_hooks(module.register_forward_pre_hook(see) for module in embeddings):
         attempt(lambda: call(model, ids))
-    finally:
-        for handle in handles:
-            handle.remove()
     return min(sizes, default=None)
 
 

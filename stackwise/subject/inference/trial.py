@@ -208,7 +208,6 @@ class _Calls:
         known = self._known
         accepted: Trial | None = None
         read: int | None = None
-        tables = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
         for vocabulary in (known["width"],) if "width" in known else vocabulary_candidates(self._model):
             inputs = self._moved(torch.randint(vocabulary, (2, seq_len)))
             if read is not None and vocabulary > read:
@@ -220,13 +219,16 @@ class _Calls:
                 return trial
             # The smallest embedding may be one of token types or positions. Ids that are all 0 do not tell.
             read = vocabulary_read(self._model, self._forward(form), inputs) if vocabulary > 1 else None
-            is_other_table = read not in (None, vocabulary) and vocabulary in tables
             is_per_position = "per_position" not in trial.attributes
-            if trial.output_shape[-1:] == (vocabulary,) and is_per_position and not is_other_table:
+            is_usual = read in (None, vocabulary) or vocabulary not in self._table_sizes()
+            if trial.output_shape[-1:] == (vocabulary,) and is_per_position and is_usual:
                 return trial
             trial.attributes["width"] = read or vocabulary
             accepted = trial if accepted is None or read is not None else accepted
         return accepted
+
+    def _table_sizes(self) -> set[int]:
+        return {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
 
     def _vectors(self, form: CallForm | None, seq_len: int) -> Trial | None:
         for width in (self._known["width"],) if "width" in self._known else width_candidates(self._model):
@@ -325,18 +327,20 @@ class _Calls:
             and (1 < logits.shape[1] < inputs.shape[1])
         )
 
+    def _may_be_per_row(self, logits: Tensor, inputs: Tensor) -> bool:
+        """Return True if neither the declared attributes nor the kinds of the tensors exclude it."""
+        known = self._known
+        if known.get("causal") or known.get("per_position"):
+            return False
+        is_kind = inputs.is_floating_point() or logits.ndim == 2 or "per_position" in known
+        return is_kind and logits.is_floating_point() and logits.ndim > 0
+
     def _is_per_row(self, logits: Tensor, inputs: Tensor, forward: Callable[..., Any]) -> bool:
         """Return True if the output has an entry per row, and its other dimensions do not follow the length.
 
         An output (B, n, ...) of ids is usually a mistake in a shape.
         """
-        known = self._known
-        if known.get("causal") or known.get("per_position") or not logits.is_floating_point():
-            return False
-        if logits.ndim == 0 or len(logits) != len(inputs):
-            return False
-        is_declared = "per_position" in known
-        if not (inputs.is_floating_point() or logits.ndim == 2 or is_declared):
+        if not self._may_be_per_row(logits, inputs) or len(logits) != len(inputs):
             return False
         if logits.ndim == 3 and logits.shape[1] == CONTEXT and getattr(forward, "extras", None):
             return False  # the output is as long as another argument
@@ -345,7 +349,7 @@ class _Calls:
             return False
         if len(logits) == logits.shape[1] != alone.shape[1]:
             return False  # a similarity between rows
-        if not is_sequence(inputs) or "make_batch" in known or is_declared:
+        if not is_sequence(inputs) or not self._known.keys().isdisjoint({"make_batch", "per_position"}):
             return True
         shorter = attempt(lambda: logits_of(forward(self._model, inputs[:, : (inputs.shape[1] + 1) // 2])))
         return shorter is None or shorter.shape == logits.shape  # None: a model of one length only

@@ -6,7 +6,8 @@ Shapes: B prompts, T positions of the longest prompt, N new tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -25,6 +26,7 @@ __all__ = ["GenerateCall", "inferred_generate"]
 _OPTIONS: dict[str, Any] = {"max_new_tokens": None, "temperature": 0.0, "top_k": None, "top_p": 1.0}
 _OPTIONS |= {"stop": (), "seed": 0, "num_samples": 1, "num_beams": 1}
 _NAMED = {"seed", "num_samples", "num_beams"}  # options that `**options` does not stand for
+_END = re.compile(r"(^|_)(eos|eot|eod|end|stop)(_|$)", re.IGNORECASE)  # names of an end token
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class GenerateCall:
         function: (model, prompts, **options) -> list of tensors (N,), or one tensor (B, N). `prompts` is a
             list of ids (T,). The parameters of the function are the options that it supports.
         one_length: True if all prompts of a call must have the same length.
+        may_end: ids that may end a row, although the function has no parameter `stop`. The tokens after them
+            are not compared.
 
     Raises:
         ValueError: a parameter is not an option, or `max_new_tokens` is missing.
@@ -42,6 +46,7 @@ class GenerateCall:
 
     function: Callable[..., Any]
     one_length: bool = False
+    may_end: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.options:
@@ -73,9 +78,11 @@ class GenerateCall:
                 raise NotImplementedError(f"needs a generate function with the parameter {name}")
         if "num_samples" in self.options and len(prompts) > 1:
             raise NotImplementedError("needs a generate function of several prompts (without num_samples)")
+        # The function may have other defaults, such as num_beams=4.
+        options = {"num_samples": 1, "num_beams": 1} | options
         given = {name: value for name, value in options.items() if name in self.options}
         rows = [torch.as_tensor(row).long().tolist() for row in self.function(model, [*prompts], **given)]
-        n_rows = options.get("num_samples", 1) * len(prompts)
+        n_rows = options["num_samples"] * len(prompts)
         require(len(rows) == n_rows, "generate", len(rows), f"new tokens of {n_rows} rows")
         return rows
 
@@ -105,22 +112,20 @@ def _by_method(model: Any) -> GenerateCall | None:
     method = getattr(model, "generate", None)
     if not inspect.ismethod(method):
         return None
-    _, *parameters = inspect.signature(method).parameters.values()
+    parameters = list(inspect.signature(method).parameters.values())[1:]
     defaults = {each.name: each.default for each in parameters}
-    changes_logits = any("penalty" in name and value not in (None, 0, 1) for name, value in defaults.items())
-    if "max_new_tokens" not in defaults or changes_logits:
-        return None
     # With do_sample=False, these have no effect.
     drawn = {"temperature", "top_k", "top_p", "seed"} if "do_sample" not in defaults else set()
     names = [name for name in defaults if name in {"max_new_tokens", "num_beams"} | drawn]
+    is_seeded = "temperature" not in names and not {"seed", "generator"}.isdisjoint(defaults)
+    if "max_new_tokens" not in defaults or is_seeded or any(map(_changes_tokens, parameters)):
+        return None
 
     def generate(model: Any, prompts: list[Tensor], **options: Any) -> Any:
         if options.get("temperature") == 0.0 and "top_k" in names:
             options |= {"temperature": 1.0, "top_k": 1}  # many methods divide by the temperature
-        # None may be no value of a parameter whose default is a number, such as top_k=50.
-        given = {name: (defaults[name] and 0) if value is None else value for name, value in options.items()}
         ids, n_new = torch.stack(prompts), options["max_new_tokens"]
-        found = model.generate(ids, **given)
+        found = _called(model, ids, options)
         is_known = isinstance(found, Tensor) and found.shape == (len(ids), ids.shape[1] + n_new)
         if not is_known or not torch.equal(found[:, : ids.shape[1]], ids):
             raise NotImplementedError(f"needs a generate method that adds {n_new} tokens to each prompt")
@@ -129,7 +134,37 @@ def _by_method(model: Any) -> GenerateCall | None:
     first = list(inspect.signature(generate).parameters.values())[:2]
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     generate.__signature__ = inspect.Signature(first + named)  # type: ignore[attr-defined]
-    return GenerateCall(generate, one_length=True)
+    return GenerateCall(generate, one_length=True, may_end=_end_tokens(model, method, defaults))
+
+
+def _called(model: Any, ids: Tensor, options: dict[str, Any]) -> Any:
+    """Return the result of the method. If its top_k cannot be None, try 0, which also stands for all."""
+    try:
+        return model.generate(ids, **options)
+    except TypeError as error:
+        if options.get("top_k", 0) is not None:
+            raise
+        try:
+            return model.generate(ids, **options | {"top_k": 0})
+        except (LookupError, RuntimeError, TypeError, ValueError):
+            raise NotImplementedError("needs a generate method that takes top_k=None or top_k=0") from error
+
+
+def _changes_tokens(parameter: inspect.Parameter) -> bool:
+    """Return True if the default of a parameter is a number with an unknown effect, such as beam_size=4."""
+    name, value = parameter.name, parameter.default
+    is_known = name in _OPTIONS or _END.search(name) is not None or name.startswith("pad")
+    return type(value) in (int, float) and value not in (0, 1) and not is_known
+
+
+def _end_tokens(model: Any, method: Any, defaults: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids with the name of an end token: defaults, globals of the method, and settings."""
+    function = inspect.unwrap(method.__func__)
+    used = inspect.getclosurevars(function).globals if inspect.isfunction(function) else {}
+    values = [value for name, value in {**defaults, **used}.items() if _END.search(name)]
+    for owner in (model, *(getattr(model, name, None) for name in ("config", "cfg", "args", "tokenizer"))):
+        values += [getattr(owner, name, None) for name in dir(owner) if _END.search(name)]
+    return tuple({value for value in values if type(value) is int and value >= 0})
 
 
 def _by_transformers(

@@ -57,8 +57,8 @@ class _Engine:
             else:
                 self.plain = subject.model()
         embeddings = (each for each in self.plain.modules() if isinstance(each, nn.Embedding))
-        # The mask and the positions of some models depend on these ids.
-        self.reserved = {padding_id(self.plain), *(each.padding_idx for each in embeddings)}
+        # The mask and the positions of some models depend on these ids, or a row ends at them.
+        self.reserved = {padding_id(self.plain), *(each.padding_idx for each in embeddings), *call.may_end}
         self.tolerance = max(1e-3, 16 * torch.finfo(dtype_of(self.plain)).eps)
 
     def prompts(self, lengths: Sequence[int], shift: int = 0) -> list[Tensor]:
@@ -124,7 +124,7 @@ class _Engine:
     def drawn(self, prompt: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, step + 1) of the rows that reach a step, and the plain logits (B, V) there.
 
-        Rows that ended at this step or earlier are excluded, so the logits of end tokens are set to -inf.
+        Rows that ended at this step or earlier are excluded: see `without_ends`.
         """
         ends = {*self.call.end_tokens}
         kept = [row[: step + 1] for row in rows if len(row) > step and not ends & {*row[: step + 1]}]
@@ -132,9 +132,13 @@ class _Engine:
         if len(kept) < _FEW // 2:
             raise NotImplementedError(f"needs rows that do not end before token {step + 1}")
         tokens = prompt.new_tensor(kept)
-        logits = self.logits(prompt.expand(len(tokens), -1), tokens[:, :step])
-        logits[:, [*ends]] = -torch.inf
-        return tokens, logits
+        return tokens, self.logits(prompt.expand(len(tokens), -1), tokens[:, :step])
+
+    def without_ends(self, p: Tensor) -> Tensor:
+        """Return probabilities (B, V) of the tokens of rows that do not end."""
+        p = p.clone()
+        p[:, [*self.call.end_tokens]] = 0.0
+        return p / p.sum(1, keepdim=True)
 
 
 class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -272,6 +276,8 @@ def sampling_distribution(engine: _Engine) -> CheckResult | None:
     [prompt], [other] = engine.prompts([5]), engine.prompts([5], shift=1)
     value = 0.0
     requests = _requests(engine.logits(prompt[None])[0])
+    if "temperature" not in engine.call.options:
+        raise NotImplementedError("needs a generate function with the parameter temperature")
     for request in (each for each in requests if each.keys() <= engine.call.options.keys()):
         surprise, where = _surprise(engine, prompt, 0, request)
         if surprise > _SURPRISE:
@@ -307,7 +313,8 @@ def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any
     rows, found = engine.samples(prompt, seed, **request), []
     for step in range(2):
         tokens, logits = engine.drawn(prompt, rows, step)
-        expected, is_allowed = _reference(logits, engine.tolerance, **request)
+        p, is_allowed = _reference(logits, engine.tolerance, **request)
+        expected = engine.without_ends(p)
         observed = torch.bincount(tokens[:, -1], minlength=expected.shape[1])
         is_possible = bool(is_allowed.gather(1, tokens[:, -1:]).all())
         value = _chi_square(expected.sum(0), observed) if is_possible else math.inf
@@ -348,7 +355,7 @@ def sampling_independence(engine: _Engine) -> CheckResult | None:
     rows, again = (engine.samples(prompt, seed, temperature=1.0) for seed in range(2))
     for step in range(2):
         tokens, logits = engine.drawn(prompt, rows, step)
-        p, last = logits.softmax(1), tokens[:, -1]
+        p, last = engine.without_ends(logits.softmax(1)), tokens[:, -1]
         order = tokens[:, 0].argsort(stable=True) if step else torch.arange(len(tokens))
         half = len(order) // 2
         for one, two in (
@@ -399,6 +406,14 @@ def generation_state(engine: _Engine) -> CheckResult | None:
         )
     if failure := engine.difference(prompts, advice):
         return failure
+    with suppress(*REFUSALS):  # a model that contains a cache may need other arguments
+        later = engine.subject.logits(model, prompts[0][None])[:, -1].double()
+        plain = engine.logits(prompts[0][None])
+        if (later - plain).abs().max() > engine.tolerance * (plain.max() - plain.median()):
+            return engine.subject.failed(
+                meaning="After generation, a plain call of the model gives other outputs.",
+                advice="Remove the cache and all other state of a generation from the model after the call.",
+            )
     next(model.train().children(), model).eval()
     with torch.enable_grad(), suppress(*REFUSALS):  # a model may refuse to generate in train mode
         before = _state(model)

@@ -5,7 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.facts import Facts, facts_in
-from stackwise.subject.generation import inferred_generate
+from stackwise.subject.generation import GenerateCall, inferred_generate
 from stackwise.subject.inference.causality import ASSUMED_CAUSAL, READS_AHEAD, claimed_causality
 from stackwise.subject.inference.inputs import (
     RandomBatch,
@@ -26,7 +26,7 @@ from stackwise.subject.inference.inputs import (
 )
 from stackwise.subject.inference.trial import Trial, try_calls
 from stackwise.subject.output import logits_of
-from stackwise.support.random_state import seeded
+from stackwise.support.random_state import random_states, random_states_equal, seeded
 
 __all__ = ["infer"]
 
@@ -97,7 +97,7 @@ def _capabilities(
     if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
         sides = {**can, **known}.get("padding_sides", ())
         generate = inferred_generate(model, sides)
-        if generate is not None and _is_greedy(partial(generate, model, [example[0], example[0]])):
+        if generate is not None and _is_greedy(generate, model, [example[0], example[0]]):
             can["generate"] = generate
     return can, assumed
 
@@ -115,13 +115,19 @@ def _capability_notes(
         yield f"not used: {', '.join(unused)} (declare a field such as labelled_loss or decode)"
 
 
-def _is_greedy(generate: Callable[..., Any]) -> bool:
-    """Return True if generation runs, and does not draw with a temperature of 0."""
+def _is_greedy(call: GenerateCall, model: nn.Module, prompts: list[Tensor]) -> bool:
+    """Return True if generation with a temperature of 0 runs, and no draw changes its tokens.
+
+    A confident model seldom draws another token, so a call without a temperature must not draw at all.
+    """
     found = []
     for seed in range(2):
         with seeded(seed):
-            found.append(attempt(partial(generate, max_new_tokens=2, temperature=0.0)))
-    return found[0] is not None and found[0] == found[1]
+            before = random_states()
+            found.append(attempt(partial(call, model, prompts, max_new_tokens=2, temperature=0.0)))
+            if found[-1] is not None and random_states_equal(before, random_states()):
+                return True
+    return "temperature" in call.options and found[0] is not None and found[0] == found[1]
 
 
 def _may_be_padded(trial: Trial, example: Tensor, known: Mapping[str, Any]) -> bool:

@@ -82,9 +82,103 @@ def without_prompt(model, idx, max_new_tokens):
     return idx[:, :1].expand(-1, max_new_tokens)
 
 
-@pytest.mark.parametrize("method", [drawing, penalised, without_prompt])
+def of_nothing(model):
+    return torch.zeros(1, 8, dtype=torch.long)
+
+
+def greedy(model, idx, max_new_tokens):
+    for _ in range(max_new_tokens):
+        idx = torch.cat((idx, model(idx).logits[:, -1:].argmax(-1)), dim=1)
+    return idx
+
+
+def wide(model, idx, max_new_tokens, beam_size=4):
+    return greedy(model, idx, max_new_tokens)
+
+
+def filtered(model, idx, max_new_tokens, temperature=1.0, top_k=None, min_p=0.1):
+    return Nano.generate(model, idx, max_new_tokens, temperature, top_k)
+
+
+def confident(model, idx, max_new_tokens):
+    for _ in range(max_new_tokens):
+        p = (100 * model(idx).logits[:, -1]).softmax(-1)
+        idx = torch.cat((idx, torch.multinomial(p, 1)), dim=1)
+    return idx
+
+
+@pytest.mark.parametrize(
+    "method", [drawing, penalised, without_prompt, of_nothing, wide, filtered, confident]
+)
 def test_other_methods_are_not_inferred(method):
-    assert ModelSpec.of(type("Model", (GPT,), {"generate": method}), causal=True).generate is None
+    assert ModelSpec.of(of_method(method), causal=True).generate is None
+
+
+def of_method(method):
+    return type("Model", (GPT,), {"generate": method, "__module__": __name__})
+
+
+def with_default_top_k(model, idx, max_new_tokens, temperature=0.8, top_k=50):
+    return Nano.generate(model, idx, max_new_tokens, temperature, top_k if top_k > 0 else None)
+
+
+def with_default_beams(model, idx, max_new_tokens, num_beams=4):
+    found = greedy(model, idx, max_new_tokens)
+    return found if num_beams == 1 else found.flip(1)
+
+
+@pytest.mark.parametrize("method", [with_default_top_k, with_default_beams])
+def test_method_is_called_without_effects_of_its_defaults(method):
+    found = statuses(ModelSpec.of(of_method(method), causal=True))
+    assert {found["generation_greedy"], found["generation_rows"]} == {"passed"}
+    assert "error" not in found.values()
+
+
+class Ending(GPT):
+    """After the end token, a row is filled with zeros."""
+
+    eos_id = 0
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        has_ended = torch.zeros(len(idx), 1, dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            token = self(idx).logits[:, -1:].argmax(-1).masked_fill(has_ended, 0)
+            idx, has_ended = torch.cat((idx, token), dim=1), has_ended | (token == self.eos_id)
+        return idx
+
+
+@pytest.mark.parametrize("eos_id", range(0, 61, 12))
+def test_method_may_have_an_end_token(eos_id):
+    spec = ModelSpec.of(type("Model", (Ending,), {"eos_id": eos_id}), causal=True)
+    assert eos_id in spec.generate.may_end
+    assert "failed" not in statuses(spec).values()
+
+
+class Cached(Nano):
+    """Generation changes the outputs of later calls."""
+
+    offset = 0
+
+    def embed(self, input_ids):
+        return super().embed((input_ids + self.offset) % 61)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        self.offset = 0
+        found = super().generate(idx, max_new_tokens, temperature, top_k)
+        self.offset = 1
+        return found
+
+
+def test_plain_call_after_generation_is_compared():
+    found = statuses(ModelSpec.of(Cached, causal=True))
+    assert (found["generation_greedy"], found["generation_state"]) == ("passed", "failed")
+
+
+def test_method_without_a_temperature_is_not_sampled():
+    found = statuses(ModelSpec.of(of_method(greedy), causal=True))
+    assert found["sampling_distribution"] == "not applicable"
 
 
 def test_beam_search_of_transformers_passes():
@@ -105,6 +199,28 @@ def test_end_token_of_the_engine_is_the_default_of_stop():
     spec = spec_of(GPT, generate=generate)
     assert spec.generate.end_tokens == tuple(range(0, 61, 4))
     assert set(statuses(spec).values()) == {"passed", "not applicable"}
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_end_token_may_be_one_of_top_k_and_top_p(first):
+    class Ends(Engine):
+        def __call__(
+            self,
+            model,
+            prompts,
+            *,
+            max_new_tokens,
+            temperature=0.0,
+            top_k=None,
+            top_p=1.0,
+            seed=0,
+            stop=tuple(range(first, 61, 4)),
+        ):
+            options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop}
+            return super().__call__(model, prompts, max_new_tokens=max_new_tokens, **options)
+
+    [result] = check_model(spec_of(GPT, generate=Ends()), checks=["sampling_distribution"])
+    assert result.status in ("passed", "not applicable")
 
 
 def test_list_may_omit_the_stop_token():

@@ -186,11 +186,16 @@ class Execution:
             output = exam.plain(self.model.eval(), exam.sequence(*key))
         except Exception as error:  # a new model takes this call
             reraise_if_out_of_memory(error)
-            return Difference(NEXT_CALL, math.inf, exam.limit, reason_of(error))
-        return Difference(NEXT_CALL, _gap(answer, output), exam.limit)
+            return Difference(NEXT_CALL, math.inf, self._limit, reason_of(error))
+        return Difference(NEXT_CALL, _gap(answer, output), self._limit)
+
+    @property
+    def _limit(self) -> float:
+        """Return the largest difference of most outputs that is rounding."""
+        return max(self.exam.limit, NARROW_LIMIT if self.question.computes_in_float32 else 0.0)
 
     def _of_outputs(self, output: Tensor) -> Difference:
-        usual = max(self.exam.limit, NARROW_LIMIT if self.question.computes_in_float32 else 0.0)
+        usual = self._limit
         worst, where, limit = 0.0, "", usual
         for place in self.call.places:
             answer, row = self.exam.answer(*place.sequence), self.exam.row(output, place)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.question import Question
 from stackwise.checks.engine.variation import Variation
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.subject.inference import cast
@@ -64,6 +65,11 @@ class History(Variation):
         return "the model was used before: " + ", ".join(
             f"{names[kind]} of {n} positions" for kind, n in value
         )
+
+    def change(self, question: Question, value: list[list[Any]], exam: Examination) -> None:
+        """Allow rounding to float32: a long call may compute a table again, in another dtype than before."""
+        is_long = any(length > exam.longest for _, length in value)
+        question.computes_in_float32 = question.computes_in_float32 or is_long
 
     def prepare(self, model: nn.Module, value: list[list[Any]], exam: Examination) -> nn.Module:
         """Make the calls."""

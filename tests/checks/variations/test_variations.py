@@ -498,6 +498,27 @@ class StaysScaled(GPT):
         return super().embed(input_ids) * self.factor
 
 
+class GrowingTable(GPT):
+    """A table for longer sequences is computed in the dtype of the weights. The first one is in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", 100 * self.angles(32, torch.float32).sin())
+
+    def angles(self, length, dtype):
+        return torch.arange(length, dtype=dtype)[:, None] / torch.arange(1, 33, dtype=dtype) ** 1.5
+
+    def embed(self, input_ids):
+        x = super().embed(input_ids)
+        if x.shape[1] > len(self.table):
+            self.table = 100 * self.angles(x.shape[1], x.dtype).sin()
+        return x + self.table[: x.shape[1]]
+
+
+def test_table_may_be_computed_again_in_another_dtype():
+    assert not explored(GrowingTable, ["history"]).findings
+
+
 def test_call_after_a_long_call_is_compared():
     [finding] = explored(StaysScaled, ["history"]).findings
     assert finding.variation == "history"

@@ -33,7 +33,8 @@ class RotaryClaim:
         dim: number of elements of each head that are rotated. None: all.
         kind: scaling of the frequencies: "default" (none), "linear", "llama3", "yarn" or "longrope".
         factor: length of a scaled context, relative to the original one.
-        original_length: original length of the context, for "llama3" and "yarn".
+        original_length: original length of the context, for "llama3" and "yarn". For "longrope", the length
+            up to which `factors` are used.
         low, high: for "llama3", factors of the lowest and highest wavelength between which frequencies are
             interpolated. For "yarn", numbers of rotations in the original context (beta_slow and beta_fast).
         factors: for "longrope", the divisor of each frequency in a short context.

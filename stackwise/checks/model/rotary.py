@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.rotation import Rotation, rotations_of
+from stackwise.checks.probe.rotation import LENGTH, Rotation, rotations_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.rotary import RotaryClaim, rotary_by_layer, rotary_in
@@ -33,6 +33,8 @@ def rotary_frequencies(subject: Subject) -> CheckResult:
     claims = [claim for claim in subject.spec.rotary if claim is not None]
     if not claims:
         return subject.not_applicable("needs ModelSpec.rotary, or a configuration that states it")
+    if any(claim.kind == "longrope" and claim.original_length < LENGTH for claim in claims):
+        return subject.not_applicable(f"needs factors of longrope that are used for {LENGTH} positions")
     layers = _layers(rotations_of(subject))
     rotated = [[x for x in layer if all(y.is_pure and y.turns for y in x[:2])] for layer in layers]
     is_rotary = any(y.is_pure and y.turns for layer in layers for x in layer for y in x[:2])

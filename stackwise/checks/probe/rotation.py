@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stackwise.checks.probe.call import refusals
 from stackwise.checks.subject import Subject
 
-__all__ = ["Rotation", "rotations_of"]
+__all__ = ["LENGTH", "Rotation", "rotations_of"]
 
-_LENGTH = 13  # unlikely to be a head size or a number of heads
+LENGTH = 13  # of the measured sequence; unlikely to be a head size or a number of heads
 # dtype -> (change of an element between positions, relative to the norm, above which it is rotated; smallest
 # frequency that can be measured; rounding error of an angle, which may be computed in float32).
 _RESOLUTION = {torch.float64: (1e-9, 1e-8, 1e-6), torch.float32: (1e-5, 1e-3, 1e-5)}
@@ -57,7 +57,7 @@ def rotations_of(subject: Subject) -> list[tuple[Rotation, ...]]:
 
     []: the model does not run with a sequence of equal tokens.
     """
-    length = min(_LENGTH, subject.spec.max_length or _LENGTH)
+    length = min(LENGTH, subject.spec.max_length or LENGTH)
     token = subject.inputs(1, 1)
     inputs = token.expand(1, length, *token.shape[2:]).contiguous()
     for dtype in _RESOLUTION:  # some kernels for mixtures of experts have no float64

@@ -53,6 +53,13 @@ def test_frequencies_are_measured_in_any_layout(layout, theta):
     torch.testing.assert_close(found.frequencies, frequencies, rtol=1e-6, atol=0.0)
 
 
+def test_factors_of_longrope_are_not_measured_in_a_longer_context():
+    claim = RotaryClaim(kind="longrope", factor=4.0, original_length=8, factors=(2.0,) * 4)
+
+    assert ask(replace(of(Rotating), rotary=claim)).status == "not applicable"
+    assert ask(replace(of(Rotating), rotary=replace(claim, original_length=32))).status == "failed"
+
+
 def test_positions_that_are_added_are_no_rotation():
     generator = torch.Generator().manual_seed(0)
 

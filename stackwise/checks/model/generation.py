@@ -414,18 +414,28 @@ def generation_state(engine: _Engine) -> CheckResult | None:
                 meaning="After generation, a plain call of the model gives other outputs.",
                 advice="Remove the cache and all other state of a generation from the model after the call.",
             )
-    next(model.train().children(), model).eval()
-    with torch.enable_grad(), suppress(*REFUSALS):  # a model may refuse to generate in train mode
-        before = _state(model)
-        engine.call(model, prompts, max_new_tokens=2, temperature=0.0)
-        after = _state(model)
-        if changed := [name for name in before if before[name] != after[name]]:
-            return engine.subject.failed(
+    for has_frozen_part in (False, True):
+        model.train()
+        if has_frozen_part:
+            next(model.children(), model).eval()
+        if changed := _changed_by_generation(engine, prompts):
+            return engine.subject.failed_unless(
+                "no part of the model is in eval mode during training" if has_frozen_part else None,
                 where=listed(changed),
                 meaning="A call of generate changes the model or global settings.",
                 advice="Restore the mode of each module and all settings after the call.",
             )
     return None
+
+
+def _changed_by_generation(engine: _Engine, prompts: list[Tensor]) -> list[str]:
+    """Return the names of the parts of the state that a call changes."""
+    with torch.enable_grad(), suppress(*REFUSALS):  # a model may refuse to generate in train mode
+        before = _state(engine.model)
+        engine.call(engine.model, prompts, max_new_tokens=2, temperature=0.0)
+        after = _state(engine.model)
+        return [name for name in before if before[name] != after[name]]
+    return []
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

@@ -176,6 +176,27 @@ def test_plain_call_after_generation_is_compared():
     assert (found["generation_greedy"], found["generation_state"]) == ("passed", "failed")
 
 
+def restoring(model, idx, max_new_tokens):
+    was_training = model.training
+    model.eval()
+    found = greedy(model, idx, max_new_tokens)
+    model.train(was_training)
+    return found
+
+
+def test_mode_that_is_restored_for_the_whole_model_warns():
+    assert statuses(ModelSpec.of(of_method(restoring), causal=True))["generation_state"] == "warned"
+
+
+def of_first_row(model, idx, max_new_tokens):
+    return greedy(model, idx[:1].expand_as(idx), max_new_tokens)
+
+
+def test_rows_with_the_prompt_of_another_row_fail():
+    found = statuses(ModelSpec.of(of_method(of_first_row), causal=True))
+    assert (found["generation_greedy"], found["generation_rows"]) == ("passed", "failed")
+
+
 def test_method_without_a_temperature_is_not_sampled():
     found = statuses(ModelSpec.of(of_method(greedy), causal=True))
     assert found["sampling_distribution"] == "not applicable"

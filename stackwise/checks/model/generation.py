@@ -58,7 +58,8 @@ class _Engine:
                 self.plain = subject.model()
         embeddings = (each for each in self.plain.modules() if isinstance(each, nn.Embedding))
         # The mask and the positions of some models depend on these ids, or a row ends at them.
-        self.reserved = {padding_id(self.plain), *(each.padding_idx for each in embeddings), *call.may_end}
+        padding = {padding_id(self.plain), *(each.padding_idx for each in embeddings)}
+        self.reserved = (padding - {None}) | {*call.may_end}
         self.tolerance = max(1e-3, 16 * torch.finfo(dtype_of(self.plain)).eps)
 
     def prompts(self, lengths: Sequence[int], shift: int = 0) -> list[Tensor]:
@@ -106,6 +107,7 @@ class _Engine:
             if self.reserved & {*row[:step]}:
                 break
             logits = self.logits(prompt[None], prompt.new_tensor(row[:step])[None])[0]
+            logits[[*self.reserved - {*chosen}]] = -torch.inf  # generation may exclude these ids
             gap = float(logits.max() - logits[chosen].max())
             if not gap <= self.tolerance * float(logits.max() - logits.median()):
                 found = f"token {chosen[0]}" if step < count else "the end of the row"
@@ -313,13 +315,20 @@ def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any
     rows, found = engine.samples(prompt, seed, **request), []
     for step in range(2):
         tokens, logits = engine.drawn(prompt, rows, step)
-        p, is_allowed = _reference(logits, engine.tolerance, **request)
-        expected = engine.without_ends(p)
-        observed = torch.bincount(tokens[:, -1], minlength=expected.shape[1])
-        is_possible = bool(is_allowed.gather(1, tokens[:, -1:]).all())
-        value = _chi_square(expected.sum(0), observed) if is_possible else math.inf
+        # Generation may exclude ids such as that of padding.
+        without = logits.index_fill(1, tokens.new_tensor([*engine.reserved]), -torch.inf)
+        value = min(_surprise_of(engine, tokens, each, request) for each in (logits, without))
         found.append((value, f"token {step + 1} of {len(tokens)} rows"))
     return max(found)
+
+
+def _surprise_of(engine: _Engine, tokens: Tensor, logits: Tensor, request: dict[str, Any]) -> float:
+    """Return -log10 of the p-value of the last tokens (B, T), if these are the logits (B, V) before them."""
+    p, is_allowed = _reference(logits, engine.tolerance, **request)
+    if not is_allowed.gather(1, tokens[:, -1:]).all():
+        return math.inf
+    observed = torch.bincount(tokens[:, -1], minlength=p.shape[1])
+    return _chi_square(engine.without_ends(p).sum(0), observed)
 
 
 def _reference(

@@ -61,6 +61,8 @@ class _Engine:
         padding = {padding_id(self.plain), *(each.padding_idx for each in embeddings)}
         self.reserved = (padding - {None}) | {*call.may_end}
         self.tolerance = max(1e-3, 16 * torch.finfo(dtype_of(self.plain)).eps)
+        if self.logits(self.prompts([4])[0][None]).shape[1] > _n_ids(self.plain, subject.spec.width):
+            raise NotImplementedError("needs as many logits as ids: generation may exclude the others")
 
     def prompts(self, lengths: Sequence[int], shift: int = 0) -> list[Tensor]:
         """Return random prompts (T,) of these lengths."""
@@ -141,6 +143,13 @@ class _Engine:
         p = p.clone()
         p[:, [*self.call.end_tokens]] = 0.0
         return p / p.sum(1, keepdim=True)
+
+
+def _n_ids(model: nn.Module, width: int) -> int:
+    """Return the number of ids that a model states, or that its embedding has. Some embeddings are padded."""
+    owners: list[Any] = [model, *(getattr(model, name, None) for name in ("config", "cfg", "args"))]
+    stated = [getattr(owner, "vocab_size", None) for owner in owners]
+    return min([width, *(size for size in stated if type(size) is int and size > 0)])
 
 
 class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]

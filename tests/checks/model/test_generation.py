@@ -175,6 +175,25 @@ def test_method_may_exclude_the_end_token(eos_id):
     assert "failed" not in statuses(spec).values()
 
 
+class PaddedVocabulary(Nano):
+    """Generation excludes the last ids, which pad the embedding to a multiple of 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.vocab_size = 56
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens):
+        for _ in range(max_new_tokens):
+            idx = torch.cat((idx, self(idx).logits[:, -1:, : self.vocab_size].argmax(-1)), dim=1)
+        return idx
+
+
+def test_padded_vocabulary_is_not_compared():
+    found = statuses(ModelSpec.of(PaddedVocabulary, causal=True))
+    assert set(found.values()) == {"not applicable"}
+
+
 class Cached(Nano):
     """Generation changes the outputs of later calls."""
 

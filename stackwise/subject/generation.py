@@ -9,14 +9,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from stackwise.subject.call_form import can_generate
+from stackwise.subject.call_form import attempt, can_generate
 from stackwise.subject.capability import padding_id
 from stackwise.support.arguments import require
 
@@ -164,7 +164,8 @@ def _end_tokens(model: Any, method: Any, defaults: Mapping[str, Any]) -> tuple[i
     used = inspect.getclosurevars(function).globals if inspect.isfunction(function) else {}
     values = [value for name, value in {**defaults, **used}.items() if _END.search(name)]
     for owner in (model, *(getattr(model, name, None) for name in ("config", "cfg", "args", "tokenizer"))):
-        values += [getattr(owner, name, None) for name in dir(owner) if _END.search(name)]
+        # A property may raise any exception.
+        values += [attempt(partial(getattr, owner, name)) for name in dir(owner) if _END.search(name)]
     return tuple({value for value in values if type(value) is int and value >= 0})
 
 

@@ -154,6 +154,16 @@ def test_method_may_have_an_end_token(eos_id):
     assert "failed" not in statuses(spec).values()
 
 
+class WithoutTokenizer(Nano):
+    @property
+    def eos_token_id(self):
+        raise RuntimeError("no tokenizer")
+
+
+def test_end_token_may_be_a_property_that_raises():
+    assert ModelSpec.of(WithoutTokenizer, causal=True).generate.may_end == ()
+
+
 class Excluding(GPT):
     """The end token is never generated."""
 

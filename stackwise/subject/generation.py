@@ -117,7 +117,9 @@ def _by_method(model: Any) -> GenerateCall | None:
     # With do_sample=False, these have no effect.
     drawn = {"temperature", "top_k", "top_p", "seed"} if "do_sample" not in defaults else set()
     names = [name for name in defaults if name in {"max_new_tokens", "num_beams"} | drawn]
-    is_seeded = "temperature" not in names and not {"seed", "generator"}.isdisjoint(defaults)
+    may_draw = "temperature" not in names and defaults.get("do_sample") is not False
+    # A generator with a fixed seed draws the same tokens in each call, so a trial does not show that it draws.
+    is_seeded = may_draw and not {"seed", "generator"}.isdisjoint(defaults)
     if "max_new_tokens" not in defaults or is_seeded or any(map(_changes_tokens, parameters)):
         return None
 

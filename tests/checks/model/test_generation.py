@@ -107,9 +107,15 @@ def confident(model, idx, max_new_tokens):
     return idx
 
 
-@pytest.mark.parametrize(
-    "method", [drawing, penalised, without_prompt, of_nothing, wide, filtered, confident]
-)
+def with_seed(model, idx, max_new_tokens, seed=0):
+    new = torch.randint(61, (1, max_new_tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.cat((idx, new.expand(len(idx), -1)), dim=1)
+
+
+OTHERS = [drawing, penalised, without_prompt, of_nothing, wide, filtered, confident, with_seed]
+
+
+@pytest.mark.parametrize("method", OTHERS)
 def test_other_methods_are_not_inferred(method):
     assert ModelSpec.of(of_method(method), causal=True).generate is None
 

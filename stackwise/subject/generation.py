@@ -118,7 +118,7 @@ def _by_method(model: Any) -> GenerateCall | None:
     drawn = {"temperature", "top_k", "top_p", "seed"} if "do_sample" not in defaults else set()
     names = [name for name in defaults if name in {"max_new_tokens", "num_beams"} | drawn]
     may_draw = "temperature" not in names and defaults.get("do_sample") is not False
-    # A generator with a fixed seed draws the same tokens in each call, so a trial does not show that it draws.
+    # A generator of its own draws the same tokens in each call, so a trial does not show the draws.
     is_seeded = may_draw and not {"seed", "generator"}.isdisjoint(defaults)
     if "max_new_tokens" not in defaults or is_seeded or any(map(_changes_tokens, parameters)):
         return None

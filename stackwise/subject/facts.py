@@ -87,7 +87,7 @@ class Facts:
                 )
                 require(is_valid, fact, value, f"a tuple of integers >= {least}" + " or None" * takes_none)
                 if fact == "relative_buckets":
-                    is_pair = len(value) == 2 and value[1] > value[0] // 2 >= 2
+                    is_pair = len(value) == 2 and _is_bucketed(*value)
                     require(is_pair, fact, value, "(number >= 4, distance > number / 2)")
             elif fact in _DROPOUTS:
                 check_number(fact, value, "a number >= 0 and < 1", lambda rate: 0 <= rate < 1)
@@ -209,7 +209,13 @@ def _offset(kind: str, config: Any) -> int | None:
 
 def _buckets(number: Any, config: Any) -> tuple[int, int] | None:
     distance = getattr(config, "relative_attention_max_distance", None)
-    return (number, distance) if type(number) is type(distance) is int else None
+    is_known = type(number) is type(distance) is int and _is_bucketed(number, distance)
+    return (number, distance) if is_known else None
+
+
+def _is_bucketed(number: int, distance: int) -> bool:
+    """Return True if the buckets are those of single positions first, and of growing ranges after them."""
+    return distance > number // 2 >= 2
 
 
 def _routing_sum(is_normalised: Any, config: Any) -> float | None:

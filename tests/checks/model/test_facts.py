@@ -230,6 +230,14 @@ def test_buckets_of_a_configuration(kind):
     assert ask(ModelSpec.of(lambda: build(12)), "relative_buckets").status == "failed"
 
 
+def test_buckets_without_ranges_are_not_inferred():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
+    config = transformers.T5Config(**sizes, relative_attention_max_distance=16)
+
+    assert ModelSpec.of(lambda: transformers.T5EncoderModel(config)).facts.relative_buckets is None
+
+
 def norm_of(function):
     class SomeNorm(nn.Module):
         def __init__(self):

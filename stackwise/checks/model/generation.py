@@ -425,20 +425,22 @@ def generation_state(engine: _Engine) -> CheckResult | None:
     if failure := engine.difference(prompts, advice):
         return failure
     with suppress(*REFUSALS):  # a model that contains a cache may need other arguments
-        later = engine.subject.logits(model, prompts[0][None])[:, -1].double()
+        later = engine.subject.logits(model.eval(), prompts[0][None])[:, -1].double()
         plain = engine.logits(prompts[0][None])
         if (later - plain).abs().max() > engine.tolerance * (plain.max() - plain.median()):
             return engine.subject.failed(
                 meaning="After generation, a plain call of the model gives other outputs.",
                 advice="Remove the cache and all other state of a generation from the model after the call.",
             )
-    for has_frozen_part in (False, True):
-        model.train()
-        if has_frozen_part:
-            next(model.children(), model).eval()
+    for is_train, is_part_train, correct_if in (
+        (True, True, None),
+        (False, False, "callers choose the mode after generation"),
+        (True, False, "no part of the model is in eval mode during training"),
+    ):
+        next(model.train(is_train).children(), model).train(is_part_train)
         if changed := _changed_by_generation(engine, prompts):
             return engine.subject.failed_unless(
-                "no part of the model is in eval mode during training" if has_frozen_part else None,
+                correct_if,
                 where=listed(changed),
                 meaning="A call of generate changes the model or global settings.",
                 advice="Restore the mode of each module and all settings after the call.",

@@ -239,8 +239,22 @@ def restoring(model, idx, max_new_tokens):
     return found
 
 
-def test_mode_that_is_restored_for_the_whole_model_warns():
-    assert statuses(ModelSpec.of(of_method(restoring), causal=True))["generation_state"] == "warned"
+def always_train(model, idx, max_new_tokens):
+    found = greedy(model.eval(), idx, max_new_tokens)
+    model.train()
+    return found
+
+
+def always_eval(model, idx, max_new_tokens):
+    return greedy(model.eval(), idx, max_new_tokens)
+
+
+MODES = [(restoring, "warned"), (always_train, "warned"), (always_eval, "failed")]
+
+
+@pytest.mark.parametrize(("method", "status"), MODES)
+def test_mode_after_generation(method, status):
+    assert statuses(ModelSpec.of(of_method(method), causal=True))["generation_state"] == status
 
 
 def of_first_row(model, idx, max_new_tokens):

@@ -208,7 +208,7 @@ def _offset(kind: str, config: Any) -> int | None:
 
 
 def _buckets(number: Any, config: Any) -> tuple[int, int] | None:
-    distance = getattr(config, "relative_attention_max_distance", None)
+    distance: Any = getattr(config, "relative_attention_max_distance", None)
     is_known = type(number) is type(distance) is int and _is_bucketed(number, distance)
     return (number, distance) if is_known else None
 

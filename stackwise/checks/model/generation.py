@@ -184,9 +184,11 @@ def _of_engine(question: Callable[[_Engine], CheckResult | None]) -> Callable[[S
     def examine(subject: Subject) -> CheckResult:
         spec, length = subject.spec, max(_LENGTHS) + _N_NEW
         if spec.generate is None:
-            is_decoder = isinstance(subject.model(), Decoder)
-            reason = "new tokens (not for an encoder-decoder)" if is_decoder else "new tokens of each row"
-            return subject.not_applicable(f"needs generate: (model, prompts, **options) -> {reason}")
+            model, needed = subject.model(), "needs generate: (model, prompts, **options) -> new tokens"
+            if isinstance(model, Decoder):
+                return subject.not_applicable(f"{needed} (not for an encoder-decoder)")
+            unknown = " The form of its own method generate is unknown." if hasattr(model, "generate") else ""
+            return subject.not_applicable(f"{needed} of each row.{unknown}")
         if spec.inputs != "tokens" or not spec.causal or spec.width < _LEAST_IDS:
             return subject.not_applicable(f"needs a causal model with at least {_LEAST_IDS} token ids")
         if spec.max_length is not None and spec.max_length < length:

@@ -115,6 +115,11 @@ def with_seed(model, idx, max_new_tokens, seed=0):
 OTHERS = [drawing, penalised, without_prompt, of_nothing, wide, filtered, confident, with_seed]
 
 
+def test_method_of_an_unknown_form_is_named():
+    [result, *_] = check_model(of_method(drawing), checks=["generation_greedy"])
+    assert result.meaning.endswith("The form of its own method generate is unknown.")
+
+
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_methods_are_not_inferred(method):
     assert ModelSpec.of(of_method(method), causal=True).generate is None

@@ -76,7 +76,6 @@ class Subject(Examined):
                 for p in _zero_weights(model):
                     p.copy_(0.02 * torch.randn(p.shape, generator=generator))
         if dtype is not None:
-            _fix_eps(model)
             model._apply(lambda tensor: _as_wide_as(tensor, dtype))  # type: ignore[no-untyped-call]
         return model.train(train)
 
@@ -150,14 +149,6 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 def _zero_weights(model: nn.Module) -> list[nn.Parameter]:
     named = model.named_parameters()
     return [p for name, p in named if p.is_floating_point() and not name.endswith("bias") and not p.any()]
-
-
-def _fix_eps(model: nn.Module) -> None:
-    """Set the eps of norms without one to that of the current dtype. It would change with the dtype."""
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm) and module.eps is None:
-            weight = module.weight
-            module.eps = torch.finfo(torch.get_default_dtype() if weight is None else weight.dtype).eps
 
 
 def _as_wide_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,14 +10,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.subject import Subject
+from stackwise.support.system_errors import false_if_raised
 
 __all__ = ["chooses_among_equals", "selects_positions"]
 
 _LENGTH = 13  # unlikely to be a number of experts
 
 
+@false_if_raised
 def selects_positions(subject: Subject) -> bool:
-    """Return True if the model selects positions by a top k, as sparse attention does."""
+    """Return True if the model selects positions by a top k, as sparse attention does.
+
+    False if the model takes only inputs of another length.
+    """
     length = min(_LENGTH, subject.spec.max_length or _LENGTH)
     watch = _Ties()
     with watch:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from stackwise.checks.probe.ties import chooses_among_equals
+from stackwise.checks.probe.ties import chooses_among_equals, selects_positions
+from stackwise.checks.subject import Subject
+from tests.zoo.gpt import GPT, spec_of
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -27,3 +29,12 @@ def test_choice_of_the_largest(values, k, seen):
 
 def test_nothing_is_chosen():
     assert not chooses_among_equals(lambda: torch.zeros(3).sort())
+
+
+def test_model_of_one_length_selects_no_positions():
+    class OneLength(GPT):
+        def forward(self, input_ids, **options):
+            assert input_ids.shape[1] == 16
+            return super().forward(input_ids, **options)
+
+    assert not selects_positions(Subject(spec_of(OneLength), torch.device("cpu")))

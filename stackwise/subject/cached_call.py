@@ -24,7 +24,9 @@ from stackwise.subject.call_form import CallForm, can_generate, forward_paramete
 from stackwise.subject.output import logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
-__all__ = ["CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
+__all__ = ["NO_PARAMETER", "CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
+
+NO_PARAMETER = "forward has no parameter for one"
 
 Verdict = Literal["refused", "ignored", "remembers", "equal"]
 PlaceKind = Literal["start", "index", "rows"]
@@ -533,6 +535,6 @@ def _problem(model: nn.Module, form: CallForm, reason: str) -> str:
         reason = (
             "no part of its output and no cache that its methods make could be passed back"
             if takes
-            else "forward has no parameter for one"
+            else NO_PARAMETER
         )
     return f"the model has {', '.join(signs)}, but none of the tried calls continues from a cache: {reason}"

@@ -67,6 +67,7 @@ class Shifted(Nano):
 def test_method_in_the_style_of_nanogpt_is_inferred(model, status):
     spec = ModelSpec.of(model, causal=True)
     assert {*spec.generate.options} == {"max_new_tokens", "temperature", "top_k"}
+    assert spec.cache_problem == ""
     assert statuses(spec)["generation_greedy"] == status
 
 

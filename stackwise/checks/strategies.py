@@ -327,7 +327,7 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _latents() -> st.SearchStrategy[dict[str, Any]]:
-    """Return sections `latent`."""
+    """Return a strategy for the section `latent` of a configuration."""
     sizes = st.sampled_from((2, 4, 8))
     return st.fixed_dictionaries(
         {

@@ -55,7 +55,7 @@ class GenerateCall:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Supported options with their defaults. `**options` stands for all but `_NAMED`."""
+        """Supported options with their defaults. `**options` stands for those that are not in `_NAMED`."""
         named = list(inspect.signature(self.function).parameters.values())[2:]
         found = {each.name: each.default for each in named if each.kind is not each.VAR_KEYWORD}
         variadic = _OPTIONS.keys() - _NAMED if len(found) < len(named) else ()

@@ -309,7 +309,12 @@ class TrainerSpec:
 
 
 def _refusal(made: Any, *, is_built: bool) -> str:
-    """Return the reason why an object is no training loop. `is_built`: it is no result of a function."""
+    """Return the reason why an object is no training loop.
+
+    Args:
+        made: the object.
+        is_built: True if the user passed it directly, and not a function that returns it.
+    """
     kind = type(made).__name__
     if is_built and (isinstance(made, TrainingRun) or adapted(made) is not None):
         example = kind if isinstance(made, TrainingRun) else f"lambda: {kind}(...)"

@@ -1,4 +1,4 @@
-"""Hooks: functions that run with a call of a module, for the time of a block."""
+"""Hooks of modules that are removed at the end of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["temporary_hooks"]
 
 @contextmanager
 def temporary_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks at the end of the block. `handles` are the results of registering them."""
+    """Remove hooks at the end of the block.
+
+    Args:
+        handles: results of the methods that register the hooks.
+    """
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

@@ -209,7 +209,7 @@ class Examination:
     @cached_property
     def far(self) -> int:
         """Return a length far above the others that the model takes, or 0."""
-        # The limit of a rotary embedding is no table. On CUDA, a wrong row of a table ruins the process.
+        # A rotary embedding works beyond its stated limit. On CUDA, an index beyond a table ends the process.
         limit = None if self.spec.rotary else self.spec.max_length
         is_safe = limit is not None or self.subject.device.type == "cpu" or bool(self.spec.rotary)
         length = min(limit or _FAR, _FAR)

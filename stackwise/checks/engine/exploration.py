@@ -350,7 +350,7 @@ def _missing(variation: Variation, exam: Examination) -> str:
 
 
 def _difference(composition: Composition, exam: Examination) -> Difference | None:
-    """Return the first real difference of a composition, or the largest one. None: it was refused."""
+    """Return the first difference above its limit, or the largest one. None: the model refuses the call."""
     try:
         return _worst(differences(composition, exam), composition, exam)
     except Exception as error:  # any other exception means: refused
@@ -359,7 +359,7 @@ def _difference(composition: Composition, exam: Examination) -> Difference | Non
 
 
 def _worst(found: list[Difference], composition: Composition, exam: Examination) -> Difference | None:
-    """Return the first real difference of some, or the largest one."""
+    """Return the first difference above its limit, or the largest one."""
     found = [each for each in found if each.observable != SIDE_EFFECT]
     real = next((each for each in found if each.is_real), None)
     if real is None:

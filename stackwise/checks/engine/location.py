@@ -42,7 +42,13 @@ def first_difference(composition: Composition, exam: Examination) -> str:
 
 
 def _differs(execution: Execution, parts: list[Tensor], plain: list[Tensor]) -> bool:
-    """Return True if the output of a module, in parts, differs from those of the plain calls (1, T, ...)."""
+    """Return True if a module has other outputs than in the plain calls.
+
+    Args:
+        execution: the composition under test.
+        parts: outputs of its calls, one for each part of the sequence.
+        plain: outputs (1, T, ...) of the plain calls.
+    """
     if parts[0].ndim == 3 and _is_last(parts[0], execution.question.width):
         parts, plain = ([each.transpose(1, 2) for each in outputs] for outputs in (parts, plain))
     found = torch.cat(parts, dim=1)

@@ -167,7 +167,7 @@ class Call:
     compared: Tensor | None = None
 
     def compare_only(self, place: Place, positions: Tensor) -> None:
-        """Compare the outputs of a sequence at some positions (T,) only, and of these the ones so far."""
+        """Restrict the comparison of a sequence to a mask of positions (T,), and to earlier masks."""
         if self.compared is None:
             self.compared = self.inputs.new_ones(self.inputs.shape[:2], dtype=torch.bool)
         self.compared[place.row, place.start : place.end] &= positions.to(self.inputs.device)

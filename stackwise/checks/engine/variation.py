@@ -116,7 +116,7 @@ class Variation:
 
 
 class Switch(Variation):
-    """Variation without values: it is on or not.
+    """Variation that is either applied or not, without other values.
 
     Attributes:
         words: the variation in words, as in `text`.
@@ -129,5 +129,5 @@ class Switch(Variation):
         return True
 
     def text(self, value: Any) -> str:
-        """Return the words."""
+        """Return `words`."""
         return self.words

@@ -146,7 +146,7 @@ class _Engine:
 
 
 def _n_ids(model: nn.Module, width: int) -> int:
-    """Return the number of ids that a model states, or that its embedding has. Some embeddings are padded."""
+    """Return the vocabulary size that a model states, at most the width of its logits, which may be padded."""
     owners: list[Any] = [model, *(getattr(model, name, None) for name in ("config", "cfg", "args"))]
     stated = [getattr(owner, "vocab_size", None) for owner in owners]
     return min([width, *(size for size in stated if type(size) is int and size > 0)])
@@ -187,7 +187,9 @@ def _of_engine(question: Callable[[_Engine], CheckResult | None]) -> Callable[[S
             model, needed = subject.model(), "needs generate: (model, prompts, **options) -> new tokens"
             if isinstance(model, Decoder):
                 return subject.not_applicable(f"{needed} (not for an encoder-decoder)")
-            unknown = " The form of its own method generate is unknown." if hasattr(model, "generate") else ""
+            unknown = (
+                " The model has a method generate of an unknown form." if hasattr(model, "generate") else ""
+            )
             return subject.not_applicable(f"{needed} of each row.{unknown}")
         if spec.inputs != "tokens" or not spec.causal or spec.width < _LEAST_IDS:
             return subject.not_applicable(f"needs a causal model with at least {_LEAST_IDS} token ids")
@@ -269,7 +271,7 @@ def generation_beams(engine: _Engine) -> CheckResult | None:
 
 
 def _beam_search(engine: _Engine, prompt: Tensor) -> tuple[list[int], float]:
-    """Return the best new tokens, and the smallest difference of scores that decided."""
+    """Return the best new tokens, and the smallest gap between the scores of a chosen and a dropped beam."""
     rows: _Rows = [[]]
     scores, gap = torch.zeros(1, 1, dtype=torch.float64), math.inf
     for _ in range(_N_BEAM_STEPS):

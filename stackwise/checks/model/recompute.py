@@ -95,7 +95,7 @@ def _updated_twice(subject: Subject, name: str) -> CheckResult:
 
 
 def _plain_passes(subject: Subject) -> tuple[torch.dtype | None, nn.Module, list[Gradients]]:
-    """Return passes without recomputation, in float64 if the model runs in it, and this dtype."""
+    """Return dtype (float64 if the model runs in it, or None), model and gradients of plain passes."""
     try:
         return torch.float64, *_passes(subject, torch.float64, lambda _: None)
     except REFUSALS:

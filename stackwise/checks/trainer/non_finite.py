@@ -141,7 +141,7 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
 
 
 def _kind(name: str) -> str:
-    """Return the kind of an entry of the state, one of `_CHANGED`."""
+    """Return the group of `_CHANGED` (weights, moments, ...) to which an entry of the state belongs."""
     weights, moments, schedule, averages = _CHANGED
     if name.startswith("model."):
         return weights

@@ -118,7 +118,7 @@ OTHERS = [drawing, penalised, without_prompt, of_nothing, wide, filtered, confid
 
 def test_method_of_an_unknown_form_is_named():
     [result, *_] = check_model(of_method(drawing), checks=["generation_greedy"])
-    assert result.meaning.endswith("The form of its own method generate is unknown.")
+    assert result.meaning.endswith("The model has a method generate of an unknown form.")
 
 
 @pytest.mark.parametrize("method", OTHERS)

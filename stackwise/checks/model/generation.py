@@ -146,7 +146,7 @@ class _Engine:
 
 
 def _n_ids(model: nn.Module, width: int) -> int:
-    """Return the vocabulary size that a model states, at most the width of its logits, which may be padded."""
+    """Return the size of the vocabulary that a model states, at most the width of the logits."""
     owners: list[Any] = [model, *(getattr(model, name, None) for name in ("config", "cfg", "args"))]
     stated = [getattr(owner, "vocab_size", None) for owner in owners]
     return min([width, *(size for size in stated if type(size) is int and size > 0)])

@@ -177,7 +177,7 @@ def _slope_at(
     kind: Literal["size", "change"],
     step: int,
 ) -> Slope | None:
-    """Return the slope, over the width, of the size or the change of a module's outputs. None: a size is 0."""
+    """Return the slope, over the width, of the size or the change of a module's outputs. None: size 0."""
     rows = [
         [(each.sizes if kind == "size" else each.changes)[name][step] for each in by_width]
         for by_width in zip(*found, strict=True)

@@ -10,7 +10,7 @@ are the results of the frozen checks. Do not overwrite them. The 20 reports of t
 The 20 reports of the third sample of models, of classes that the first two do not have, were asked at
 db511b5: `third_result.json`. Three of these cases were corrected after that, because their healthy form was
 wrong itself: big_vision_115, sasrec_47 and u_dit_12. The 20 reports of the fourth sample were asked at
-048878b: `fourth_result.json`.
+048878b: `fourth_result.json`. Those of the fifth sample were asked at 7c11233: `fifth_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
@@ -45,6 +45,7 @@ SAMPLES = {
     "further reports of training loops": FOLDER / "more_loops_result.json",
     "further reports of models": FOLDER / "third_result.json",
     "fourth sample of models": FOLDER / "fourth_result.json",
+    "fifth sample of models": FOLDER / "fifth_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

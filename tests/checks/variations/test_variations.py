@@ -1,5 +1,6 @@
 """Each variation finds a bug of its own, and is silent on the model without the bug."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -404,6 +405,24 @@ class PositionsCountedWithCache(WithArguments):
         return super().positions(input_ids, past, keep, documents)
 
 
+class FirstTokenCountedTwice(WithArguments):
+    """Positions that are counted from the mask start with 0, 0, 1."""
+
+    def positions(self, input_ids, past, keep, documents):
+        counted = super().positions(input_ids, past, keep, documents)
+        return counted if keep is None or self.given is not None else (counted - 1).clamp(min=0)
+
+
+def positions_passed(build):
+    """Return a spec whose `masked` passes position_ids."""
+
+    def masked(model, inputs, keep):
+        positions = (keep.long().cumsum(dim=1) - 1).clamp(min=0)
+        return model(inputs, attention_mask=keep, position_ids=positions)
+
+    return spec_of(build, masked=masked, decode=None)
+
+
 class MaskDroppedByTheCompiler(Encoder):
     """Under the compiler, a padding mask is assumed to hide nothing."""
 
@@ -415,6 +434,10 @@ BUGS = {
     "compiled": (MaskDroppedByTheCompiler, Encoder),
     "cache_operations": (CACHE_BUGS["reorder_cache"], WithCache),
     "mask_forms": (IntegerMaskIgnored, Encoder),
+    "mask_without_positions": (
+        partial(positions_passed, FirstTokenCountedTwice),
+        partial(positions_passed, WithArguments),
+    ),
     "shifted_positions": (PositionsCountedWithCache, WithArguments),
     "static_cache": (PositionsRestartInStaticCache, transformers.LlamaForCausalLM),
     "hidden_tokens": (PrefixTooLong, Prefix),

@@ -261,6 +261,20 @@ def padding_mask_ignored():
     return spec_of(Mutant)
 
 
+@mutant("discarded", twin=gpt, family="sensitivity", source="classic", observable=padded_left)
+def mask_in_a_copy_that_is_discarded():
+    """The padding mask is combined with the causal mask in a new tensor that nothing stores."""
+
+    class Mutant(GPT):
+        def visible(self, T, past, keep, documents):
+            visible = super().visible(T, past, None, documents)
+            if keep is not None:
+                visible.logical_and(keep[:, None, None])
+            return visible
+
+    return spec_of(Mutant)
+
+
 @mutant("31", twin=encoder, family="padding", source="classic", observable=padded_right)
 def padding_mask_inverted():
     """True at padding is taken for true at tokens."""

@@ -11,6 +11,7 @@ from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
 from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
+from stackwise.checks.probe.discarded import discarded_results_in
 from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -77,6 +78,30 @@ def token_effect(subject: Subject) -> CheckResult:
         meaning=f"{len(without)} of {length} inputs have no effect on "
         f"{'the last output' if spec.causal else 'any output'}. The last of them is input {last}.",
         advice=_ADVICE,
+    )
+
+
+@check
+def discarded_results(subject: Subject) -> CheckResult:
+    """Is the result of every operation stored or returned?"""
+    spec, inputs, model = subject.spec, subject.inputs(2), subject.model(train=True)
+    with subject.fixed_randomness(), discarded_results_in(model) as found, torch.enable_grad():
+        spec.loss_of(model, inputs.clone())
+        model.eval()
+        spec.logits(model, inputs.clone())
+        if spec.masked is not None:
+            keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+            spec.masked(model, inputs.clone(), keep)
+    if not found:
+        return subject.passed(0.0, 0.0)
+    place, name = next(iter(found.items()))
+    return subject.failed(
+        float(len(found)),
+        0.0,
+        where=place,
+        meaning=f"A statement computes a tensor by {name} and discards it, so it has no effect.",
+        advice="Assign the result, as in x = x.masked_fill(mask, 0), or use the form in place, such as "
+        "masked_fill_. Delete the statement if it is not needed.",
     )
 
 

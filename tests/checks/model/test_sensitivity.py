@@ -91,3 +91,74 @@ class NoPaddingId(BeforeFirstPadding):
 )
 def test_text_after_a_padding_id_is_read(subjects, build, status):
     assert subjects.ask(build, "text_after_padding_id").status == status
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Statement(nn.Module):
+    """Executes a statement with the hidden state x (B, T, C)."""
+
+    def __init__(self, statement):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.dropout, self.batch_norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
+        self.statement = statement
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        self.statement(self, x)
+        return self.head(x)
+
+
+def _clamped(model, x):
+    x.clamp(-1, 1)
+
+
+def _dropped(model, x):
+    model.dropout(x)
+
+
+def _summed(model, x):
+    x + 1
+
+
+def _applied(model, x):
+    Identity.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [(_clamped, "clamp"), (_dropped, "dropout"), (_summed, "add"), (_applied, "Identity.apply")],
+)
+def test_discarded_results_names_the_function(subjects, statement, name):
+    result = subjects.ask(lambda: Statement(statement), "discarded_results")
+    assert (result.status, result.value) == ("failed", 1.0)
+    assert f"by {name} and discards it" in result.meaning
+    assert "test_sensitivity.py" in result.where
+
+
+def _changed_in_place(model, x):
+    x.mul_(2)
+    nn.functional.relu(x, inplace=True)
+    x[:, 0] = 0
+
+
+def _counted(model, x):
+    model.batch_norm(x.detach().transpose(1, 2))
+
+
+def _stored(model, x):
+    model.last = x.mean()
+
+
+@pytest.mark.parametrize("statement", [_changed_in_place, _counted, _stored])
+def test_discarded_results_passes_statements_with_an_effect(subjects, statement):
+    assert subjects.ask(lambda: Statement(statement), "discarded_results").status == "passed"

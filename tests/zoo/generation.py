@@ -228,6 +228,11 @@ def drawn_from_top_p(spec: ModelSpec):
     return drawn(spec, top_p=0.5, temperature=1.0)
 
 
+def drawn_from_top_p_of_top_k(spec: ModelSpec):
+    """Drawn tokens with a part of the probability of the three most likely ones."""
+    return drawn(spec, top_k=3, top_p=0.5, temperature=1.0)
+
+
 def after_other_calls(spec: ModelSpec):
     """Two calls with the same prompt and seed, with another call between them; then modes and settings."""
     model, (one, two, _) = spec.create().eval(), _prompts(spec)
@@ -563,6 +568,23 @@ def first_token_is_greedy():
     class Mutant(Engine):
         def multinomial(self, p, step):
             return super().multinomial(p, step) if step else p.argmax(-1)
+
+    return engine(Mutant)
+
+
+@_bug("generate-top-p", drawn_from_top_p_of_top_k, source="ml-explore/mlx-lm#388")
+def top_p_of_a_top_k_that_is_not_normalised():
+    """Less likely tokens are removed up to a share of 1 - p, although the top k has a share below 1."""
+
+    class Mutant(Engine):
+        def filter(self, logits, temperature, top_k, top_p):
+            if top_k is None or top_p == 1:
+                return super().filter(logits, temperature, top_k, top_p)
+            p = (logits / temperature).softmax(-1)
+            p = p.masked_fill(self.keep_top_k(logits, top_k).isinf(), 0.0)
+            ordered, order = p.sort(dim=-1)
+            removed = torch.empty_like(p).scatter(1, order, ordered.cumsum(-1)) <= 1 - top_p
+            return p.masked_fill(removed, 0.0) + 1e-9
 
     return engine(Mutant)
 

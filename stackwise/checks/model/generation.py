@@ -314,13 +314,21 @@ def sampling_distribution(engine: _Engine) -> CheckResult | None:
 def _requests(logits: Tensor) -> list[dict[str, Any]]:
     """Return options for which the allowed tokens are clearly more likely than the next one.
 
-    Engines differ in the order of temperature and top_p, so these are not combined.
+    Engines differ in the order of temperature and top_p, so these are not combined. They also differ in the
+    order of top_k and top_p: top_p is the share of all tokens, or of the k most likely ones.
     """
     ordered = logits.sort(descending=True).values[:_LEAST_IDS]
     k = 2 + int((ordered[1:-1] - ordered[2:]).argmax())
     p = logits.softmax(-1).sort(descending=True).values
     top_p = float(p[:2].sum() + p[2] / 2)
-    return [{"temperature": 0.5}, {"temperature": 1.5, "top_k": k}, {"temperature": 1.0, "top_p": top_p}]
+    sums = torch.cat([p[:k].cumsum(0), p[:k].cumsum(0) / p[:k].sum()])
+    of_k = max((float(x) for x in torch.linspace(0.5, 0.95, 10)), key=lambda x: float((sums - x).abs().min()))
+    return [
+        {"temperature": 0.5},
+        {"temperature": 1.5, "top_k": k},
+        {"temperature": 1.0, "top_p": top_p},
+        {"temperature": 1.0, "top_k": k, "top_p": of_k},
+    ]
 
 
 def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any]) -> tuple[float, str]:
@@ -337,24 +345,36 @@ def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any
 
 def _surprise_of(engine: _Engine, tokens: Tensor, logits: Tensor, request: dict[str, Any]) -> float:
     """Return -log10 of the p-value of the last tokens (B, T), if these are the logits (B, V) before them."""
-    p, is_allowed = _reference(logits, engine.tolerance, **request)
-    if not is_allowed.gather(1, tokens[:, -1:]).all():
-        return math.inf
-    observed = torch.bincount(tokens[:, -1], minlength=p.shape[1])
-    return _chi_square(engine.without_ends(p).sum(0), observed)
+    values = []
+    for of_all in (False, True) if {"top_k", "top_p"} <= request.keys() else (False,):
+        p, is_allowed = _reference(logits, engine.tolerance, **request, of_all=of_all)
+        observed = torch.bincount(tokens[:, -1], minlength=p.shape[1])
+        fits = bool(is_allowed.gather(1, tokens[:, -1:]).all())
+        values.append(_chi_square(engine.without_ends(p).sum(0), observed) if fits else math.inf)
+    return min(values)
 
 
 def _reference(
-    logits: Tensor, tolerance: float, temperature: float, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor,
+    tolerance: float,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    *,
+    of_all: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the probabilities (B, V), and a mask (B, V) of the tokens that are allowed up to rounding."""
+    """Return the probabilities (B, V), and a mask (B, V) of the tokens that are allowed up to rounding.
+
+    With `of_all`, top_p is the share of all tokens, otherwise of the top k.
+    """
     near = tolerance * (logits.amax(1, keepdim=True) - logits.median(1, keepdim=True).values)
     least = logits.topk(top_k).values[:, -1:] if top_k else -torch.inf
-    p = (logits.masked_fill(logits < least, -torch.inf) / temperature).softmax(1)
+    is_top = logits >= least
+    p = ((logits if of_all else logits.masked_fill(~is_top, -torch.inf)) / temperature).softmax(1)
     ordered, order = p.sort(dim=1, descending=True)
     before = torch.empty_like(p).scatter(1, order, ordered.cumsum(1) - ordered)
     is_allowed = (logits >= least - near) & logits.isfinite() & (before < top_p + tolerance)
-    p = p * (before < top_p)
+    p = p * (before < top_p) * is_top
     return p / p.sum(1, keepdim=True), is_allowed
 
 

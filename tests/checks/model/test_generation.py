@@ -389,6 +389,9 @@ def test_prompts_of_one_length_if_padding_on_the_left_is_not_known():
         ({"temperature": 1.0, "top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
         ({"temperature": 1.0, "top_p": 0.41}, [0, 4 / 7, 0, 3 / 7]),
         ({"temperature": 1.0, "top_p": 0.39}, [0, 1, 0, 0]),
+        # Of the three most likely tokens, two have a share of 7/9. Of all tokens, they have 0.7.
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.75}, [0, 4 / 7, 0, 3 / 7]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.75, "of_all": True}, [0, 4 / 9, 2 / 9, 3 / 9]),
     ],
 )
 def test_reference_probabilities(options, expected):

@@ -417,9 +417,23 @@ class Examination:
         return not relative_difference(*outputs).max() <= self.limit
 
     @cached_property
+    @false_if_raised
+    def adds_gradients(self) -> bool:
+        """Return True if the backward pass of train mode adds gradients to those of the output.
+
+        Mixtures of experts add that of an auxiliary loss in a torch.autograd.Function. Parameters then get a
+        gradient even if that of the output is 0.
+        """
+        model = self.model().train()
+        with torch.enable_grad(), WithoutDropout(), self.subject.fixed_randomness():
+            output = self.plain(model, self.sequence(0, self.lengths[-1]))
+            output.backward(torch.zeros_like(output))  # type: ignore[no-untyped-call]
+        return any(bool(g.nan_to_num().any()) for g in gradients_in(model).values())
+
+    @cached_property
     def gradients_in_train_mode(self) -> bool:
-        """Return True if gradients are taken in train mode: it gives the outputs of eval mode."""
-        if not self.has_train_mode:
+        """Return True if gradients are those of train mode: its outputs are right, and none are added."""
+        if not self.has_train_mode or self.adds_gradients:
             return False
         key = (0, self.lengths[-1])
         with torch.no_grad(), WithoutDropout():

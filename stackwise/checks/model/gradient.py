@@ -181,7 +181,8 @@ def _only_rounding(subject: Subject, n: int) -> CheckResult | None:
 @check
 def gradient_exact(subject: Subject) -> CheckResult:
     """Does the gradient equal the derivative of the output by finite differences in float64?"""
-    model = subject.model(train=True, dtype=torch.float64, fill_zeros=True)
+    train = not Examination.of(subject).adds_gradients
+    model = subject.model(train=train, dtype=torch.float64, fill_zeros=True)
     if not trainable_parameters(subject, model):
         return subject.not_applicable(_NOTHING_TO_TRAIN)
     inputs = subject.inputs(2)
@@ -236,7 +237,7 @@ def _losses(subject: Subject) -> Iterator[tuple[str, nn.Module, Callable[[nn.Mod
             assert own is not None
             return own(model, inputs.clone(), given.clone())
 
-    for train in (False, True):
+    for train in (False,) if Examination.of(subject).adds_gradients else (False, True):
         for name, given in labels.items():
             model = subject.model(train=train, dtype=torch.float64, fill_zeros=True)
             mode = "train mode" if train else "eval mode"

@@ -54,8 +54,8 @@ class Loss:
             and "parameter". inf if only the shadow is finite.
         operation: name in PyTorch.
         where: module and line of code.
-        kind: "activation" if the result depends on an input of the model, otherwise "parameter" if it depends
-            on a parameter, otherwise "table".
+        kind: "activation" if the result depends on an input of the model, or on the product of a parameter
+            and a matrix; otherwise "parameter" if it depends on a parameter; otherwise "table".
         is_sharp: the operation amplifies the rounding of large operands.
         is_difference: the operation is a sum or a difference, in which large operands may cancel.
     """
@@ -178,6 +178,10 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Store the shadow of each output. Measure the first one; the others are for the backward pass."""
         kind = max((each for _, each in shadows), default=0)
+        if _KINDS[kind] == "parameter" and function._schema.name.partition("::")[2] in _MATRIX_PRODUCTS:
+            kind = _KINDS.index(
+                "activation"
+            )  # a layer of a constant input, such as the embedding of a timestep
         any_inexact = any(_inexact(shadow) for shadow, _ in shadows)
         exacts: list[Tensor | None] = [each for each in _flat(exact) if isinstance(each, Tensor)]
         exacts = exacts or [None] * len(outputs)

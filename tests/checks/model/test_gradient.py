@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stackwise.checks import check_model
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.gpt import GPT, spec_of
 
@@ -141,6 +142,20 @@ def test_flow(subjects, models, name):
 def test_a_branch_at_zero_has_no_gradient_at_first(models):
     missing = [n for n, g in gradients(models["ZeroBranch"]).items() if not g.any()]
     assert "layers.0.qkv.weight" in missing
+
+
+def test_head_that_starts_at_zero_has_a_gradient(subjects):
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+    assert subjects.ask(Denoiser, "gradient_flow").status == "passed"
 
 
 def test_cut_off(subjects, models):
@@ -280,6 +295,30 @@ def test_the_parameter_is_named(subjects):
 
     result = subjects.ask(Hooked, "gradient_exact")
     assert (result.status, result.where) == ("failed", "layers.1.out.weight")
+
+
+class WithAuxiliaryGradient(torch.autograd.Function):
+    """Return the input, and add the gradient of a loss in the backward pass, as Megatron-LM does."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones_like(ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("check", ["gradient_exact", "batch_invariance", "loss_gradient"])
+def test_added_auxiliary_gradient_is_no_error(check):
+    class Balanced(GPT):
+        def mlp(self, layer, x):
+            y = super().mlp(layer, x)
+            return WithAuxiliaryGradient.apply(y, 0.01 * y.square().mean()) if self.training else y
+
+    [result] = check_model(spec_of(Balanced), checks=[check])
+    assert result.status == "passed", result
 
 
 def test_quotients_of_python_numbers_are_no_error(subjects):

@@ -52,6 +52,20 @@ def test_views_and_changes_in_place_are_followed():
     assert not torch.equal(output.double(), shadow.of(output))
 
 
+def test_product_of_a_parameter_with_a_constant_is_an_activation():
+    class Conditioned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x * F.silu(self.time(torch.linspace(-1, 1, 16, dtype=x.dtype)))
+
+    torch.manual_seed(0)
+    _, shadow = shadowed(Conditioned(), torch.randn(2, 16).bfloat16(), torch.bfloat16)
+    assert shadow.worst["activation"] > shadow.worst["parameter"] == 0
+
+
 def test_choices_follow_the_call():
     class Choice(nn.Module):
         def forward(self, x):

@@ -145,9 +145,14 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/rwkv",),
     ),
     (
-        ("attention_facts",),
+        ("attention_facts", "dropout"),
         "attention_probs_dropout_prob has no effect: the dropout of the attention is never called",
-        ("transformers/nystromformer",),
+        ("transformers/mra", "transformers/nystromformer", "transformers/yoso"),
+    ),
+    (
+        ("dropout",),
+        "the dropout of the embeddings is never called, although hidden_dropout_prob includes it",
+        ("transformers/esm",),
     ),
     (
         ("layer_facts",),

@@ -242,7 +242,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
     ("windows", "sliding_window", _windows),
     ("embedding_dropout", "embd_pdrop", _rate),
     ("attention_dropout", "attention_dropout attn_pdrop attention_probs_dropout_prob", _rate),
-    ("residual_dropout", "resid_pdrop residual_dropout hidden_dropout", _rate),
+    ("residual_dropout", "resid_pdrop residual_dropout hidden_dropout dropout", _rate),
     ("norm_eps", "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon", _number),
     ("experts_per_token", "num_experts_per_tok num_experts_per_token", _number),
     ("routing_sum", "norm_topk_prob", _routing_sum),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise import create_simple_rack
 from stackwise.model.attention import Attention
@@ -271,6 +271,55 @@ def mask_in_a_copy_that_is_discarded():
             if keep is not None:
                 visible.logical_and(keep[:, None, None])
             return visible
+
+    return spec_of(Mutant)
+
+
+def weights_dropped() -> ModelSpec:
+    """Applies a dropout module to the attention weights."""
+    return spec_of(WeightsDropped)
+
+
+class WeightsDropped(GPT):
+    """The dropout of attention weights is a module of each layer."""
+
+    def layer(self):
+        layer = super().layer()
+        layer["weights_dropout"] = nn.Dropout(0.2)
+        return layer
+
+    def attend(self, layer, x, positions, visible, cache):
+        self.drop_weights = self.dropout_of(layer)
+        return super().attend(layer, x, positions, visible, cache)
+
+    def dropout_of(self, layer):
+        return layer["weights_dropout"]
+
+    def softmax(self, scores):
+        return self.drop_weights(super().softmax(scores))
+
+
+@torch.no_grad()
+def draws_for_weights(spec: ModelSpec) -> bool:
+    """Return True if two calls in train mode differ without the dropout of the residual stream."""
+    model, inputs = spec.create().train(), spec.batch(2, 12)
+    model.dropout = 0.0
+    return not torch.equal(spec.logits(model, inputs), spec.logits(model, inputs))
+
+
+@mutant(
+    "dropout",
+    twin=weights_dropped,
+    family="dropout",
+    source="zhouhaoyi/Informer2020#97",
+    observable=draws_for_weights,
+)
+def dropout_of_weights_never_applied():
+    """The dropout module of the attention weights is created, and never called."""
+
+    class Mutant(WeightsDropped):
+        def dropout_of(self, layer):
+            return nn.Identity()
 
     return spec_of(Mutant)
 

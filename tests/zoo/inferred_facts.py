@@ -53,6 +53,7 @@ CHANGED: list[tuple[str, str, str, Any]] = [
     ("mixtral", "router_loss", "router_aux_loss_coef", 0.02),
     ("qwen3_moe", "routing_sum", "norm_topk_prob", True),
     ("xglm", "embedding_scale", "scale_embedding", True),
+    ("xglm", "residual_dropout", "dropout", 0.3),
     ("gpt_bigcode", "key_heads", "multi_query", True),
 ]
 

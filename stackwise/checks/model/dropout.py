@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, refusals
+from stackwise.checks.probe.dropout import DropoutCalls
 from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.support.random_state import seeded
 
@@ -70,6 +72,32 @@ def dropout_mean(subject: Subject) -> CheckResult:
         "mode.",
         correct_if="the module masks inputs on purpose, as an augmentation",
         advice="In train mode, divide the kept values by 1 - p. In eval mode, change nothing.",
+    )
+
+
+@check
+@torch.no_grad()
+def dropout_applied(subject: Subject) -> CheckResult:
+    """Is each dropout module with a rate above 0 applied in train mode?"""
+    model = subject.model(train=True)
+    rates = {
+        name: each.p for name, each in model.named_modules() if isinstance(each, _DropoutNd) and each.p > 0
+    }
+    if not rates:
+        return subject.not_applicable("needs a dropout module with a rate above 0")
+    with subject.fixed_randomness(), DropoutCalls(model) as calls:
+        subject.spec.loss_of(model, subject.inputs(2))
+    unused = [name for name, rate in rates.items() if not calls.applies(name, rate)]
+    if not unused:
+        return subject.passed(0.0, 0.0, meaning=f"{len(rates)} modules")
+    return subject.failed(
+        float(len(unused)),
+        0.0,
+        where=listed(unused),
+        meaning=f"{len(unused)} of {len(rates)} dropout modules are never called, although the module that "
+        "contains them is, and it applies no other dropout of this rate.",
+        advice="Call the dropout module on its tensor, or pass its rate to the attention function. Delete it "
+        "if no dropout is wanted.",
     )
 
 

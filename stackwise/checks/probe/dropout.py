@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EqualDraws", "WithoutDropout", "dropout_rate"]
+__all__ = ["DropoutCalls", "EqualDraws", "WithoutDropout", "dropout_rate"]
 
 # Largest difference between the share of dropped elements and the rate, in standard errors.
 _STANDARD_ERRORS = 5.0
@@ -82,6 +84,56 @@ class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         if function in (torch.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.bernoulli):
             return result.fill_(round(self.value))
         return result
+
+
+class DropoutCalls(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """Context that records which modules of a model are called, and the dropout rates that they apply.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._hooks = model, ExitStack()
+        self._stack: list[str] = []
+        self._called: set[str] = set()
+        self._rates: set[tuple[str, float]] = set()
+
+    def __enter__(self) -> DropoutCalls:
+        for name, module in self._model.named_modules():
+            self._hooks.enter_context(module.register_forward_pre_hook(partial(self._begin, name)))
+            self._hooks.enter_context(module.register_forward_hook(self._end, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _DROPOUTS or function in _PROBABILITY:
+            rates = [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
+            self._rates |= {(name, rate) for name in self._stack for rate in rates}
+        return function(*args, **kwargs)
+
+    def applies(self, name: str, rate: float) -> bool:
+        """Return True if a dropout module is called, or the module that contains it applies its rate.
+
+        Also return True if that module is not called at all.
+        """
+        owner = name.rpartition(".")[0]
+        while owner and isinstance(self._model.get_submodule(owner), nn.ModuleList | nn.ModuleDict):
+            owner = owner.rpartition(".")[0]
+        return name in self._called or owner not in self._called or (owner, rate) in self._rates
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self._stack.append(name)
+        self._called.add(name)
+
+    def _end(self, *_: Any) -> None:
+        self._stack.pop()
 
 
 def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:

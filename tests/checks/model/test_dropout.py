@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from stackwise.subject.spec import ModelSpec
@@ -96,3 +97,46 @@ def test_sums_of_half_precision_do_not_overflow(subjects):
         return model
 
     assert subjects.ask(build, "dropout_mean").status == "passed"
+
+
+class Branch(nn.Module):
+    """Linear layer with a dropout module that `apply(branch, y)` may use."""
+
+    def __init__(self, apply, rate=0.1):
+        super().__init__()
+        self.linear, self.dropout, self.rate = nn.Linear(16, 16), nn.Dropout(rate), rate
+        self.apply_dropout = apply
+
+    def forward(self, x):
+        return self.apply_dropout(self, self.linear(x))
+
+
+def _attention(branch, y):
+    return F.scaled_dot_product_attention(y, y, y, dropout_p=branch.rate if branch.training else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("apply", "rate", "status"),
+    [
+        (lambda branch, y: branch.dropout(y), 0.1, "passed"),
+        (lambda branch, y: F.dropout(y, branch.dropout.p, branch.training), 0.1, "passed"),
+        (_attention, 0.1, "passed"),
+        (lambda branch, y: y, 0.1, "failed"),
+        (lambda branch, y: F.dropout(y, 0.3, branch.training), 0.1, "failed"),
+        (lambda branch, y: y, 0.0, "not applicable"),
+    ],
+)
+def test_dropout_applied_in_the_module_that_contains_it(subjects, apply, rate, status):
+    result = subjects.ask(lambda: Paths(Branch(apply, rate)), "dropout_applied")
+    assert result.status == status
+    if status == "failed":
+        assert (result.value, result.where) == (1.0, "drop.dropout")
+
+
+def test_dropout_of_a_module_that_is_not_called_is_no_finding(subjects):
+    class Unused(Paths):
+        def __init__(self):
+            super().__init__(nn.Identity())
+            self.pooler = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))
+
+    assert subjects.ask(Unused, "dropout_applied").status == "passed"

@@ -581,3 +581,20 @@ def test_model_without_a_head_has_hidden_states_as_output():
     config.num_attention_heads = 2
     spec = ModelSpec.of(lambda: transformers.BertModel(config))
     assert spec.logits(spec.create().eval(), spec.batch(2, 8)).shape == (2, 8, 16)
+
+
+def test_model_that_keeps_a_value_of_its_first_call_can_be_called():
+    class FirstPositions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+
+        def forward(self, ids):
+            if not hasattr(self, "positions"):
+                self.positions = torch.arange(ids.shape[1])
+            return self.head(self.embedding(ids) + self.positions.sin()[:, None])
+
+    spec = ModelSpec.of(FirstPositions, causal=True)
+    assert (spec.inputs, spec.width) == ("tokens", 31)
+    [result] = check_model(spec, checks=["history"])
+    assert result.status == "failed"

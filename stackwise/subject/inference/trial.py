@@ -130,15 +130,20 @@ class _Calls:
         """Yield the forms of the call; None: the declared one."""
         if "forward" in self._known:
             yield None
-        else:
-            yield from self._forms
+            return
+        if len(required_names(self._model)) < 2:
+            # Before `_forms` calls the model with another length: it may keep a value of its first call.
+            yield CallForm()
+        yield from self._forms
 
     @cached_property
     def _forms(self) -> list[CallForm]:
         model = self._model
         keys, sizes = keys_read(model), image_sizes(model)
-        reads = arguments_read(model, keys or required_names(model), sizes, in_batch=bool(keys))
-        return list(call_forms(model, width_candidates(model), reads, keys))
+        required = required_names(model)
+        reads = arguments_read(model, keys or required, sizes, in_batch=bool(keys))
+        forms = call_forms(model, width_candidates(model), reads, keys)
+        return [form for form in forms if form != CallForm() or len(required) > 1]
 
     # Inputs
 

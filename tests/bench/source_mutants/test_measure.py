@@ -73,7 +73,7 @@ def test_oracle_judges_a_mutant_of_transformers():
         if each.function == "LlamaAttention.forward" and "view in place" in each.variant
     )
     ended = isolated(
-        lambda: measure._measured(LLAMA, mutant, answers, lambda make: iter([{"check": "asked"}]))
+        lambda: measure._measured(LLAMA, mutant, answers, {}, lambda make, first: iter([{"check": "asked"}]))
     )
     assert ended.error is None
     assert ended.values[0]["kind"] == "decidable"
@@ -94,8 +94,26 @@ def test_kind_of_a_mutant(monkeypatch, mutant, kind):
     monkeypatch.setattr(measure, "_make", lambda name: None)
     monkeypatch.setattr(measure, "install", lambda name, mutant: None)
     monkeypatch.setattr(measure, "ask", lambda make: mutant)
-    verdict, *_ = measure._measured("model", None, originals, lambda make: iter(()))
+    verdict, *_ = measure._measured("model", None, originals, {}, lambda make, first: iter(()))
     assert verdict["kind"] == kind
+
+
+def test_mutant_is_found_by_the_first_new_finding(monkeypatch):
+    """A check that has the same finding for the unchanged model finds nothing."""
+    monkeypatch.setattr(measure, "_make", lambda name: None)
+    monkeypatch.setattr(measure, "install", lambda name, mutant: None)
+    monkeypatch.setattr(
+        measure, "ask", lambda make: {"batch": Answer([1.0], 0.0), "prefix": Answer([1.0], 1.0)}
+    )
+
+    def answers(make, first):
+        for check, meaning in (("always", "same"), ("sometimes", "another"), ("causality", "later")):
+            yield {"check": check, "status": "failed", "meaning": meaning}
+
+    failed = {"always": "same", "sometimes": "one"}
+    originals = {"batch": Answer([1.0], 0.0), "prefix": Answer([1.0], 0.0)}
+    _, *found = measure._measured("model", None, originals, failed, answers)
+    assert found == ["sometimes"]
 
 
 def test_counts_of_operators():
@@ -125,15 +143,14 @@ def test_table_has_a_row_per_operator():
 
 
 def test_mutants_are_measured_again_only_if_they_were_missed(monkeypatch):
-    """A check that has the same finding for the unchanged model finds nothing."""
     mutant = Mutant("off_by_one", "f", 2, "x")
     texts = {line: f"model | {' | '.join(map(str, mutant._replace(line=line)))}" for line in (2, 3, 4, 5)}
     asked = []
 
-    def measured(name, mutant, originals, answers):
+    def measured(name, mutant, originals, failed, answers):
         asked.append(mutant.line)
         yield {"kind": "decidable", "contradictions": {"prefix": 1.0}}
-        yield from (("always", "same"), ("sometimes", "another"), ("causality", "later"))
+        yield from (check for check in ("always", "sometimes") if check not in failed)
 
     def in_this_process(functions, *, jobs, seconds):
         for name, function in functions.items():
@@ -142,9 +159,7 @@ def test_mutants_are_measured_again_only_if_they_were_missed(monkeypatch):
     monkeypatch.setattr(measure, "MODELS", ("model",))
     monkeypatch.setattr(measure, "_subjects", dict)
     monkeypatch.setattr(measure, "_original", lambda name: iter([[2], {}]))
-    monkeypatch.setattr(
-        measure, "_failed", lambda name, answers: iter([("always", "same"), ("sometimes", "one")])
-    )
+    monkeypatch.setattr(measure, "_failed", lambda name, answers: iter([("always", "same")]))
     monkeypatch.setattr(measure, "_measured", measured)
     monkeypatch.setattr(measure, "all_isolated", in_this_process)
     monkeypatch.setattr(
@@ -157,7 +172,7 @@ def test_mutants_are_measured_again_only_if_they_were_missed(monkeypatch):
     claim.figures = {"source_mutants": {"originals": {}, "mutants": mutants}}
     measure_source_mutants(claim, 1, lambda make: iter(()))
     assert asked == [3, 4]
-    assert mutants[texts[3]]["found_by"] == mutants[texts[4]]["found_by"] == ["sometimes", "causality"]
+    assert mutants[texts[3]]["found_by"] == mutants[texts[4]]["found_by"] == ["sometimes"]
     assert [texts[line] for line in (4, 5)] == [
         name for name in mutants if "missed_at_first" in mutants[name]
     ]

@@ -94,7 +94,8 @@ class ModelSpec:
 
             - causal tokens: cross-entropy of the next token;
             - other tokens: cross-entropy of the token itself;
-            - vectors, an output per row, or fewer outputs than tokens: mean square of the output.
+            - vectors, an output per row, or fewer outputs than tokens: mean square of the output minus
+              sin(0), sin(1), ..., a target for each channel.
         optimizer: list of parameters -> optimizer, for short training runs.
         masked: (model, inputs, keep (B, T) bool) -> output of a batch with padding. None: no padding mask.
         padding_sides: sides on which padding is allowed: "right", "left", both or none.

@@ -179,9 +179,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Store the shadow of each output. Measure the first one; the others are for the backward pass."""
         kind = max((each for _, each in shadows), default=0)
         if _KINDS[kind] == "parameter" and function._schema.name.partition("::")[2] in _MATRIX_PRODUCTS:
-            kind = _KINDS.index(
-                "activation"
-            )  # a layer of a constant input, such as the embedding of a timestep
+            # A layer of a constant input, such as the embedding of a timestep, rounds like any layer.
+            kind = _KINDS.index("activation")
         any_inexact = any(_inexact(shadow) for shadow, _ in shadows)
         exacts: list[Tensor | None] = [each for each in _flat(exact) if isinstance(each, Tensor)]
         exacts = exacts or [None] * len(outputs)

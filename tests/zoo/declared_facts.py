@@ -167,6 +167,10 @@ class Routed(Stated):
         del layer["gate"]
         return layer
 
+    def visible(self, T: int, past: int, keep: Tensor | None, documents: Tensor | None) -> Tensor:
+        self.keep = None if keep is None else keep[:, -T:]
+        return super().visible(T, past, keep, documents)
+
     def branch(self, layer: Any, x: Tensor) -> Tensor:
         shape, x = x.shape, x.flatten(0, 1)
         shares = layer["router"](x).softmax(dim=-1)
@@ -178,8 +182,10 @@ class Routed(Stated):
             tokens, place = (chosen == number).nonzero(as_tuple=True)
             outputs = layer["down"][number](F.relu(layer["up"][number](x[tokens])))
             y = y.index_add(0, tokens, outputs * weights[tokens, place, None] * self.routing_scale)
-        busy = F.one_hot(chosen, self.n_experts).sum(dim=1).to(x.dtype).mean(dim=0)
-        self.balance = self.n_experts * (busy * shares.mean(dim=0)).sum()
+        # Padding does not count.
+        real = slice(None) if self.keep is None else self.keep.flatten().bool()
+        busy = F.one_hot(chosen[real], self.n_experts).sum(dim=1).to(x.dtype).mean(dim=0)
+        self.balance = self.n_experts * (busy * shares[real].mean(dim=0)).sum()
         return y.view(shape)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

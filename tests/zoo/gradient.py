@@ -242,3 +242,79 @@ def base_that_is_not_frozen():
                 p.requires_grad_(p.ndim > 1)
 
     return spec_of(Mutant, tied=None, labelled_loss=None, frozen=BASE)
+
+
+class Penalty(torch.autograd.Function):
+    """The input. Its gradient gets that of a penalty."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 1e-3 * ctx.saved_tensors[0]
+
+
+class Penalised(GPT):
+    """The outputs of the feed-forward layers have a penalty."""
+
+    def mlp(self, layer, x):
+        return Penalty.apply(super().mlp(layer, x))
+
+
+def penalised():
+    return spec_of(Penalised)
+
+
+@mutant(
+    "gradient-unused",
+    twin=penalised,
+    family="sensitivity",
+    source="NVIDIA-NeMo/Automodel#1408",
+    observable=gradients,
+)
+def penalty_in_an_unused_variable():
+    """The result of the function that adds the gradient of a penalty is assigned and never used."""
+
+    class Mutant(GPT):
+        def mlp(self, layer, x):
+            y = super().mlp(layer, x)
+            penalised = Penalty.apply(y)  # noqa: F841
+            return y
+
+    return spec_of(Mutant)
+
+
+class WithAdapters(GPT):
+    """An adapter follows each feed-forward layer."""
+
+    def layer(self):
+        layer = super().layer()
+        layer["adapter"] = nn.Linear(self.width, self.width)
+        return layer
+
+    def mlp(self, layer, x):
+        return layer["adapter"](super().mlp(layer, x))
+
+
+def with_adapters():
+    return spec_of(WithAdapters)
+
+
+@mutant(
+    "gradient-not-called",
+    twin=with_adapters,
+    family="gradient",
+    source="explainingai-code/DiT-PyTorch#1",
+    observable=gradients,
+)
+def adapter_that_no_layer_calls():
+    """Each layer has an adapter and never calls it."""
+
+    class Mutant(WithAdapters):
+        def mlp(self, layer, x):
+            return GPT.mlp(self, layer, x)
+
+    return spec_of(Mutant)

@@ -18,9 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import refusals
+from stackwise.checks.engine.call import changed_calls
+from stackwise.checks.engine.examination import HALF_PRECISION
+from stackwise.checks.engine.variation import Refused
+from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.support.hooks import temporary_hooks
 
 _LENGTH = 13  # unlikely to be a head size or a number of heads
 _BATCH_SIZE = 8
@@ -50,6 +54,45 @@ def attention_axis(subject: Subject) -> CheckResult:
                 advice="Look for dim=1, dim=-2 or dim=0 instead of dim=-1, and for scores as k @ q^T.",
             )
     return subject.passed(0.0, 1e-5, meaning=f"{len(seen)} softmaxes over keys.")
+
+
+@check
+def returned_attention(subject: Subject) -> CheckResult:
+    """Are the attention weights that the model returns shares of at most 1, and 0 for later positions?"""
+    model = subject.model()
+    use_eager = getattr(model, "set_attn_implementation", None)  # other kernels return no weights
+    outputs: list[Any] = []
+    try:
+        if use_eager is not None:
+            use_eager("eager")
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, {"output_attentions": True}):
+            subject.spec.forward(model, subject.inputs(2))
+    except Refused as error:
+        return subject.not_applicable(str(error))
+    except refusals() as error:
+        return subject.not_applicable(f"needs a model that returns attention weights: {reason_of(error)}")
+    found = [each for each in getattr(outputs[-1], "attentions", None) or () if isinstance(each, Tensor)]
+    square = [each for each in found if each.shape[-2:] == (subject.seq_len, subject.seq_len)]
+    if len(square) < len(found) or not found:
+        return subject.not_applicable("needs attention weights (B, H, T, T) in the output")
+    # With attention sinks, the sum is below 1.
+    sums = torch.stack([torch.maximum(each.sum(dim=-1).max() - 1, -each.min()) for each in square])
+    later = torch.stack([each.triu(1).abs().max() for each in square]) * bool(subject.spec.causal)
+    errors = torch.maximum(sums, later)
+    worst = int(errors.argmax())
+    limit = 1e-2 if square[0].dtype in HALF_PRECISION else 1e-4
+    if errors[worst] <= limit:
+        return subject.passed(errors[worst].item(), limit)
+    return subject.failed(
+        errors[worst].item(),
+        limit,
+        where=f"attentions[{worst}]",
+        meaning="The model returns attention weights below 0, or of a query whose sum is above 1."
+        if sums[worst] > limit
+        else "The model returns attention weights above 0 for later positions.",
+        advice="Return the weights after the softmax over keys and before dropout.",
+    )
 
 
 @check

@@ -21,13 +21,15 @@ from stackwise.checks.probe.derivative import Comparison, compared, direction_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
-from stackwise.checks.probe.layers import repeated_layers
+from stackwise.checks.probe.layers import pattern, repeated_layers
 from stackwise.checks.probe.loss_formula import IGNORED
 from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.probe.update import norm
 from stackwise.checks.probe.widened import Widened
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
+from stackwise.subject.argument import known_kinds
+from stackwise.subject.cached_call import names_cache
 from stackwise.subject.call_form import forward_parameters
 from stackwise.support.hooks import temporary_hooks
 
@@ -81,7 +83,44 @@ def gradient_flow(subject: Subject) -> CheckResult:
         texts = " ".join(dict.fromkeys(reasons.values()))
         return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
     missing = [name for name in missing if name not in reasons]
-    return rounded or _never_train(subject, missing, called, n, len(stepped))
+    return (
+        rounded
+        or _never_called(subject, model, missing, called, n)
+        or _never_train(subject, missing, called, n, len(stepped))
+    )
+
+
+def _never_called(
+    subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
+) -> CheckResult | None:
+    """Return a result if a part of all repeated layers is not called, and no optional argument may use it."""
+    layers = [layer for group in repeated_layers(model) for layer in group]
+    if any(_takes_more(model.get_submodule(layer)) for layer in layers):
+        return None
+    running = {pattern(name) for name in called}
+    dead = [
+        name
+        for name in missing
+        if name.startswith(tuple(f"{layer}." for layer in layers))
+        and pattern(name.rpartition(".")[0]) not in running
+    ]
+    if not dead:
+        return None
+    return subject.failed(
+        len(dead) / n,
+        0.0,
+        where=listed(dead),
+        meaning=f"No layer calls the modules of {len(dead)} of {n} parameters. They never train.",
+        advice="Look for a call of another module in their place, and for a branch that is never reached. "
+        "If they are for later use, declare unused= with their prefixes.",
+    )
+
+
+def _takes_more(layer: nn.Module) -> bool:
+    """Return True if a part of the layer has an optional argument that could be for data of another kind."""
+    named = [(n, p) for part in layer.modules() for n, p in forward_parameters(part).items()]
+    optional = {n for n, p in named if p.default is None and not names_cache(n)}
+    return any(not known_kinds(name) or "context" in known_kinds(name) for name in optional)
 
 
 def _never_train(

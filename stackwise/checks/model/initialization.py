@@ -194,6 +194,33 @@ def load_round_trip(subject: Subject) -> CheckResult:
     )
 
 
+@check
+def shared_modules(subject: Subject) -> CheckResult:
+    """Does a list of modules hold each module with parameters once?"""
+    if subject.spec.facts.block_weights is not None:
+        return subject.not_applicable("the layers share weights as declared; see claimed_block_weights")
+    shared = [
+        f"{name}.{index}" if name else index
+        for name, module in subject.model().named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for position, (index, part) in enumerate(module._modules.items())
+        if part is not None and any(True for _ in part.parameters())
+        if any(part is earlier for earlier in list(module)[:position])
+    ]
+    if not shared:
+        return subject.passed(0.0, 0.0)
+    return subject.warned(
+        float(len(shared)),
+        0.0,
+        where=listed(shared),
+        meaning=f"{len(shared)} entries of a list of modules are the same module as an earlier entry. They "
+        "share all weights.",
+        correct_if="the entries share their weights on purpose (layers: declare block_weights)",
+        advice="Create each entry, as in nn.ModuleList(Layer() for _ in range(n)). [Layer()] * n repeats "
+        "one module.",
+    )
+
+
 def _saved(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and the persistent buffers."""
     saved = model.state_dict().keys()

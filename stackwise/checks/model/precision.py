@@ -231,6 +231,8 @@ def _judged(
         )
     if shadow.loss is not None:
         correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
+        if autocast and correct_if and _differs_without_autocast(subject, dtype, shadow.loss, limits):
+            return subject.not_applicable(f"bfloat16_error reports {_place(shadow.loss)}")
         return subject.failed_unless(
             correct_if,
             shadow.loss.error / eps,
@@ -294,6 +296,17 @@ def _excuse(
                 ),
             )
     return None, ""
+
+
+def _differs_without_autocast(
+    subject: Subject, dtype: torch.dtype, loss: Loss, limits: Mapping[Kind, float]
+) -> bool:
+    """Return True if the same operation has a large error in the model that is cast to the format."""
+    try:
+        other = _run(subject, dtype, _LENGTH, limits).shadow.loss
+    except _Cannot:
+        return False
+    return other is not None and _place(other) == _place(loss)
 
 
 def _refused_by_autocast(subject: Subject, dtype: torch.dtype) -> str:

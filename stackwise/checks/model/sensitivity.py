@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -9,15 +11,17 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
-from stackwise.checks.probe.discarded import discarded_results_in
+from stackwise.checks.probe.discarded import DiscardedResults
 from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import can_generate
 from stackwise.subject.capability import padding_id
 from stackwise.subject.encoder_decoder import Decoder
+from stackwise.support.hooks import temporary_hooks
 
 # Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
@@ -85,13 +89,21 @@ def token_effect(subject: Subject) -> CheckResult:
 def discarded_results(subject: Subject) -> CheckResult:
     """Is the result of every operation stored or returned?"""
     spec, inputs, model = subject.spec, subject.inputs(2), subject.model(train=True)
-    with subject.fixed_randomness(), discarded_results_in(model) as found, torch.enable_grad():
-        spec.loss_of(model, inputs.clone())
+    results = DiscardedResults(model)
+    returned: list[Tensor] = []
+    handle = model.register_forward_hook(lambda _module, _args, output: returned.extend(tensors_in(output)))
+    with subject.fixed_randomness(), torch.enable_grad():
+        with results.recording(), temporary_hooks([handle]):
+            loss = spec.loss_of(model, inputs.clone())
+        with suppress(RuntimeError):  # gradient_flow reports it
+            results.follow_back([each for each in (loss, *returned) if each.requires_grad])
         model.eval()
-        spec.logits(model, inputs.clone())
-        if spec.masked is not None:
-            keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-            spec.masked(model, inputs.clone(), keep)
+        with results.recording():
+            spec.logits(model, inputs.clone())
+            if spec.masked is not None:
+                keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+                spec.masked(model, inputs.clone(), keep)
+    found = results.found
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = next(iter(found.items()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dis
 import itertools
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,38 +21,58 @@ from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.probe.shadow import place_in_code
 
-__all__ = ["discarded_results_in"]
+__all__ = ["DiscardedResults"]
 
 _TORCH = str(Path(torch.__file__).parent)
 # Functions that write into buffers, also if nobody uses their result.
 _WITH_EFFECTS = ("batch_norm", "instance_norm", "embedding_bag", "fake_quantize")
 
 
-@contextmanager
-def discarded_results_in(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Record each discarded result inside the context: its place -> the function that computed it.
+class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """Records the results of functions of torch and of custom autograd functions that have no effect.
 
-    A function that changes one of its arguments is not recorded.
+    A statement discards a new tensor, or assigns it to a variable that is never read.
+
+    Attributes:
+        found: place in the code -> function that computed the result.
     """
-    watch = _Watch(model)
-    apply = Function.apply.__func__  # type: ignore[attr-defined]
-
-    def watched(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-        result = apply(kind, *args, **kwargs)
-        watch.note(f"{kind.__name__}.apply", result, args)
-        return result
-
-    with watch, patch.object(Function, "apply", classmethod(watched)):
-        yield watch.found
-
-
-class _Watch(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Records functions of torch whose result is a new tensor that the calling statement discards."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: dict[str, str] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
+        # Place and function -> the results with a gradient, and True if a backward pass reached one.
+        self._results: dict[tuple[str, str], list[weakref.ref[Tensor]]] = {}
+        self._reached: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the functions that run in this context."""
+        apply = Function.apply.__func__  # type: ignore[attr-defined]
+
+        def watched(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+            result = apply(kind, *args, **kwargs)
+            self._note(f"{kind.__name__}.apply", result, args)
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                key = (place_in_code(self._names), f"{kind.__name__}.apply")
+                self._results.setdefault(key, []).append(weakref.ref(result))
+                result.grad_fn.register_hook(lambda *_: self._reached.add(key))
+            return result
+
+        with self, patch.object(Function, "apply", classmethod(watched)):
+            yield
+
+    def follow_back(self, ends: Sequence[Tensor]) -> None:
+        """Add the deleted results of custom functions that no gradient of these tensors reaches.
+
+        Raises:
+            RuntimeError: the backward pass fails.
+        """
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        for key, results in self._results.items():
+            if key not in self._reached and all(result() is None for result in results):
+                self.found.setdefault(*key)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,10 +80,10 @@ class _Watch(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         versions = [each._version for each in tensors if not each.is_inference()]
         result = function(*args, **kwargs)
         if versions == [each._version for each in tensors if not each.is_inference()]:
-            self.note(getattr(function, "__name__", ""), result, tensors)
+            self._note(getattr(function, "__name__", ""), result, tensors)
         return result
 
-    def note(self, name: str, result: Any, arguments: Any) -> None:
+    def _note(self, name: str, result: Any, arguments: Any) -> None:
         """Record a result, unless it is an argument or no tensor, or the function has other effects."""
         is_new = isinstance(result, Tensor) and all(result is not each for each in arguments)
         if is_new and not any(part in name for part in _WITH_EFFECTS) and _is_discarded():
@@ -79,14 +100,16 @@ def _is_discarded() -> bool:
 
 @cache
 def _discarding(code: CodeType) -> frozenset[int]:
-    """Return the offsets of the instructions whose result the next instruction removes from the stack.
+    """Return the offsets of the instructions whose result is discarded, or stored and never read.
 
     In a call of Python code, the offset of a frame can be that of a cache entry of the instruction.
     """
     instructions = list(dis.get_instructions(code))
+    read = {each.argval for each in instructions if each.opname != "STORE_FAST"}
     return frozenset(
         offset
         for one, following in itertools.pairwise(instructions)
         if following.opname == "POP_TOP"
+        or (following.opname == "STORE_FAST" and following.argval not in read)
         for offset in range(one.offset, following.offset)
     )

@@ -1,11 +1,14 @@
 """Attention, seen from outside: in models that call it by hand, by torch's function and by torch's module."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from stackwise.subject.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +177,42 @@ def test_the_factor_is_named(subjects):
     usual, other = (subjects.ask(build, "attention_scale") for build in (subjects.tiny, ByTheWidth))
     assert other.value == pytest.approx(usual.value / 2, rel=1e-3)
     assert "a factor of about 1 / sqrt(" in other.meaning
+
+
+class ReturnsWeights(nn.Module):
+    """Causal attention that returns its weights (B, 2, T, T)."""
+
+    def __init__(self, returned="weights"):
+        super().__init__()
+        self.tokens, self.head, self.qkv = nn.Embedding(29, 16), nn.Linear(16, 29), nn.Linear(16, 48)
+        self.returned = returned
+
+    def forward(self, ids, output_attentions=False):
+        x = self.tokens(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) / 8**0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+        x = x + (weights @ v).transpose(1, 2).flatten(2)
+        found = {"weights": weights, "scores": scores, "unmasked": scores.softmax(dim=-1), "states": x}
+        attentions = (found[self.returned],) if output_attentions else None
+        return SimpleNamespace(logits=self.head(x), attentions=attentions)
+
+
+@pytest.mark.parametrize(
+    ("returned", "status", "part"),
+    [
+        ("weights", "passed", ""),
+        ("scores", "failed", "whose sum is above 1"),
+        ("unmasked", "failed", "above 0 for later positions"),
+        ("states", "not applicable", ""),
+    ],
+)
+def test_returned_attention(subjects, returned, status, part):
+    result = subjects.ask(ModelSpec.of(lambda: ReturnsWeights(returned), causal=True), "returned_attention")
+    assert result.status == status
+    assert part in result.meaning
+
+
+def test_returned_attention_needs_weights(subjects):
+    assert subjects.ask(subjects.TinyLM, "returned_attention").status == "not applicable"

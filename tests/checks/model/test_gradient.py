@@ -251,6 +251,47 @@ def test_a_module_that_is_not_called(subjects, models):
     assert subjects.ask(declared, "gradient_flow").status == "passed"
 
 
+class Layer(nn.Module):
+    def __init__(self, calls_adapter):
+        super().__init__()
+        self.map, self.adapter = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.calls_adapter = calls_adapter
+
+    def forward(self, x):
+        y = self.map(x).tanh()
+        return x + (self.adapter(y) if self.calls_adapter else y)
+
+
+class LayerOfContext(Layer):
+    def forward(self, x, context=None):
+        return super().forward(x) + (0 if context is None else self.adapter(context))
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, ids):
+        return self.head(self.layers(self.tokens(ids)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "status"),
+    [
+        (Layer, (True, True), "passed"),
+        (Layer, (True, False), "warned"),
+        (Layer, (False, False), "failed"),
+        (LayerOfContext, (False, False), "warned"),
+    ],
+)
+def test_a_part_that_no_layer_calls_is_a_failure(subjects, kind, calls, status):
+    result = subjects.ask(lambda: Layers(*(kind(calls_it) for calls_it in calls)), "gradient_flow")
+    assert result.status == status
+    assert status == "passed" or "layers.1.adapter.weight" in result.where
+
+
 @pytest.mark.parametrize("name", ["Frozen"])
 def test_nothing_to_train(subjects, models, name):
     for check in ("gradient_flow", "gradient_exact"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.subject.facts import Facts
 from stackwise.subject.spec import ModelSpec
 
 
@@ -381,3 +382,36 @@ def test_modules_of_two_types_are_no_siblings(subjects):
         return nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50))
 
     assert subjects.ask(build, "initialized").status == "passed"
+
+
+class Stack(nn.Module):
+    """Embedding, a list of layers, head."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.layers = layers
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_shared_modules_warns_about_a_repeated_reference(subjects):
+    def build():
+        return Stack(nn.ModuleList([nn.Linear(16, 16)] * 3))
+
+    result = subjects.ask(build, "shared_modules")
+    assert (result.status, result.where, result.value) == ("warned", "layers.1, layers.2", 2.0)
+    declared = ModelSpec.of(build, facts=Facts(block_weights=(0, 0, 0)))
+    assert subjects.ask(declared, "shared_modules").status == "not applicable"
+
+
+def test_shared_modules_passes_a_shared_activation(subjects):
+    def build():
+        silu = nn.SiLU()
+        return Stack(nn.Sequential(nn.Linear(16, 16), silu, nn.Linear(16, 16), silu))
+
+    assert subjects.ask(build, "shared_modules").status == "passed"

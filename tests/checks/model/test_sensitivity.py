@@ -159,6 +159,22 @@ def _stored(model, x):
     model.last = x.mean()
 
 
-@pytest.mark.parametrize("statement", [_changed_in_place, _counted, _stored])
+def _applied_and_used(model, x):
+    model.last = Identity.apply(x)
+
+
+def _applied_to_an_unused_variable(model, x):
+    result = Identity.apply(x)
+    if model.training:
+        x = result
+
+
+def test_discarded_results_names_a_function_without_a_backward_pass(subjects):
+    result = subjects.ask(lambda: Statement(_applied_to_an_unused_variable), "discarded_results")
+    assert result.status == "failed"
+    assert "by Identity.apply and discards it" in result.meaning
+
+
+@pytest.mark.parametrize("statement", [_changed_in_place, _counted, _stored, _applied_and_used])
 def test_discarded_results_passes_statements_with_an_effect(subjects, statement):
     assert subjects.ask(lambda: Statement(statement), "discarded_results").status == "passed"

@@ -86,10 +86,8 @@ def measure_source_mutants(claim: Claim, jobs: int, answers: Answers) -> None:
 
 
 def _is_missed(mutant: Mapping[str, Any] | None) -> bool:
-    """Return True for a mutant that was not measured, or that no check found at first sight."""
-    if mutant is None:
-        return True
-    return mutant["kind"] == "decidable" and not mutant["found_by"] and "missed_at_first" not in mutant
+    """Return True for a mutant that was not measured, or that no check found."""
+    return mutant is None or (mutant["kind"] == "decidable" and not mutant["found_by"])
 
 
 def _record(ended: Ended) -> dict[str, Any]:

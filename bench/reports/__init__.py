@@ -10,7 +10,8 @@ are the results of the frozen checks. Do not overwrite them. The 20 reports of t
 The 20 reports of the third sample of models, of classes that the first two do not have, were asked at
 db511b5: `third_result.json`. Three of these cases were corrected after that, because their healthy form was
 wrong itself: big_vision_115, sasrec_47 and u_dit_12. The 20 reports of the fourth sample were asked at
-048878b: `fourth_result.json`. Those of the fifth sample were asked at 7c11233: `fifth_result.json`.
+048878b: `fourth_result.json`. Those of the fifth sample were asked at 7c11233: `fifth_result.json`. The
+third sample of 15 training loops was asked at f308a2d: `third_loops_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
@@ -43,6 +44,7 @@ SAMPLES = {
     "fresh reports of other classes": FOLDER / "second_result.json",
     "fresh reports of training loops": FOLDER / "loops_result.json",
     "further reports of training loops": FOLDER / "more_loops_result.json",
+    "third sample of training loops": FOLDER / "third_loops_result.json",
     "further reports of models": FOLDER / "third_result.json",
     "fourth sample of models": FOLDER / "fourth_result.json",
     "fifth sample of models": FOLDER / "fifth_result.json",

@@ -7,6 +7,7 @@ import torch
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.loop import Loop, loop_spec_of
 from tests.zoo.mutant import mutant
+from tests.zoo.optimizer import update_gradients
 
 
 class _Unclipped(Loop):
@@ -113,5 +114,29 @@ def update_for_each_micro_batch():
             if len(batches) == 1:
                 return super().accumulate(batches)
             return sum(self.accumulate([batch]) for batch in batches) / len(batches)
+
+    return loop_spec_of(Mutant)
+
+
+class Splitting(_Unclipped):
+    """Splits the batch of a step into two micro-batches."""
+
+    def step(self, batch):
+        parts = zip(*(value.chunk(2) for value in batch.values()), strict=True)
+        return self.accumulate([dict(zip(batch, part, strict=True)) for part in parts])
+
+
+def splitting():
+    return loop_spec_of(Splitting)
+
+
+@mutant("57", twin=splitting, family="accumulation", source="bytetriper/RAE#67", observable=update_gradients)
+def cleared_before_each_micro_batch():
+    """Gradients are cleared before each micro-batch of a step, so that only the last one counts."""
+
+    class Mutant(Splitting):
+        def loss(self, batch):
+            self.zero_grad()
+            return super().loss(batch)
 
     return loop_spec_of(Mutant)

@@ -523,6 +523,57 @@ def momentum_is_cleared_in_each_step():
     return loop_spec_of(Mutant, decayed=None)
 
 
+class OwnLion(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675), which decays the weights themselves."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum, (beta1, beta2) = (
+                        self.state[p].setdefault("m", p.new_zeros(p.shape)),
+                        group["betas"],
+                    )
+                    gradient = self.decayed(p, group)
+                    p.sub_(momentum.lerp(gradient, 1 - beta1).sign(), alpha=group["lr"])
+                    momentum.lerp_(gradient, 1 - beta2)
+
+    def decayed(self, p, group):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        return p.grad
+
+
+class WithLion(Loop):
+    """Trains with a Lion of its own."""
+
+    kind = OwnLion
+
+    def create_optimizer(self):
+        return self.kind(self.groups(), lr=self.base_lr)
+
+
+def own_lion():
+    return loop_spec_of(WithLion)
+
+
+@mutant("replay", twin=own_lion, family="replay", source="bitsandbytes#1992", observable=paused)
+def lion_decays_the_gradient():
+    """The weight decay of Lion is added to the gradient, and passes through momentum and sign."""
+
+    class Coupled(OwnLion):
+        def decayed(self, p, group):
+            return p.grad + group["weight_decay"] * p
+
+    class Mutant(WithLion):
+        kind = Coupled
+
+    return loop_spec_of(Mutant)
+
+
 class RecomputedGPT(GPT):
     """The activations of each MLP are computed again in the backward pass."""
 

@@ -21,7 +21,7 @@ from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
-__all__ = ["Recording", "Replayed", "options_without_effect", "recorded", "replayed"]
+__all__ = ["Recording", "Replayed", "coupled_decay", "options_without_effect", "recorded", "replayed"]
 
 # Options of a parameter group that select an implementation.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -151,6 +151,30 @@ def options_without_effect(recording: Recording) -> list[str]:
     chosen = sorted(moved, key=lambda changes: -changes[0].before.ndim)[:_MOST_COMPARED]
     effects = {name: [_has_effect(recording, changes, name) for changes in chosen] for name in _OPTIONS}
     return [name for name, each in effects.items() if False in each and True not in each]
+
+
+def coupled_decay(recording: Recording) -> dict[str, float]:
+    """Return the share of the effect of weight decay on one update that is not a multiple of the weight.
+
+    With decoupled weight decay (arXiv:1711.05101) it is only rounding. Matrices without decay or
+    gradient are left out.
+
+    Raises:
+        Exception: the optimizer does not run with one parameter in float64.
+    """
+    shares = {}
+    for name, changes in recording.changes.items():
+        change = changes[0]
+        start, is_trained = change.before.double(), change.gradient is not None and change.gradient.any()
+        if start.ndim < 2 or not is_trained or not start.any() or not change.options.get("weight_decay"):
+            continue
+        end, plain = (_end_of(recording, [change], options) for options in ({}, {"weight_decay": 0.0}))
+        if torch.equal(end, start):
+            continue  # the learning rate is 0
+        effect = end - plain
+        along = start * (effect.flatten() @ start.flatten() / start.square().sum())
+        shares[name] = float((effect - along).norm() / effect.norm()) if effect.any() else 1.0
+    return shares
 
 
 def _has_effect(recording: Recording, changes: list[_Change], name: str) -> bool | None:

@@ -26,6 +26,9 @@ _ROUNDINGS = 16.0
 _SHRUNK = 1e-3
 _PARALLEL = 1e-3
 _EXPLAINED = 0.1
+# Largest difference between the gradients of one batch in two orders of its rows.
+_LARGEST_NOISE = 1e-2
+_NEEDS_ORDER = "needs a step whose gradient does not depend on the order of the rows"
 _NEEDS = "needs accumulate(batches)"
 
 
@@ -37,12 +40,14 @@ class _Comparison:
         value: distance of the two, relative to the norm of the second.
         limit: largest distance that rounding may cause.
         ratio: ratio of their norms.
+        noise: difference between the gradients of the full batch in two orders of its rows.
         parallel: True if they differ by a factor only.
         updates: number of updates during the accumulation.
     """
 
     value: float
     limit: float
+    noise: float
     ratio: float
     parallel: bool
     updates: int
@@ -86,9 +91,39 @@ def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
         ("micro-batches with many, few and no targets", [*ragged, with_labels(micro_batches[2], none)]),
     ):
         compared = _compared(subject, parts)
-        if compared.differs or compared.updates != 1:
+        if compared.differs or compared.updates != 1 or compared.noise > _LARGEST_NOISE:
             return _judged(subject, compared, where)
     return subject.passed(compared.value, compared.limit)
+
+
+@trainer_check
+def row_effects(subject: TrainerSubject) -> CheckResult:
+    """Does each row of a batch have an effect on the gradient of its step?"""
+    rows = _MICRO_BATCHES * _ROWS
+    batch, other = (subject.batch(number, batch_size=rows) for number in (0, 1))
+    reference, _ = _gradient(subject, batch)
+    if not reference:
+        return subject.not_applicable("needs an update in each step")
+    places = (0, rows // 2, rows - 1)
+    without = []
+    for place in places:
+        changed = [
+            rows_of(other if row == place else batch, rows, slice(row, row + 1)) for row in range(rows)
+        ]
+        if distance(_gradient(subject, joined(changed, 1))[0], reference) == 0:
+            without.append(place)
+    if len(without) == len(places):
+        return subject.not_applicable("needs a step that reads the rows of its batch")
+    if not without:
+        return subject.passed(0.0, 0.0)
+    return subject.failed(
+        float(len(without)),
+        0.0,
+        where=f"rows {', '.join(map(str, without))} of {rows}",
+        meaning="The gradient of the update is the same if this row has other content.",
+        advice="Look for zero_grad() between the micro-batches of one update, for an update from the last "
+        "micro-batch only, and for rows that are cut off.",
+    )
 
 
 def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> CheckResult:
@@ -100,6 +135,8 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
             meaning=f"The run makes {compared.updates} updates instead of one.",
             advice="Call optimizer.step() only after the last micro-batch of an update.",
         )
+    if compared.noise > _LARGEST_NOISE:
+        return subject.not_applicable(_NEEDS_ORDER)
     if not compared.differs:
         return subject.passed(compared.value, compared.limit)
     meaning = f"The gradient is {compared.ratio:.3g} times that of the full batch."
@@ -163,7 +200,7 @@ def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
     limit = max(_EXACT, _ROUNDINGS * noise)
     scaled = {name: ratio * g.double() for name, g in reference.items()}
     parallel = ratio > 0 and distance(parts, scaled) <= max(_PARALLEL, limit)
-    return _Comparison(value, limit, ratio, parallel, updates)
+    return _Comparison(value, limit, noise, ratio, parallel, updates)
 
 
 def _gradient(

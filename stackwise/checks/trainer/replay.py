@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.call import reason_of
@@ -14,6 +16,7 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.replay import (
     Recording,
     Replayed,
+    coupled_decay,
     options_without_effect,
     recorded,
     replayed,
@@ -27,6 +30,10 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 _LIMIT = 0.05
 _STEPS, _COUNTED_STEPS = 9, 3
 _NO_OPTIMIZER = "needs a torch optimizer whose step() is called"
+# Names of optimizers that subtract weight decay from the weights. Cautious ones skip some elements.
+_DECOUPLED = re.compile("^(?!.*Cautious).*(AdamW|SGDW|Lion|Muon)")
+# Largest share of the effect of weight decay that rounding explains, in float64.
+_COUPLED = 1e-3
 # Factor that makes gradients so small that their norm is below any limit.
 _SMALL = 1e-3
 # Steps in which some parameters do not train.
@@ -37,7 +44,33 @@ _FROZEN_STEPS = (2, 3, 6)
 def separate_updates(subject: TrainerSubject) -> CheckResult:
     """Is the update of each parameter independent of the others, even if some are frozen for some steps?"""
     result = _compared(subject, freeze=False)
-    return _compared(subject, freeze=True) if result.status == "passed" else result
+    if result.status == "passed":
+        result = _compared(subject, freeze=True)
+    if result.status == "passed" and (moved := _updated_without_gradient(subject)):
+        return subject.failed(
+            float(len(moved)),
+            0.0,
+            where=listed(sorted(moved)),
+            meaning="This parameter has no gradient in some steps, and each of them updates it.",
+            advice="Look for a copy of the gradients that zero_grad() does not clear.",
+        )
+    return result
+
+
+def _updated_without_gradient(subject: TrainerSubject) -> set[str]:
+    """Return the parameters that change in each step in which they are frozen and have no gradient."""
+    run, moved = subject.run(), list[set[str]]()
+    names = {p: name for name, p in run.model.named_parameters()}
+    with subject.fixed_randomness():
+        for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
+            if number not in _FROZEN_STEPS:
+                run.step(subject.batch(number))
+                continue
+            with _frozen(run) as frozen:
+                before = {p: p.detach().clone() for p in frozen}
+                run.step(subject.batch(number))
+            moved.append({names[p] for p in frozen if p in names and not torch.equal(p, before[p])})
+    return set.intersection(*moved) if moved else set()
 
 
 @trainer_check
@@ -98,6 +131,33 @@ def option_effects(subject: TrainerSubject) -> CheckResult:
                 "update does not read.",
             )
     return subject.passed() if recordings else subject.not_applicable(_NO_OPTIMIZER)
+
+
+@trainer_check
+def decoupled_decay(subject: TrainerSubject) -> CheckResult:
+    """Does an optimizer with decoupled weight decay in its definition shrink the weights themselves?"""
+    largest = -1.0
+    for recording in _recordings(subject, freeze=False):
+        if not any(_DECOUPLED.search(kind.__name__) for kind in type(recording.optimizer).__mro__):
+            continue
+        try:
+            shares = coupled_decay(recording)
+        except Exception as error:  # the optimizer does not run with one parameter
+            reraise_if_out_of_memory(error)
+            return _not_isolated(subject, recording, error)
+        largest = max(largest, *shares.values(), -1.0)
+        if wrong := [name for name, share in shares.items() if share > _COUPLED]:
+            return subject.failed(
+                largest,
+                _COUPLED,
+                where=f"{recording.kind}: {listed(wrong)}",
+                meaning="The effect of weight decay on an update is not a multiple of the weight.",
+                advice="Subtract lr * weight_decay * weight from the weight. If the decay is added to the "
+                "gradient, it passes through moments and signs.",
+            )
+    if largest < 0:
+        return subject.not_applicable("needs an AdamW, Lion or Muon with weight decay")
+    return subject.passed(largest, _COUPLED)
 
 
 def _compared(subject: TrainerSubject, *, freeze: bool) -> CheckResult:
@@ -188,9 +248,9 @@ def _recordings(subject: TrainerSubject, *, freeze: bool, factor: float = 1.0) -
 
 
 @contextmanager
-def _frozen(run: TrainingRun) -> Iterator[None]:
-    """Freeze the last parameter of each group, and then train it again."""
-    chosen: list[torch.Tensor] = []
+def _frozen(run: TrainingRun) -> Iterator[list[nn.Parameter]]:
+    """Freeze the last parameter of each group, and then train it again. The context is their list."""
+    chosen: list[nn.Parameter] = []
     for group in run.optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         chosen += trained[-1:] if len(trained) > 1 else []
@@ -198,7 +258,7 @@ def _frozen(run: TrainingRun) -> Iterator[None]:
         p.requires_grad_(False)
         p.grad = None
     try:
-        yield
+        yield chosen
     finally:
         for p in chosen:
             p.requires_grad_(True)

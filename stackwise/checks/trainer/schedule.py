@@ -34,13 +34,34 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
     claim = subject.spec.learning_rate
     if claim is None:
         return subject.not_applicable("needs learning_rate, the declared rate of each step")
-    rates = _rates(subject, _STEPS, lambda run, batch: run.step(batch))
-    if not rates:
+    updates = _numbered_rates(subject, _STEPS, lambda run, batch: run.step(batch))
+    if not updates:
         return subject.not_applicable(f"needs an update in {_STEPS} steps")
-    claimed = [float(claim(number)) for number in range(len(rates))]
+    rates = [rates for _, rates in updates]
+    # A step without an update, such as one that a loss scale skips, may advance the schedule or not.
+    counts = (range(len(updates)), [number for number, _ in updates])
+    found = [_farthest(rates, [float(claim(number)) for number in numbers]) for numbers in counts]
+    value, number, group, claimed = min(found)
+    if value > _ROUNDING:
+        return subject.failed(
+            value,
+            _ROUNDING,
+            where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed:.6g}",
+            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The measured "
+            "difference is relative to the largest declared rate.",
+            advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
+            "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
+        )
+    return subject.passed(value, _ROUNDING)
+
+
+def _farthest(rates: list[list[float]], claimed: list[float]) -> tuple[float, int, int, float]:
+    """Return the largest relative difference from the claimed rates, its update and group, and the claim.
+
+    Each group may multiply the declared rate by a factor, but one group must have the declared rate.
+    """
     peak = max(map(abs, claimed)) or 1.0
     top = claimed.index(max(claimed))
-    # Each group may multiply the declared rate by a factor, but one group must have the declared rate.
     apart = {}
     for group, rate in enumerate(rates[top]):
         factor = rate / claimed[top] if claimed[top] else 1.0
@@ -50,17 +71,7 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
     for number, each in enumerate(rates):
         apart[number, closest] = abs(each[closest] - claimed[number]) / peak
     (number, group), value = max(apart.items(), key=lambda item: item[1])
-    if value > _ROUNDING:
-        return subject.failed(
-            value,
-            _ROUNDING,
-            where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed[number]:.6g}",
-            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The measured "
-            "difference is relative to the largest declared rate.",
-            advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
-            "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
-        )
-    return subject.passed(value, _ROUNDING)
+    return value, number, group, claimed[number]
 
 
 @trainer_check
@@ -325,9 +336,20 @@ def _counts_of(run: TrainingRun) -> dict[str, tuple[int, int]]:
 
 def _rates(subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]) -> list[list[float]]:
     """Return the learning rates of all groups in each update of `n` calls."""
+    return [rates for _, rates in _numbered_rates(subject, n, step)]
+
+
+def _numbered_rates(
+    subject: TrainerSubject, n: int, step: Callable[[TrainingRun, Any], Any]
+) -> list[tuple[int, list[float]]]:
+    """Return the learning rates of all groups in each update of `n` calls, with the number of the call."""
     run = subject.run()
-    rates: list[list[float]] = []
-    with subject.fixed_randomness(), each_update(run.optimizer, lambda o: rates.append(rates_of(o))):
+    rates: list[tuple[int, list[float]]] = []
+    number = 0
+    with (
+        subject.fixed_randomness(),
+        each_update(run.optimizer, lambda o: rates.append((number, rates_of(o)))),
+    ):
         for number in range(n):
             step(run, subject.batch(number, **_SMALL))
     return rates

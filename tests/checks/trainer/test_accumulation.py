@@ -140,3 +140,47 @@ def test_a_loss_that_hardly_adds_up_excuses_as_much_and_no_more(check):
     result = ask(loop_spec_of(Sound), check)
     assert result.status == "warned" and result.value < 0.05, result
     assert ask(loop_spec_of(Averaging), check).status == "failed"
+
+
+class Splits(Loop):
+    """Splits the batch of a step into three micro-batches."""
+
+    clears_each = False
+
+    def step(self, batch):
+        parts = zip(*(batch[key].chunk(3) for key in batch), strict=True)
+        return self.accumulate([dict(zip(batch, part, strict=True)) for part in parts])
+
+    def loss(self, batch):
+        if self.clears_each:
+            self.zero_grad()
+        return super().loss(batch)
+
+
+class ClearsEach(Splits):
+    clears_each = True
+
+
+class ReadsNothing(Loop):
+    """Trains on its own rows."""
+
+    def step(self, batch):
+        return super().step({key: torch.ones_like(value) for key, value in batch.items()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "where"),
+    [
+        (Splits, "passed", ""),
+        (ClearsEach, "failed", "rows 0, 3 of 6"),
+        (ReadsNothing, "not applicable", ""),
+    ],
+)
+def test_row_effects(kind, status, where):
+    result = ask(loop_spec_of(kind), "row_effects")
+    assert (result.status, result.where) == (status, where)
+
+
+def test_a_step_that_depends_on_the_order_of_rows_is_no_reference():
+    for check in CHECKS:
+        assert "order of the rows" in ask(loop_spec_of(ClearsEach), check).meaning

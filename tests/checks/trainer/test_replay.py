@@ -347,3 +347,73 @@ def test_options_that_cannot_be_copied():
 
     for check in CHECKS:
         assert ask(training_of(Locked), check).status == "passed"
+
+
+class Lion(torch.optim.Optimizer):
+    """Update by the sign of an interpolation of momentum and gradient (arXiv:2302.06675)."""
+
+    decoupled = True
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, (beta1, beta2), decay = self.state[p], group["betas"], group["weight_decay"]
+                momentum = state.setdefault("exp_avg", torch.zeros_like(p))
+                gradient = p.grad if self.decoupled else p.grad + decay * p
+                p.mul_(1 - group["lr"] * decay if self.decoupled else 1.0)
+                p.sub_(group["lr"] * momentum.lerp(gradient, 1 - beta1).sign())
+                momentum.lerp_(gradient, 1 - beta2)
+
+
+class CoupledLion(Lion):
+    decoupled = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (Lion, "passed"),
+        (CoupledLion, "failed"),
+        (torch.optim.AdamW, "passed"),
+        (torch.optim.Adam, "not applicable"),
+        (torch.optim.SGD, "not applicable"),
+    ],
+)
+def test_decoupled_decay(kind, status):
+    spec = training_of(lambda parameters: kind(parameters, lr=1e-2, weight_decay=0.1))
+    assert ask(spec, "decoupled_decay").status == status
+
+
+class OnCopies(torch.optim.Optimizer):
+    """AdamW on copies of the parameters. The copy of a parameter without a gradient keeps its last one."""
+
+    clears = False
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.copies = {p: nn.Parameter(p.detach().clone()) for p in self.param_groups[0]["params"]}
+        self.inner = torch.optim.AdamW(self.copies.values(), lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, copy in self.copies.items():
+            if p.grad is not None or self.clears:
+                copy.grad = p.grad
+        self.inner.step()
+        for p, copy in self.copies.items():
+            p.copy_(copy)
+
+
+class OnClearedCopies(OnCopies):
+    clears = True
+
+
+def test_an_update_without_a_gradient():
+    result = ask(training_of(lambda parameters: OnCopies(parameters, lr=1e-2)), "separate_updates")
+    assert (result.status, result.where) == ("failed", "head.bias")
+    sound = training_of(lambda parameters: OnClearedCopies(parameters, lr=1e-2))
+    assert ask(sound, "separate_updates").status == "passed"

@@ -411,3 +411,20 @@ def test_state_of_each_scheduler_is_compared():
 
     assert result.status == "failed"
     assert "scheduler.1.last_epoch" in result.where
+
+
+@pytest.mark.parametrize("advances", [False, True])
+def test_a_skipped_step_may_advance_the_schedule_or_not(advances):
+    class Skips(Loop):
+        """Makes no update in the fourth step."""
+
+        def update(self):
+            if self.number == 3:
+                if advances:
+                    with warnings.catch_warnings(action="ignore"):
+                        self.scheduler.step()
+                self.zero_grad()
+            else:
+                super().update()
+
+    assert ask(loop_spec_of(Skips), "learning_rate").status == "passed"

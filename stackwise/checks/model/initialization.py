@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import dtype_of, reason_of
+from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
@@ -29,6 +29,7 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 USUAL, LIMIT = 0.75, 2.0
 _TRAINED = "the weights are trained"
 _N_VECTORS = 64
+_ADDED = 3  # tokens
 
 
 @check
@@ -219,6 +220,43 @@ def shared_modules(subject: Subject) -> CheckResult:
         advice="Create each entry, as in nn.ModuleList(Layer() for _ in range(n)). [Layer()] * n repeats "
         "one module.",
     )
+
+
+@check
+def resized_vocabulary(subject: Subject) -> CheckResult:
+    """Are the logits of the old tokens unchanged by resize_token_embeddings() to more tokens and back?"""
+    model: Any = subject.model(fill_zeros=True)
+    if subject.spec.inputs != "tokens" or not hasattr(model, "resize_token_embeddings"):
+        return subject.not_applicable("needs token ids, and a model with resize_token_embeddings()")
+    inputs = subject.inputs(2)
+    before = subject.logits(model, inputs)
+    size = len(model.get_input_embeddings().weight)
+    for n_tokens, where in ((size + _ADDED, f"{_ADDED} more tokens"), (size, "the old number again")):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                model.resize_token_embeddings(n_tokens)
+            after = subject.logits(model, inputs)
+        except REFUSALS as error:
+            return subject.not_applicable(f"needs a model that can be resized: {reason_of(error)}")
+        wanted = n_tokens if before.shape[-1] == size else before.shape[-1]
+        if after.shape[-1] != wanted:
+            return subject.failed(
+                float(after.shape[-1]),
+                float(wanted),
+                where=where,
+                meaning=f"The model has {n_tokens} embeddings and {after.shape[-1]} logits.",
+                advice="Return the head from get_output_embeddings(), or resize it as well.",
+            )
+        gap = relative_difference(before, after[..., : before.shape[-1]]).max().item()
+        if not gap <= subject.spec.tolerance:
+            return subject.failed(
+                gap,
+                subject.spec.tolerance,
+                where=where,
+                meaning="The logits of the old tokens change if the vocabulary is resized.",
+                advice="Copy the bias of the head and all rows of every table of tokens, and keep the tie.",
+            )
+    return subject.passed(gap, subject.spec.tolerance)
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

@@ -415,3 +415,48 @@ def test_shared_modules_passes_a_shared_activation(subjects):
         return Stack(nn.Sequential(nn.Linear(16, 16), silu, nn.Linear(16, 16), silu))
 
     assert subjects.ask(build, "shared_modules").status == "passed"
+
+
+class Resizable(nn.Module):
+    """Embedding, and a head with a bias, for a vocabulary that can be resized."""
+
+    keeps_bias, resizes_head = True, True
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    @torch.no_grad()
+    def resize_token_embeddings(self, n_tokens):
+        n_kept = min(n_tokens, self.tokens.num_embeddings)
+        old, self.tokens = self.tokens, nn.Embedding(n_tokens, 16)
+        self.tokens.weight[:n_kept] = old.weight[:n_kept]
+        if self.resizes_head:
+            old_head, self.head = self.head, nn.Linear(16, n_tokens)
+            self.head.weight[:n_kept] = old_head.weight[:n_kept]
+            if self.keeps_bias:
+                self.head.bias[:n_kept] = old_head.bias[:n_kept]
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "where", "part"),
+    [
+        ({}, "passed", "", ""),
+        ({"keeps_bias": False}, "failed", "3 more tokens", "The logits of the old tokens change"),
+        ({"resizes_head": False}, "failed", "3 more tokens", "32 embeddings and 29 logits"),
+    ],
+)
+def test_resized_vocabulary(subjects, changes, status, where, part):
+    result = subjects.ask(type("Model", (Resizable,), changes), "resized_vocabulary")
+    assert (result.status, result.where) == (status, where)
+    assert part in result.meaning
+
+
+def test_resized_vocabulary_needs_a_method(subjects):
+    assert subjects.ask(subjects.TinyLM, "resized_vocabulary").status == "not applicable"

@@ -230,7 +230,10 @@ def resized_vocabulary(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs token ids, and a model with resize_token_embeddings()")
     inputs = subject.inputs(2)
     before = subject.logits(model, inputs)
-    size = len(model.get_input_embeddings().weight)
+    try:
+        size = len(model.get_input_embeddings().weight)
+    except REFUSALS as error:
+        return subject.not_applicable(f"needs get_input_embeddings(): {reason_of(error)}")
     for n_tokens, where in ((size + _ADDED, f"{_ADDED} more tokens"), (size, "the old number again")):
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -238,11 +241,10 @@ def resized_vocabulary(subject: Subject) -> CheckResult:
             after = subject.logits(model, inputs)
         except REFUSALS as error:
             return subject.not_applicable(f"needs a model that can be resized: {reason_of(error)}")
-        wanted = n_tokens if before.shape[-1] == size else before.shape[-1]
-        if after.shape[-1] != wanted:
+        if before.shape[-1] == size and after.shape[-1] != n_tokens:
             return subject.failed(
                 float(after.shape[-1]),
-                float(wanted),
+                float(n_tokens),
                 where=where,
                 meaning=f"The model has {n_tokens} embeddings and {after.shape[-1]} logits.",
                 advice="Return the head from get_output_embeddings(), or resize it as well.",

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.engine.call import changed_calls
+from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.backward import gradients_at
+from stackwise.checks.probe.call import REFUSALS, reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
     IGNORED,
@@ -31,6 +34,7 @@ from stackwise.support.system_errors import is_out_of_memory
 
 # Share of the gradient of other outputs. A z-loss over all positions with a weight of 1e-4 stays below it.
 _FAINT = 0.01
+_ITEMS = 1000
 _UNKNOWN = "the loss fits no known formula: see loss_formula"
 _REFUSED = "the loss refuses ignored labels: see ignored_labels"
 
@@ -372,3 +376,43 @@ def _loss_with_gradients(subject: Subject, model: nn.Module, inputs: Tensor, lab
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return loss
+
+
+@check
+def loss_items(subject: Subject) -> CheckResult:
+    """Is the loss a sum divided by num_items_in_batch, if the Trainer of transformers passes this number?"""
+    spec, model = subject.spec, subject.model()
+    if spec.labelled_loss is None or not _gets_number_of_items(model):
+        return subject.not_applicable(
+            "needs labelled_loss, and a transformers model that accepts loss kwargs"
+        )
+    inputs = subject.inputs(2)
+    plain, _ = labelled_loss(subject, model, inputs, inputs)
+    try:
+        losses = []
+        for number in (_ITEMS, 2 * _ITEMS):
+            with changed_calls(model, {"num_items_in_batch": number}):
+                losses.append(labelled_loss(subject, model, inputs, inputs)[0])
+    except (*REFUSALS, Refused) as error:
+        return subject.not_applicable(f"needs a model that takes num_items_in_batch: {reason_of(error)}")
+    share = (losses[0] - losses[1]) / losses[0] if losses[0] else 0.0
+    if share:
+        return subject.passed(share, 0.0)
+    return subject.failed(
+        share,
+        0.5,
+        meaning="The loss ignores num_items_in_batch. Because forward accepts **kwargs, the Trainer of "
+        "transformers does not divide the loss by the number of accumulated batches.",
+        where=f"{plain:.4g} without this number, {losses[0]:.4g} for {_ITEMS} items",
+        advice="Pass **kwargs to self.loss_function, or set accepts_loss_kwargs = False in the class.",
+    )
+
+
+def _gets_number_of_items(model: nn.Module) -> bool:
+    """Return True if the Trainer of transformers passes num_items_in_batch to the model."""
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        return False
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is None:
+        accepts = any(each.kind is each.VAR_KEYWORD for each in forward_parameters(model).values())
+    return bool(accepts)

@@ -506,3 +506,38 @@ def test_nothing_of_the_callers_is_touched(subjects):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled() == mode
     assert all(c.suite == "fast" for c in select_checks(["loss"]))
+
+
+class OfTheTrainer(nn.Module):
+    """Language model that the Trainer of transformers calls with num_items_in_batch."""
+
+    config = SimpleNamespace()
+    divides = True
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+
+    def save_pretrained(self, folder):
+        raise NotImplementedError
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.head(self.tokens(input_ids))
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        number = kwargs.get("num_items_in_batch") if self.divides else None
+        total, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = F.cross_entropy(total, targets, reduction="mean" if number is None else "sum")
+        return SimpleNamespace(logits=logits, loss=loss if number is None else loss / number)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, "passed"),
+        ({"divides": False}, "failed"),
+        ({"divides": False, "accepts_loss_kwargs": False}, "not applicable"),
+    ],
+)
+def test_loss_items(subjects, changes, status):
+    assert subjects.ask(type("Model", (OfTheTrainer,), changes), "loss_items").status == status

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from stackwise.subject.call_form import attempt, can_generate
 from stackwise.subject.capability import padding_id
 from stackwise.support.arguments import require
 
-__all__ = ["GenerateCall", "inferred_generate"]
+__all__ = ["GenerateCall", "inferred_generate", "transformers_calls"]
 
 # Option -> value without an effect. A function without this parameter may be called with this value.
 _OPTIONS: dict[str, Any] = {"max_new_tokens": None, "temperature": 0.0, "top_k": None, "top_p": 1.0}
@@ -175,18 +176,60 @@ def _by_transformers(
     model: Any, prompts: list[Tensor], *, stop: Sequence[int] = (), num_beams: int = 1, **options: Any
 ) -> Any:
     """Call `generate` of transformers with a configuration that contains only the options."""
+    ids, keep = _left_padded(prompts, padding_id(model) or 0)
+    with _generation_config(model, stop=stop, num_beams=num_beams, **options):
+        return model.generate(ids, attention_mask=keep)[:, ids.shape[1] :]
+
+
+def transformers_calls(call: GenerateCall) -> dict[str, GenerateCall]:
+    """Return other calls of `generate` of transformers that must give the same tokens, by name.
+
+    The calls raise an exception if the model does not support them.
+    """
+    if call.function is not _by_transformers:
+        return {}
+    calls = {"inputs_embeds": _from_embeddings, "past_key_values": _from_cache, "prompt lookup": _by_lookup}
+    return {name: replace(call, function=function) for name, function in calls.items()}
+
+
+def _from_embeddings(model: Any, prompts: list[Tensor], **options: Any) -> Any:
+    """Pass the embeddings of the prompts. The result contains only the new tokens."""
+    ids, keep = _left_padded(prompts, padding_id(model) or 0)
+    with _generation_config(model, **options):
+        return model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=keep)
+
+
+def _from_cache(model: Any, prompts: list[Tensor], **options: Any) -> Any:
+    """Pass the cache of a call with the first half of the prompts."""
+    ids, keep = _left_padded(prompts, padding_id(model) or 0)
+    half = ids.shape[1] // 2
+    cache = model(ids[:, :half], attention_mask=keep[:, :half], use_cache=True).past_key_values
+    with _generation_config(model, **options):
+        return model.generate(ids, attention_mask=keep, past_key_values=cache)[:, ids.shape[1] :]
+
+
+def _by_lookup(model: Any, prompts: list[Tensor], **options: Any) -> Any:
+    """Let `generate` try several tokens at once, which it finds in the prompts."""
+    ids, keep = _left_padded(prompts, padding_id(model) or 0)
+    with _generation_config(model, **options, prompt_lookup_num_tokens=3):
+        return model.generate(ids, attention_mask=keep)[:, ids.shape[1] :]
+
+
+@contextmanager
+def _generation_config(
+    model: Any, *, stop: Sequence[int] = (), num_beams: int = 1, **options: Any
+) -> Iterator[None]:
+    """Give the model a generation configuration that contains only the options."""
     from transformers import GenerationConfig
 
     own, make = model.generation_config, cast("Any", GenerationConfig)
-    pad = padding_id(model) or 0
-    ids, keep = _left_padded(prompts, pad)
-    is_drawn = options["temperature"] > 0
-    names = ("temperature", "top_k", "top_p") if is_drawn else ()
-    known = {name: options[name] or 0 for name in (*names, "max_new_tokens")}
-    ends = {"pad_token_id": pad, "eos_token_id": [*stop] or None}
-    model.generation_config = make(do_sample=is_drawn, num_beams=num_beams, **ends, **known)
+    known = {name: options.pop(name, None) or 0 for name in ("temperature", "top_k", "top_p")}
+    is_drawn = known["temperature"] > 0
+    options |= known if is_drawn else {}
+    ends = {"pad_token_id": padding_id(model) or 0, "eos_token_id": [*stop] or None}
+    model.generation_config = make(do_sample=is_drawn, num_beams=num_beams, **ends, **options)
     try:
-        return model.generate(ids, attention_mask=keep)[:, ids.shape[1] :]
+        yield
     finally:
         model.generation_config = own
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -24,7 +25,7 @@ from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
 from stackwise.subject.capability import padding_id
 from stackwise.subject.encoder_decoder import Decoder
-from stackwise.subject.generation import GenerateCall
+from stackwise.subject.generation import GenerateCall, transformers_calls
 from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
@@ -223,6 +224,24 @@ def generation_rows(engine: _Engine) -> CheckResult | None:
     if "num_samples" in engine.call.options:
         return engine.difference(engine.prompts([5]), advice, num_samples=3)
     return engine.difference(engine.prompts([5] * 4 if engine.call.one_length else _LENGTHS), advice)
+
+
+@check
+@_of_engine
+def generation_inputs(engine: _Engine) -> CheckResult | None:
+    """Does generate() of transformers continue embeddings, a cache and looked-up tokens like ids?"""
+    [prompt] = engine.prompts([4])
+    prompts, used = [prompt.repeat(2)], []
+    for name, call in transformers_calls(engine.call).items():
+        engine.call = call
+        with suppress(*REFUSALS, AttributeError, NotImplementedError):  # the model does not support it
+            advice = f"Look at the positions, the mask and the cache of a call with {name}."
+            if failure := engine.difference(prompts, advice):
+                return replace(failure, where=f"{failure.where}, {name}")
+            used.append(name)
+    if not used:
+        raise NotImplementedError("needs generate() of transformers, with inputs_embeds or a cache")
+    return engine.subject.passed(meaning=f"compared: {', '.join(used)}")
 
 
 @check

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from stackwise.checks import check_model
 from stackwise.checks.model.generation import _chi_square, _reference
@@ -32,13 +33,39 @@ def test_generate_of_each_kind_passes(model):
     spec = ModelSpec.of(model)
     assert spec.generate is not None
     found = statuses(spec)
-    assert found.pop("generation_beams") == ("passed" if model is llama else "not applicable")
+    for name in ("generation_beams", "generation_inputs"):
+        assert found.pop(name) == ("passed" if model is llama else "not applicable")
     assert set(found.values()) == {"passed"}
 
 
 @pytest.mark.parametrize("model", [llama, rack])
 def test_inferred_generate_is_noted(model):
     assert "generate" in ModelSpec.of(model).notes
+
+
+class PositionsFromZero(transformers.LlamaForCausalLM):
+    """Several tokens after a cache get the positions 0, 1, 2, ..."""
+
+    def forward(self, input_ids=None, position_ids=None, **options):
+        if input_ids is not None and input_ids.shape[1] > 1:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids=position_ids, **options)
+
+
+class ScaledEmbeddings(transformers.LlamaForCausalLM):
+    """Embeddings that are passed are doubled."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **options):
+        inputs_embeds = None if inputs_embeds is None else 2 * inputs_embeds
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [(PositionsFromZero, "past_key_values"), (ScaledEmbeddings, "inputs_embeds")]
+)
+def test_generation_inputs_names_the_argument(kind, way):
+    [result] = check_model(lambda: kind(llama()), checks=["generation_inputs"])
+    assert (result.status, result.where.endswith(way)) == ("failed", True)
 
 
 class Nano(GPT):

@@ -30,7 +30,7 @@ from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
 _N_BEAMS, _N_BEAM_STEPS = 4, 6
-# Largest and smallest number of rows in a sampling check, and largest size of one tensor with all rows.
+# Largest and smallest number of rows in a sampling check, and largest size of one tensor in a call.
 _MANY, _FEW, _BYTES = 256, 128, 2**25
 # Limit of -log10 of the p-value of a sample. A correct engine exceeds it in two samples once in 1e8 runs.
 _SURPRISE = 4.0
@@ -61,6 +61,7 @@ class _Engine:
         # The mask and the positions of some models depend on these ids, or a row ends at them.
         padding = {padding_id(self.plain), *(each.padding_idx for each in embeddings)}
         self.reserved = (padding - {None}) | {*call.may_end}
+        self.n_at_once = _MANY
         self.tolerance = max(1e-3, 16 * torch.finfo(dtype_of(self.plain)).eps)
         if self.logits(self.prompts([4])[0][None]).shape[1] > _n_ids(self.plain, subject.spec.width):
             raise NotImplementedError("needs as many logits as ids: generation may exclude the others")
@@ -121,10 +122,15 @@ class _Engine:
         """Return two drawn tokens for each of many rows with the same prompt."""
         with _LargestTensor() as largest:
             self.logits(prompt[None])
-        count = min(max(_BYTES // largest.n_bytes, _FEW), _MANY)
-        is_one = "num_samples" in self.call.options
-        options |= {"num_samples": count} if is_one else {}
-        return self.generate([prompt] * (1 if is_one else count), 2, seed, **options)
+        self.n_at_once = min(max(_BYTES // largest.n_bytes, 1), _MANY)
+        if "num_samples" in self.call.options:
+            return self.generate([prompt], 2, seed, num_samples=max(self.n_at_once, _FEW), **options)
+        calls = range(math.ceil(_FEW / self.n_at_once))
+        return [
+            row
+            for number in calls
+            for row in self.generate([prompt] * self.n_at_once, 2, seed + 1009 * number, **options)
+        ]
 
     def drawn(self, prompt: Tensor, rows: _Rows, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, step + 1) of the rows that reach a step, and the plain logits (B, V) there.
@@ -137,7 +143,8 @@ class _Engine:
         if len(kept) < _FEW // 2:
             raise NotImplementedError(f"needs rows that do not end before token {step + 1}")
         tokens = prompt.new_tensor(kept)
-        return tokens, self.logits(prompt.expand(len(tokens), -1), tokens[:, :step])
+        parts = tokens[:, :step].split(self.n_at_once)
+        return tokens, torch.cat([self.logits(prompt.expand(len(part), -1), part) for part in parts])
 
     def without_ends(self, p: Tensor) -> Tensor:
         """Return probabilities (B, V) of the tokens of rows that do not end."""

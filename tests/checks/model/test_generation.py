@@ -310,7 +310,8 @@ def test_beam_search_of_transformers_passes():
 
 def test_engine_of_one_prompt_is_not_asked_for_stop_tokens():
     found = statuses(spec_of(GPT, generate=Samples()))
-    assert [found.pop(name) for name in ("generation_stop", "generation_beams")] == ["not applicable"] * 2
+    names = ("generation_stop", "generation_beams", "generation_inputs")
+    assert [found.pop(name) for name in names] == ["not applicable"] * 3
     assert set(found.values()) == {"passed"}
 
 

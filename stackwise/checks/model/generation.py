@@ -143,7 +143,7 @@ class _Engine:
         if len(kept) < _FEW // 2:
             raise NotImplementedError(f"needs rows that do not end before token {step + 1}")
         tokens = prompt.new_tensor(kept)
-        parts = torch.split(tokens[:, :step], self.n_at_once)  # type: ignore[no-untyped-call]
+        parts = torch.split(tokens[:, :step], self.n_at_once)
         return tokens, torch.cat([self.logits(prompt.expand(len(part), -1), part) for part in parts])
 
     def without_ends(self, p: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: N batch times heads, T queries, S keys, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,20 +60,27 @@ def attention_axis(subject: Subject) -> CheckResult:
 @check
 def returned_attention(subject: Subject) -> CheckResult:
     """Are the attention weights that the model returns shares of at most 1, and 0 for later positions?"""
-    model = subject.model()
-    use_eager = getattr(model, "set_attn_implementation", None)  # other kernels return no weights
     outputs: list[Any] = []
-    try:
-        if use_eager is not None:
-            use_eager("eager")
-        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
-        with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, {"output_attentions": True}):
-            subject.spec.forward(model, subject.inputs(2))
-    except Refused as error:
-        return subject.not_applicable(str(error))
-    except refusals() as error:
-        return subject.not_applicable(f"needs a model that returns attention weights: {reason_of(error)}")
+    for names in (("output_attentions", "output_hidden_states"), ("output_attentions",)):
+        try:
+            outputs = _outputs_with(subject, names)
+            break
+        except Refused as error:
+            reason = str(error)
+        except refusals() as error:
+            reason = reason_of(error)
+    if not outputs:
+        return subject.not_applicable(f"needs a model that returns attention weights: {reason}")
     found = [each for each in getattr(outputs[-1], "attentions", None) or () if isinstance(each, Tensor)]
+    states = getattr(outputs[-1], "hidden_states", None) or ()
+    if places := [i for i, each in enumerate(found) if any(torch.equal(each, state) for state in states)]:
+        return subject.failed(
+            float(len(places)),
+            0.0,
+            where=f"attentions[{places[0]}]",
+            meaning="The model returns a hidden state in place of attention weights.",
+            advice="Look for an index that selects another output of the layer.",
+        )
     square = [each for each in found if each.shape[-2:] == (subject.seq_len, subject.seq_len)]
     if len(square) < len(found) or not found:
         return subject.not_applicable("needs attention weights (B, H, T, T) in the output")
@@ -93,6 +101,18 @@ def returned_attention(subject: Subject) -> CheckResult:
         else "The model returns attention weights above 0 for later positions.",
         advice="Return the weights after the softmax over keys and before dropout.",
     )
+
+
+def _outputs_with(subject: Subject, names: Sequence[str]) -> list[Any]:
+    """Return the outputs of the model in a call in which these arguments are True."""
+    model, outputs = subject.model(), list[Any]()
+    use_eager = getattr(model, "set_attn_implementation", None)
+    if use_eager is not None:
+        use_eager("eager")  # other kernels return no weights
+    handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, dict.fromkeys(names, True)):
+        subject.spec.forward(model, subject.inputs(2))
+    return outputs
 
 
 @check

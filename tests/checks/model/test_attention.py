@@ -187,16 +187,23 @@ class ReturnsWeights(nn.Module):
         self.tokens, self.head, self.qkv = nn.Embedding(29, 16), nn.Linear(16, 29), nn.Linear(16, 48)
         self.returned = returned
 
-    def forward(self, ids, output_attentions=False):
+    def forward(self, ids, output_attentions=False, output_hidden_states=False):
         x = self.tokens(ids)
         q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         scores = q @ k.transpose(-2, -1) / 8**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
         x = x + (weights @ v).transpose(1, 2).flatten(2)
-        found = {"weights": weights, "scores": scores, "unmasked": scores.softmax(dim=-1), "states": x}
+        found = {
+            "weights": weights,
+            "scores": scores,
+            "unmasked": scores.softmax(dim=-1),
+            "states": x,
+            "values": v,
+        }
         attentions = (found[self.returned],) if output_attentions else None
-        return SimpleNamespace(logits=self.head(x), attentions=attentions)
+        states = (x,) if output_hidden_states else None
+        return SimpleNamespace(logits=self.head(x), attentions=attentions, hidden_states=states)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +212,22 @@ class ReturnsWeights(nn.Module):
         ("weights", "passed", ""),
         ("scores", "failed", "whose sum is above 1"),
         ("unmasked", "failed", "above 0 for later positions"),
-        ("states", "not applicable", ""),
+        ("states", "failed", "a hidden state in place of"),
+        ("values", "not applicable", ""),
     ],
 )
 def test_returned_attention(subjects, returned, status, part):
     result = subjects.ask(ModelSpec.of(lambda: ReturnsWeights(returned), causal=True), "returned_attention")
     assert result.status == status
     assert part in result.meaning
+
+
+def test_returned_attention_without_hidden_states(subjects):
+    class Plain(ReturnsWeights):
+        def forward(self, ids, output_attentions=False):
+            return super().forward(ids, output_attentions)
+
+    assert subjects.ask(ModelSpec.of(Plain, causal=True), "returned_attention").status == "passed"
 
 
 def test_returned_attention_needs_weights(subjects):

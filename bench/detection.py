@@ -132,11 +132,6 @@ _BUGS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/falcon",),
     ),
     (
-        ("attention",),
-        "the attentions that the model returns are the scores before the softmax",
-        ("transformers/squeezebert",),
-    ),
-    (
         ("generation",),
         "generate() counts positions from 0, and forward from the padding id",
         (

@@ -86,20 +86,24 @@ def returned_attention(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs attention weights (B, H, T, T) in the output")
     # With attention sinks, the sum is below 1.
     sums = torch.stack([torch.maximum(each.sum(dim=-1).max() - 1, -each.min()) for each in square])
-    later = torch.stack([each.triu(1).abs().max() for each in square]) * bool(subject.spec.causal)
+    later = torch.stack([each.triu(1).abs().max() for each in square])
+    if not subject.spec.causal or subject.spec.visible is not None:
+        later = torch.zeros_like(later)
     errors = torch.maximum(sums, later)
     worst = int(errors.argmax())
     limit = 1e-2 if square[0].dtype in HALF_PRECISION else 1e-4
     if errors[worst] <= limit:
         return subject.passed(errors[worst].item(), limit)
-    return subject.failed(
+    sees_later = bool(later[worst] > limit)
+    return subject.failed_unless(
+        None if sees_later else "heads are mixed or subtracted after the softmax",
         errors[worst].item(),
         limit,
         where=f"attentions[{worst}]",
-        meaning="The model returns attention weights below 0, or of a query whose sum is above 1."
-        if sums[worst] > limit
-        else "The model returns attention weights above 0 for later positions.",
-        advice="Return the weights after the softmax over keys and before dropout.",
+        meaning="The model returns attention weights above 0 for later positions."
+        if sees_later
+        else "The model returns attention weights below 0, or of a query whose sum is above 1.",
+        advice="Return the weights after the mask and the softmax over keys, and before dropout.",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from stackwise.support.hooks import temporary_hooks
 
 _STEPS = 3
 _ENCODER_POSITIONS = 4
+_LONG = 320
 # Share of the norm of all gradients, in float64. Smaller gradients are sums that cancel.
 _NOISE = 1e-12
 _NOTHING_TO_TRAIN = "no parameter is trainable"
@@ -97,7 +99,7 @@ def _never_called(
     layers = [layer for group in repeated_layers(model) for layer in group]
     if any(_takes_more(model.get_submodule(layer)) for layer in layers):
         return None
-    running = {pattern(name) for name in called}
+    running = {pattern(name) for name in called | _called_by_long_inputs(subject)}
     dead = [
         name
         for name in missing
@@ -114,6 +116,19 @@ def _never_called(
         advice="Look for a call of another module in their place, and for a branch that is never reached. "
         "If they are for later use, declare unused= with their prefixes.",
     )
+
+
+def _called_by_long_inputs(subject: Subject) -> set[str]:
+    """Return the modules that run in eval mode for long inputs, such as those that compress blocks."""
+    model, called = subject.model(), set[str]()
+    handles = (
+        m.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
+        for name, m in model.named_modules()
+    )
+    length = min(subject.spec.max_length or _LONG, _LONG)
+    with torch.no_grad(), subject.fixed_randomness(), temporary_hooks(handles), suppress(*REFUSALS):
+        subject.logits(model, subject.inputs(1, max(length, subject.seq_len)))
+    return called
 
 
 def _takes_more(layer: nn.Module) -> bool:

@@ -103,15 +103,17 @@ def discarded_results(subject: Subject) -> CheckResult:
             if spec.masked is not None:
                 keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
                 spec.masked(model, inputs.clone(), keep)
-    found = results.found
+    found = results.found or results.unread
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = next(iter(found.items()))
-    return subject.failed(
+    end = "discards it" if results.found else "stores it in a variable that is never read"
+    return subject.failed_unless(
+        None if results.found else "the variable is only for debugging",
         float(len(found)),
         0.0,
         where=place,
-        meaning=f"A statement computes a tensor by {name} and discards it, so it has no effect.",
+        meaning=f"A statement computes a tensor by {name} and {end}, so it has no effect.",
         advice="Assign the result, as in x = x.masked_fill(mask, 0), or use the form in place, such as "
         "masked_fill_. Delete the statement if it is not needed.",
     )

@@ -31,15 +31,15 @@ _WITH_EFFECTS = ("batch_norm", "instance_norm", "embedding_bag", "fake_quantize"
 class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Records the results of functions of torch and of custom autograd functions that have no effect.
 
-    A statement discards a new tensor, or assigns it to a variable that is never read.
-
     Attributes:
-        found: place in the code -> function that computed the result.
+        found: place in the code -> function whose result is discarded.
+        unread: place in the code -> function whose result is only stored in a variable that is never read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         # Place and function -> the results with a gradient, and True if a backward pass reached one.
         self._results: dict[tuple[str, str], list[weakref.ref[Tensor]]] = {}
@@ -86,30 +86,30 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def _note(self, name: str, result: Any, arguments: Any) -> None:
         """Record a result, unless it is an argument or no tensor, or the function has other effects."""
         is_new = isinstance(result, Tensor) and all(result is not each for each in arguments)
-        if is_new and not any(part in name for part in _WITH_EFFECTS) and _is_discarded():
-            self.found[place_in_code(self._names)] = name
-
-
-def _is_discarded() -> bool:
-    """Return True if the innermost statement outside torch discards the value of its call."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
-        frame = frame.f_back
-    return frame is not None and frame.f_lasti in _discarding(frame.f_code)
+        if not is_new or any(part in name for part in _WITH_EFFECTS):
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+            frame = frame.f_back
+        kind = "" if frame is None else _ends(frame.f_code).get(frame.f_lasti, "")
+        if kind:
+            (self.found if kind == "discarded" else self.unread)[place_in_code(self._names)] = name
 
 
 @cache
-def _discarding(code: CodeType) -> frozenset[int]:
-    """Return the offsets of the instructions whose result is discarded, or stored and never read.
+def _ends(code: CodeType) -> dict[int, str]:
+    """Return the offsets of the instructions whose result is "discarded", or "unread" in a variable.
 
-    In a call of Python code, the offset of a frame can be that of a cache entry of the instruction.
+    In a call of Python code, the offset of a frame can be that of a cache entry of the instruction. A variable
+    with a leading underscore is unread on purpose.
     """
     instructions = list(dis.get_instructions(code))
     read = {each.argval for each in instructions if each.opname != "STORE_FAST"}
-    return frozenset(
-        offset
-        for one, following in itertools.pairwise(instructions)
-        if following.opname == "POP_TOP"
-        or (following.opname == "STORE_FAST" and following.argval not in read)
-        for offset in range(one.offset, following.offset)
-    )
+    kinds: dict[int, str] = {}
+    for one, following in itertools.pairwise(instructions):
+        is_unread = following.opname == "STORE_FAST" and following.argval not in read
+        if following.opname == "POP_TOP":
+            kinds |= dict.fromkeys(range(one.offset, following.offset), "discarded")
+        elif is_unread and not following.argval.startswith("_"):
+            kinds |= dict.fromkeys(range(one.offset, following.offset), "unread")
+    return kinds

@@ -267,6 +267,14 @@ class LayerOfContext(Layer):
         return super().forward(x) + (0 if context is None else self.adapter(context))
 
 
+class LayerOfBlocks(Layer):
+    """Its adapter reads blocks of 32 positions."""
+
+    def forward(self, x):
+        self.calls_adapter = x.shape[1] >= 32
+        return super().forward(x)
+
+
 class Layers(nn.Module):
     def __init__(self, *layers):
         super().__init__()
@@ -284,6 +292,7 @@ class Layers(nn.Module):
         (Layer, (True, False), "warned"),
         (Layer, (False, False), "failed"),
         (LayerOfContext, (False, False), "warned"),
+        (LayerOfBlocks, (False, False), "warned"),
     ],
 )
 def test_a_part_that_no_layer_calls_is_a_failure(subjects, kind, calls, status):

@@ -175,6 +175,22 @@ def test_discarded_results_names_a_function_without_a_backward_pass(subjects):
     assert "by Identity.apply and discards it" in result.meaning
 
 
+def _stored_in_a_variable(model, x):
+    y = x + 1  # noqa: F841
+
+
+def _stored_in_a_variable_on_purpose(model, x):
+    _y = x + 1
+
+
+def test_discarded_results_warns_about_a_variable_that_is_never_read(subjects):
+    result = subjects.ask(lambda: Statement(_stored_in_a_variable), "discarded_results")
+    assert result.status == "warned"
+    assert "by add and stores it in a variable" in result.meaning
+    sound = subjects.ask(lambda: Statement(_stored_in_a_variable_on_purpose), "discarded_results")
+    assert sound.status == "passed"
+
+
 @pytest.mark.parametrize("statement", [_changed_in_place, _counted, _stored, _applied_and_used])
 def test_discarded_results_passes_statements_with_an_effect(subjects, statement):
     assert subjects.ask(lambda: Statement(statement), "discarded_results").status == "passed"

@@ -143,12 +143,12 @@ def test_a_loss_that_hardly_adds_up_excuses_as_much_and_no_more(check):
 
 
 class Splits(Loop):
-    """Splits the batch of a step into three micro-batches."""
+    """Splits the batch of a step into micro-batches of one row, at most four."""
 
     clears_each = False
 
     def step(self, batch):
-        parts = zip(*(batch[key].chunk(3) for key in batch), strict=True)
+        parts = zip(*(batch[key].chunk(4) for key in batch), strict=True)
         return self.accumulate([dict(zip(batch, part, strict=True)) for part in parts])
 
     def loss(self, batch):
@@ -172,7 +172,7 @@ class ReadsNothing(Loop):
     ("kind", "status", "where"),
     [
         (Splits, "passed", ""),
-        (ClearsEach, "failed", "rows 0, 3 of 6"),
+        (ClearsEach, "failed", "rows 0, 2 of 4"),
         (ReadsNothing, "not applicable", ""),
     ],
 )

@@ -67,22 +67,25 @@ def measure_source_mutants(claim: Claim, jobs: int, answers: Answers) -> None:
         print(f"source mutants of {name}: unchanged {unchanged[name]}", flush=True)
     every = draw({name: originals[name][0] for name in names})
     print(f"{len(every)} source mutants can be drawn", flush=True)
+    # Mutants that no check found are first, and are measured in any case.
+    wanted = [each for each in every if _is_missed(known.get(_text(*each)))]
+    wanted.sort(key=lambda each: _text(*each) not in known)
+    n_missed = sum(_text(*each) in known for each in wanted)
     size = _QUICK if claim.quick else _BATCH
-    for start in range(0, _QUICK if claim.quick else len(every), size):
+    for start in range(0, size if claim.quick else len(wanted), size):
+        if start >= n_missed and sum(map(_changes, known.values())) >= TARGET:
+            break
         new = {
             _text(name, mutant): functools.partial(
                 _measured, name, mutant, originals[name][1], unchanged[name]["failed"], answers
             )
-            for name, mutant in every[start : start + size]
-            if _is_missed(known.get(_text(name, mutant)))
+            for name, mutant in wanted[start : start + size]
         }
         for text, ended in all_isolated(new, jobs=jobs, seconds=_SECONDS):
             missed = {"missed_at_first": True} if text in known else {}
             known[text] = _record(ended) | missed
             claim.write()
             print(f"{text}: {known[text]}", flush=True)
-        if sum(_changes(each) for each in known.values()) >= TARGET:
-            break
 
 
 def _is_missed(mutant: Mapping[str, Any] | None) -> bool:

@@ -100,8 +100,8 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 def _ends(code: CodeType) -> dict[int, str]:
     """Return the offsets of the instructions whose result is "discarded", or "unread" in a variable.
 
-    In a call of Python code, the offset of a frame can be that of a cache entry of the instruction. A variable
-    with a leading underscore is unread on purpose.
+    In a call of Python code, the offset of a frame can be that of a cache entry of the instruction.
+    A variable with a leading underscore is unread on purpose.
     """
     instructions = list(dis.get_instructions(code))
     read = {each.argval for each in instructions if each.opname != "STORE_FAST"}

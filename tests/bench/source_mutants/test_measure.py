@@ -171,7 +171,7 @@ def test_mutants_are_measured_again_only_if_they_were_missed(monkeypatch):
     mutants = {texts[2]: {"kind": "crashes"}, texts[4]: missed, texts[5]: missed | {"missed_at_first": True}}
     claim.figures = {"source_mutants": {"originals": {}, "mutants": mutants}}
     measure_source_mutants(claim, 1, lambda make: iter(()))
-    assert asked == [3, 4, 5]
+    assert asked == [4, 5, 3]
     assert mutants[texts[3]]["found_by"] == mutants[texts[4]]["found_by"] == ["sometimes"]
     assert [texts[line] for line in (4, 5)] == [
         name for name in mutants if "missed_at_first" in mutants[name]

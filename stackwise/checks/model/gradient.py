@@ -22,7 +22,7 @@ from stackwise.checks.probe.derivative import Comparison, compared, direction_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
-from stackwise.checks.probe.layers import pattern, repeated_layers
+from stackwise.checks.probe.layers import pattern, repeated_layers, residual_stream
 from stackwise.checks.probe.loss_formula import IGNORED
 from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.probe.update import norm
@@ -46,6 +46,7 @@ _OTHER_DATA = re.compile(
 )
 _OTHER_DATA_TEXT = "Some parameters are for arguments that the checks do not pass, such as images."
 _RETURNED_TEXT = "Some parameters compute a result that is returned, and that this loss does not use."
+_OTHER_POSITIONS_TEXT = "Some parameters only change positions that the head does not read."
 _SELECTING_TEXT = "Some parameters may only choose positions by a top k, and need a loss of their own."
 
 
@@ -67,9 +68,10 @@ def gradient_flow(subject: Subject) -> CheckResult:
     meaning = f"All {n} parameters have a gradient that is not 0."
     if missing:
         elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
+        elsewhere |= _trained_by_long_inputs(subject)
         missing = [name for name in missing if name not in elsewhere]
-        meaning = "Some parameters get a gradient only from the model's own loss, or only if "
-        meaning += "encoder_hidden_states are passed."
+        meaning = "Some parameters get a gradient only from the model's own loss, only from long inputs, or "
+        meaning += "only if encoder_hidden_states are passed."
     if not missing:
         return rounded or subject.passed(0.0, 0.0, meaning=meaning)
     smooth, stepped, without, result = _by_influence(subject, missing)
@@ -99,7 +101,7 @@ def _never_called(
     layers = [layer for group in repeated_layers(model) for layer in group]
     if any(_takes_more(model.get_submodule(layer)) for layer in layers):
         return None
-    running = {pattern(name) for name in called | _called_by_long_inputs(subject)}
+    running = {pattern(name) for name in called}
     dead = [
         name
         for name in missing
@@ -116,19 +118,6 @@ def _never_called(
         advice="Look for a call of another module in their place, and for a branch that is never reached. "
         "If they are for later use, declare unused= with their prefixes.",
     )
-
-
-def _called_by_long_inputs(subject: Subject) -> set[str]:
-    """Return the modules that run in eval mode for long inputs, such as those that compress blocks."""
-    model, called = subject.model(), set[str]()
-    handles = (
-        m.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
-        for name, m in model.named_modules()
-    )
-    length = min(subject.spec.max_length or _LONG, _LONG)
-    with torch.no_grad(), subject.fixed_randomness(), temporary_hooks(handles), suppress(*REFUSALS):
-        subject.logits(model, subject.inputs(1, max(length, subject.seq_len)))
-    return called
 
 
 def _takes_more(layer: nn.Module) -> bool:
@@ -173,11 +162,14 @@ def _without_effect(
     subject: Subject, model: nn.Module, names: list[str], connected: set[str], n: int
 ) -> CheckResult | None:
     dead = [name for name in names if name in connected and _is_layer_weight(model, name)]
+    changing = None if subject.spec.per_position else _changing_stream(subject)
+    dead = [name for name in dead if name not in (changing or ())]
     if not dead:
         return None
     reads_one = "the head reads one position, such as a class token, and these only affect the others"
+    is_known = subject.spec.per_position or changing is not None
     return subject.failed_unless(
-        None if subject.spec.per_position else reads_one,
+        None if is_known else reads_one,
         len(dead) / n,
         0.0,
         where=listed(dead),
@@ -439,6 +431,17 @@ def _trained_by_own_loss(subject: Subject) -> set[str]:
     return {name for name, gradient in gradients_in(model).items() if gradient.any()}
 
 
+def _trained_by_long_inputs(subject: Subject) -> set[str]:
+    """Return the parameters with a gradient for long inputs, such as those that compress blocks of tokens."""
+    model = subject.model(train=True)
+    length = max(min(subject.spec.max_length or _LONG, _LONG), subject.seq_len)
+    with torch.enable_grad(), subject.fixed_randomness(), suppress(*REFUSALS):
+        loss = subject.spec.loss_of(model, subject.inputs(1, length))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+
+
 def _has_auxiliary_head(subject: Subject) -> bool:
     """Return True if the own loss trains parameters that no output depends on."""
     model = subject.model(train=True)
@@ -576,6 +579,10 @@ def _not_in_this_loss(
     if left:
         reasons |= dict.fromkeys(_returned_only(subject, left), _RETURNED_TEXT)
     left = [name for name in left if name not in reasons]
+    if left and not subject.spec.per_position:
+        changing = _changing_stream(subject) or set()
+        reasons |= dict.fromkeys(changing.intersection(left), _OTHER_POSITIONS_TEXT)
+        left = [name for name in left if name not in reasons]
     if left and selects_positions(subject):
         chosen = (name for name in left if name.rpartition(".")[0] in called)
         reasons |= dict.fromkeys(chosen, _SELECTING_TEXT)
@@ -615,6 +622,20 @@ def _returned_only(subject: Subject, names: list[str]) -> list[str]:
         if returned:
             torch.stack([each.sum() for each in returned]).sum().backward()  # type: ignore[no-untyped-call]
     return [name for name in names if model.get_parameter(name).grad is not None]
+
+
+def _changing_stream(subject: Subject) -> set[str] | None:
+    """Return the parameters that change the residual stream, or None if there is no stream.
+
+    A head may ignore some positions of the stream.
+    """
+    model = subject.model(train=True)
+    with torch.enable_grad(), subject.fixed_randomness():
+        stream = residual_stream(model, lambda: subject.spec.logits(model, subject.inputs(4)))
+        if stream is None:
+            return None
+        torch.stack([each.square().sum() for each in stream.after]).sum().backward()  # type: ignore[no-untyped-call]
+    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
 
 
 def _is_layer_weight(model: nn.Module, name: str) -> bool:

@@ -292,7 +292,7 @@ class Layers(nn.Module):
         (Layer, (True, False), "warned"),
         (Layer, (False, False), "failed"),
         (LayerOfContext, (False, False), "warned"),
-        (LayerOfBlocks, (False, False), "warned"),
+        (LayerOfBlocks, (False, False), "passed"),
     ],
 )
 def test_a_part_that_no_layer_calls_is_a_failure(subjects, kind, calls, status):
@@ -484,10 +484,52 @@ class ClassToken(nn.Module):
         return self.head(x[:, 0])
 
 
+class DeadClassToken(ClassToken):
+    """The output of the layers is multiplied by 0."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + 0.0 * layer(x)
+        return self.head(x.mean(1))
+
+
+class ClassTokenBlock(nn.Linear):
+    """The first position gets the mean of the stream only."""
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        return torch.cat([x[:, :1] + mean, x[:, 1:] + super().forward(x[:, 1:]) + mean], dim=1)
+
+
+class ClassTokenBlocks(ClassToken):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(ClassTokenBlock(8, 8) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0])
+
+
 def test_parameters_behind_a_class_token_are_unusual(subjects):
     result = subjects.ask(ClassToken, "gradient_flow")
     assert (result.status, result.where) == ("warned", "layers.1.weight")
     assert "class token" in result.advice
+
+
+def test_parameters_of_positions_that_the_head_does_not_read(subjects):
+    result = subjects.ask(ClassTokenBlocks, "gradient_flow")
+    assert (result.status, result.where) == ("passed", "layers.1.weight, layers.1.bias")
+    assert "positions that the head does not read" in result.meaning
+
+
+def test_a_branch_without_effect_before_a_head_for_rows(subjects):
+    result = subjects.ask(DeadClassToken, "gradient_flow")
+    assert result.status == "failed"
+    assert "multiplied by 0" in result.advice
 
 
 class FusedCrossEntropy(torch.autograd.Function):

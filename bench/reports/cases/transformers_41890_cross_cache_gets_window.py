@@ -151,12 +151,11 @@ class T5GemmaForConditionalGeneration(nn.Module):
         input_ids: torch.Tensor,
         decoder_input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         encoder_outputs: torch.Tensor | None = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        """Return logits of the decoder, the loss, the cache and the encoder states."""
+        """Return logits of the decoder, the cache and the encoder states."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         encoder = self.encode(input_ids, mask) if encoder_outputs is None else encoder_outputs
         if use_cache and past_key_values is None:
@@ -164,12 +163,8 @@ class T5GemmaForConditionalGeneration(nn.Module):
         x = self.decoder_embed_tokens(decoder_input_ids)
         for layer in self.decoder_layers:
             x = layer(x, encoder, mask.bool()[:, None, None], past_key_values)
-        logits, loss = self.lm_head(self.norm(x)), None
-        if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return SimpleNamespace(
-            loss=loss, logits=logits, past_key_values=past_key_values, encoder_outputs=encoder
-        )
+        logits = self.lm_head(self.norm(x))
+        return SimpleNamespace(logits=logits, past_key_values=past_key_values, encoder_outputs=encoder)
 
 
 def buggy() -> nn.Module:

@@ -11,7 +11,8 @@ The 20 reports of the third sample of models, of classes that the first two do n
 db511b5: `third_result.json`. Three of these cases were corrected after that, because their healthy form was
 wrong itself: big_vision_115, sasrec_47 and u_dit_12. The 20 reports of the fourth sample were asked at
 048878b: `fourth_result.json`. Those of the fifth sample were asked at 7c11233: `fifth_result.json`. The
-third sample of 15 training loops was asked at f308a2d: `third_loops_result.json`.
+third sample of 15 training loops was asked at f308a2d: `third_loops_result.json`. The 20 reports of the sixth
+sample of models were asked at 18acfcc: `sixth_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
@@ -48,6 +49,7 @@ SAMPLES = {
     "further reports of models": FOLDER / "third_result.json",
     "fourth sample of models": FOLDER / "fourth_result.json",
     "fifth sample of models": FOLDER / "fifth_result.json",
+    "sixth sample of models": FOLDER / "sixth_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

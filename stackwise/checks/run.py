@@ -17,6 +17,7 @@ from stackwise.checks.result import CheckResult, Status
 from stackwise.checks.subject import forget_results
 from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
+from stackwise.support.system_errors import reraise_unless_failure
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
@@ -102,7 +103,8 @@ def _run(
                 shown.next_round()
                 try:
                     result = one.run(spec, device=device, seed=seed)
-                except Exception as error:
+                except BaseException as error:
+                    reraise_unless_failure(error)
                     result = broken_off(one.name, spec.name, error)
             results.append(declared.apply(result))
     finally:
@@ -183,7 +185,7 @@ def _declared(result: CheckResult, finding: Status, status: Status, reason: str)
     )
 
 
-def broken_off(check: str, model: str, error: Exception) -> CheckResult:
+def broken_off(check: str, model: str, error: BaseException) -> CheckResult:
     """Return the result of a check that raised `error`, located at the last line of the user's own code."""
     places = traceback.extract_tb(error.__traceback__)
     place = next((place for place in reversed(places) if _is_user_code(place.filename)), places[-1])

@@ -12,7 +12,13 @@ from typing import ParamSpec
 import torch
 from safetensors import SafetensorError
 
-__all__ = ["false_if_raised", "is_out_of_memory", "reraise_if_out_of_memory", "safetensors_as_os_error"]
+__all__ = [
+    "false_if_raised",
+    "is_out_of_memory",
+    "reraise_if_out_of_memory",
+    "reraise_unless_failure",
+    "safetensors_as_os_error",
+]
 
 P = ParamSpec("P")
 
@@ -33,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(phrase in text for phrase in _OUT_OF_MEMORY)
 
 
-def reraise_if_out_of_memory(error: Exception) -> None:
+def reraise_if_out_of_memory(error: BaseException) -> None:
     """Raise `error` again if it means that memory was exhausted."""
     if is_out_of_memory(error):
         raise error
@@ -70,3 +76,12 @@ def safetensors_as_os_error(path: Path) -> Iterator[None]:
         if found is None:
             raise
         raise OSError(int(found["number"] or 0), str(error), str(path)) from error
+
+
+def reraise_unless_failure(error: BaseException) -> None:
+    """Raise an error again that is not an Exception, such as KeyboardInterrupt.
+
+    `torch.distributed.checkpoint` reports failures by a CheckpointException, which is a BaseException.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
+        raise error

@@ -257,11 +257,22 @@ class Penalty(torch.autograd.Function):
         return gradient + 1e-3 * ctx.saved_tensors[0]
 
 
+def train_gradients(spec):
+    """Return the gradient of each parameter in train mode."""
+    model = spec.create().train()
+    with torch.enable_grad():
+        spec.logits(model, spec.batch(2, 12)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
 class Penalised(GPT):
-    """The outputs of the feed-forward layers have a penalty."""
+    """The outputs of the feed-forward layers have a penalty in training."""
+
+    dropout = 0.0
 
     def mlp(self, layer, x):
-        return Penalty.apply(super().mlp(layer, x))
+        y = super().mlp(layer, x)
+        return Penalty.apply(y) if self.training else y
 
 
 def penalised():
@@ -273,15 +284,18 @@ def penalised():
     twin=penalised,
     family="sensitivity",
     source="NVIDIA-NeMo/Automodel#1408",
-    observable=gradients,
+    observable=train_gradients,
 )
 def penalty_in_an_unused_variable():
     """The result of the function that adds the gradient of a penalty is assigned and never used."""
 
     class Mutant(GPT):
+        dropout = 0.0
+
         def mlp(self, layer, x):
             y = super().mlp(layer, x)
-            penalised = Penalty.apply(y)  # noqa: F841
+            if self.training:
+                penalised = Penalty.apply(y)  # noqa: F841
             return y
 
     return spec_of(Mutant)

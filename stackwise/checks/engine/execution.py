@@ -251,7 +251,9 @@ class Execution:
         if logits is not None and logits.grad is not None:
             yield from self._of_targets(logits.grad)
         if not count:
-            if self.exam.loss_shift is not None:  # otherwise other terms have a gradient without labels
+            # Other terms have a gradient without labels.
+            has_others = self.model.training and self.exam.adds_gradients
+            if self.exam.loss_shift is not None and not has_others:
                 # A mean over no labels is NaN in torch; the check empty_loss reports it.
                 largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
                 yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)

@@ -153,6 +153,6 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

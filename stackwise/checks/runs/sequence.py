@@ -40,7 +40,11 @@ from stackwise.support.random_state import (
     seeded,
     set_random_states,
 )
-from stackwise.support.system_errors import false_if_raised, reraise_if_out_of_memory
+from stackwise.support.system_errors import (
+    false_if_raised,
+    reraise_if_out_of_memory,
+    reraise_unless_failure,
+)
 
 __all__ = [
     "INTERRUPTIONS",
@@ -228,7 +232,8 @@ class Sequences:
         """Return the difference, or the exception, of a sequence as text, or ""."""
         try:
             return self.difference(sequence)
-        except Exception as error:
+        except BaseException as error:
+            reraise_unless_failure(error)
             reraise_if_out_of_memory(error)
             return f"{_RAISES}{reason_of(error)}"
 

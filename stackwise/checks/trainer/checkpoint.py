@@ -14,7 +14,7 @@ from stackwise.checks.probe.run_state import different, save, state_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.support.random_state import seeded
-from stackwise.support.system_errors import is_out_of_memory
+from stackwise.support.system_errors import is_out_of_memory, reraise_unless_failure
 
 _STEP_NUMBERS = (80, 90, 100, 900, 1000)
 # Checkpoints of an earlier run, more than a run usually keeps.
@@ -122,6 +122,7 @@ def _accepted(subject: TrainerSubject, folder: Path, saved: dict[str, Any]) -> l
         try:
             with seeded(subject.seed + 1, subject.device):
                 other.load(folder)
-        except Exception:
+        except BaseException as error:
+            reraise_unless_failure(error)
             return []
     return different(saved, state_of(other))

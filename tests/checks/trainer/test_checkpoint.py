@@ -9,7 +9,7 @@ import torch
 from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.checkpoint import Keeping
-from tests.zoo.loop import loop_spec_of
+from tests.zoo.loop import Loop, loop_spec_of
 from tests.zoo.runs import folder_of_an_earlier_run_removes_the_new_checkpoint
 
 
@@ -84,3 +84,28 @@ def test_folder_of_an_earlier_run_that_is_refused():
             return super().checkpoint(folder, step)
 
     assert ask(loop_spec_of(Refusing), "newest_checkpoint").status == "passed"
+
+
+class CheckpointException(BaseException):
+    """Like that of torch.distributed.checkpoint, which is no Exception."""
+
+
+def test_a_checkpoint_exception_refuses_a_damaged_file():
+    class Distributed(Loop):
+        def load(self, folder):
+            try:
+                super().load(folder)
+            except Exception as error:
+                raise CheckpointException from error
+
+    [result] = check_trainer(loop_spec_of(Distributed), checks=["damaged_checkpoint"])
+    assert result.status == "passed"
+
+
+def test_a_checkpoint_exception_is_an_error_of_one_check():
+    class Broken(Loop):
+        def step(self, batch):
+            raise CheckpointException("lost")
+
+    results = check_trainer(loop_spec_of(Broken), checks=["parameters_change", "step_counters"])
+    assert {result.status for result in results} == {"error"}

@@ -247,7 +247,7 @@ def resized_vocabulary(subject: Subject) -> CheckResult:
                 float(n_tokens),
                 where=where,
                 meaning=f"The model has {n_tokens} embeddings and {after.shape[-1]} logits.",
-                advice="Return the head from get_output_embeddings(), or resize it as well.",
+                advice="Return the head from get_output_embeddings(), or resize the head as well.",
             )
         gap = relative_difference(before, after[..., : before.shape[-1]]).max().item()
         if not gap <= subject.spec.tolerance:

@@ -119,7 +119,7 @@ def row_effects(subject: TrainerSubject) -> CheckResult:
         float(len(without)),
         0.0,
         where=f"rows {', '.join(map(str, without))} of {rows}",
-        meaning="The gradient of the update is the same if this row has other content.",
+        meaning="The gradient of the update is the same if one of these rows is replaced by another row.",
         advice="Look for zero_grad() between the micro-batches of one update, for an update from the last "
         "micro-batch only, and for rows that are cut off.",
     )

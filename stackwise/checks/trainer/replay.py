@@ -51,8 +51,10 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
             float(len(moved)),
             0.0,
             where=listed(sorted(moved)),
-            meaning="This parameter has no gradient in some steps, and each of them updates it.",
-            advice="Look for a copy of the gradients that zero_grad() does not clear.",
+            meaning="These parameters are frozen and have no gradient in three steps, and each of these steps "
+            "changes them.",
+            advice="Skip parameters whose grad is None. Look for a copy of the gradients that zero_grad() does "
+            "not clear.",
         )
     return result
 

@@ -51,9 +51,9 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
             float(len(moved)),
             0.0,
             where=listed(sorted(moved)),
-            meaning="These parameters are frozen and have no gradient in three steps, and each of these steps "
-            "changes them.",
-            advice="Skip parameters whose grad is None. Look for a copy of the gradients that zero_grad() does "
+            meaning="These parameters are frozen and have no gradient in three steps, and each of them "
+            "changes the parameters.",
+            advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does "
             "not clear.",
         )
     return result

@@ -105,6 +105,7 @@ def _ends(code: CodeType) -> dict[int, str]:
     """
     instructions = list(dis.get_instructions(code))
     read = {each.argval for each in instructions if each.opname != "STORE_FAST"}
+    read |= {name for pair in read if isinstance(pair, tuple) for name in pair}  # LOAD_FAST_LOAD_FAST
     kinds: dict[int, str] = {}
     for one, following in itertools.pairwise(instructions):
         is_unread = following.opname == "STORE_FAST" and following.argval not in read

@@ -172,8 +172,11 @@ def coupled_decay(recording: Recording) -> dict[str, float]:
         if torch.equal(end, start):
             continue  # the learning rate is 0
         effect = end - plain
-        along = start * (effect.flatten() @ start.flatten() / start.square().sum())
-        shares[name] = float((effect - along).norm() / effect.norm()) if effect.any() else 1.0
+        if not effect.any():
+            continue  # option_effects reports it
+        # The decay may be before or after the update.
+        along = (x * (effect.flatten() @ x.flatten() / x.square().sum()) for x in (start, plain))
+        shares[name] = min(float((effect - each).norm() / effect.norm()) for each in along)
     return shares
 
 

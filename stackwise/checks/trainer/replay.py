@@ -47,10 +47,11 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     if result.status == "passed":
         result = _compared(subject, freeze=True)
     if result.status == "passed" and (moved := _updated_without_gradient(subject)):
-        return subject.failed(
+        return subject.warned(
             float(len(moved)),
             0.0,
             where=listed(sorted(moved)),
+            correct_if="the loop changes frozen parameters on purpose, or trains them again in the step",
             meaning="These parameters are frozen and have no gradient in three steps, and each of them "
             "changes the parameters.",
             advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does "

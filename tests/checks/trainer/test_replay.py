@@ -414,6 +414,6 @@ class OnClearedCopies(OnCopies):
 
 def test_an_update_without_a_gradient():
     result = ask(training_of(lambda parameters: OnCopies(parameters, lr=1e-2)), "separate_updates")
-    assert (result.status, result.where) == ("failed", "head.bias")
+    assert (result.status, result.where) == ("warned", "head.bias")
     sound = training_of(lambda parameters: OnClearedCopies(parameters, lr=1e-2))
     assert ask(sound, "separate_updates").status == "passed"

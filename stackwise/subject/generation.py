@@ -200,10 +200,21 @@ def _from_embeddings(model: Any, prompts: list[Tensor], **options: Any) -> Any:
 
 
 def _from_cache(model: Any, prompts: list[Tensor], **options: Any) -> Any:
-    """Pass the cache of a call with the first half of the prompts."""
+    """Pass the cache of a call with the first half of the prompts.
+
+    Raises:
+        NotImplementedError: the model returns no cache, or prepares the inputs of a cache by itself.
+    """
+    from transformers import GenerationMixin
+
+    own = type(model).prepare_inputs_for_generation
+    if own is not GenerationMixin.prepare_inputs_for_generation:
+        raise NotImplementedError("its prepare_inputs_for_generation may pass only the last token")
     ids, keep = _left_padded(prompts, padding_id(model) or 0)
     half = ids.shape[1] // 2
     cache = model(ids[:, :half], attention_mask=keep[:, :half], use_cache=True).past_key_values
+    if cache is None:
+        raise NotImplementedError("the model returns no cache")
     with _generation_config(model, **options):
         return model.generate(ids, attention_mask=keep, past_key_values=cache)[:, ids.shape[1] :]
 

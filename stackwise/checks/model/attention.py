@@ -59,7 +59,7 @@ def attention_axis(subject: Subject) -> CheckResult:
 
 @check
 def returned_attention(subject: Subject) -> CheckResult:
-    """Are the attention weights that the model returns shares of at most 1, and 0 for later positions?"""
+    """Are returned attention weights at least 0, with a sum of at most 1, and causal if the model is?"""
     outputs: list[Any] = []
     for names in (("output_attentions", "output_hidden_states"), ("output_attentions",)):
         try:
@@ -82,8 +82,8 @@ def returned_attention(subject: Subject) -> CheckResult:
             advice="Look for an index that selects another output of the layer.",
         )
     square = [each for each in found if each.shape[-2:] == (subject.seq_len, subject.seq_len)]
-    if len(square) < len(found) or not found:
-        return subject.not_applicable("needs attention weights (B, H, T, T) in the output")
+    if len(square) < len(found) or not found or not all(each.isfinite().all() for each in square):
+        return subject.not_applicable("needs finite attention weights (B, H, T, T) in the output")
     # With attention sinks, the sum is below 1.
     sums = torch.stack([torch.maximum(each.sum(dim=-1).max() - 1, -each.min()) for each in square])
     later = torch.stack([each.triu(1).abs().max() for each in square])
@@ -96,13 +96,13 @@ def returned_attention(subject: Subject) -> CheckResult:
         return subject.passed(errors[worst].item(), limit)
     sees_later = bool(later[worst] > limit)
     return subject.failed_unless(
-        None if sees_later else "heads are mixed or subtracted after the softmax",
+        None if sees_later else "heads are mixed or subtracted after the softmax, or there is no softmax",
         errors[worst].item(),
         limit,
         where=f"attentions[{worst}]",
         meaning="The model returns attention weights above 0 for later positions."
         if sees_later
-        else "The model returns attention weights below 0, or of a query whose sum is above 1.",
+        else "Some returned attention weights are below 0, or their sum for one query is above 1.",
         advice="Return the weights after the mask and the softmax over keys, and before dropout.",
     )
 

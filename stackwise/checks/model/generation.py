@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs, reason_of
+from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, repeats
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.subject import Subject
@@ -236,16 +236,21 @@ def generation_rows(engine: _Engine) -> CheckResult | None:
 @check
 @_of_engine
 def generation_inputs(engine: _Engine) -> CheckResult | None:
-    """Does generate() of transformers continue embeddings, a cache and looked-up tokens like ids?"""
+    """Does generate() of transformers return the same tokens for embeddings, a cache and prompt lookup?"""
     [prompt] = engine.prompts([4])
     prompts, used = [prompt.repeat(2)], []
     for name, call in transformers_calls(engine.call).items():
         engine.call = call
-        with suppress(*REFUSALS, AttributeError, NotImplementedError):  # the model does not support it
-            advice = f"Look at the positions, the mask and the cache of a call with {name}."
-            if failure := engine.difference(prompts, advice):
-                return replace(failure, where=f"{failure.where}, {name}")
-            used.append(name)
+        advice = f"Look at the position ids, the mask and the cache in a call with {name}."
+        try:
+            failure = engine.difference(prompts, advice)
+        except AttributeError:
+            continue
+        except refusals():  # the model does not support it
+            continue
+        if failure is not None:
+            return replace(failure, where=f"{failure.where}, {name}")
+        used.append(name)
     if not used:
         raise NotImplementedError("needs generate() of transformers, with inputs_embeds or a cache")
     return engine.subject.passed(meaning=f"compared: {', '.join(used)}")

@@ -97,7 +97,11 @@ def gradient_flow(subject: Subject) -> CheckResult:
 def _never_called(
     subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
 ) -> CheckResult | None:
-    """Return a result if a part of all repeated layers is not called, and no optional argument may use it."""
+    """Return a result if a part of all repeated layers is not called, and could not be called on purpose.
+
+    A setting may choose between modules of equal shapes, such as the adapters of several languages. An
+    optional argument may be for data that the checks do not pass.
+    """
     layers = [layer for group in repeated_layers(model) for layer in group]
     if any(_takes_more(model.get_submodule(layer)) for layer in layers):
         return None
@@ -107,6 +111,7 @@ def _never_called(
         for name in missing
         if name.startswith(tuple(f"{layer}." for layer in layers))
         and pattern(name.rpartition(".")[0]) not in running
+        and not _has_alternative(model, name.rpartition(".")[0], called)
     ]
     if not dead:
         return None
@@ -114,17 +119,29 @@ def _never_called(
         len(dead) / n,
         0.0,
         where=listed(dead),
-        meaning=f"No layer calls the modules of {len(dead)} of {n} parameters. They never train.",
-        advice="Look for a call of another module in their place, and for a branch that is never reached. "
-        "If they are for later use, declare unused= with their prefixes.",
+        meaning=f"{len(dead)} of {n} parameters are in modules that no layer calls. They never train.",
+        advice="In the forward method of the layer, look for a call of the wrong module, and for a condition "
+        "that is never true. If the modules are unused on purpose, declare unused= with their names.",
     )
 
 
 def _takes_more(layer: nn.Module) -> bool:
     """Return True if a part of the layer has an optional argument that could be for data of another kind."""
     named = [(n, p) for part in layer.modules() for n, p in forward_parameters(part).items()]
-    optional = {n for n, p in named if p.default is None and not names_cache(n)}
+    optional = {n for n, p in named if isinstance(p.default, str | None) and not names_cache(n)}
     return any(not known_kinds(name) or "context" in known_kinds(name) for name in optional)
+
+
+def _has_alternative(model: nn.Module, name: str, called: set[str]) -> bool:
+    """Return True if a module beside one that is not called has the same parameter shapes, and is called."""
+    parent = name.rpartition(".")[0]
+    while parent not in called and not isinstance(model.get_submodule(parent), nn.ModuleDict | nn.ModuleList):
+        name, parent = parent, parent.rpartition(".")[0]
+    shapes = [p.shape for p in model.get_submodule(name).parameters()]
+    others = (f"{parent}.{child}" for child, _ in model.get_submodule(parent).named_children())
+    return any(
+        [p.shape for p in model.get_submodule(each).parameters()] == shapes for each in called & {*others}
+    )
 
 
 def _never_train(

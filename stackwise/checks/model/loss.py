@@ -14,7 +14,7 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import changed_calls
 from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.backward import gradients_at
-from stackwise.checks.probe.call import REFUSALS, reason_of
+from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
     IGNORED,
@@ -380,11 +380,11 @@ def _loss_with_gradients(subject: Subject, model: nn.Module, inputs: Tensor, lab
 
 @check(suite="full")
 def loss_items(subject: Subject) -> CheckResult:
-    """Is the loss a sum divided by num_items_in_batch, if the Trainer of transformers passes this number?"""
+    """Does the loss depend on num_items_in_batch, if the Trainer of transformers passes it?"""
     spec, model = subject.spec, subject.model()
     if spec.labelled_loss is None or not _gets_number_of_items(model):
         return subject.not_applicable(
-            "needs labelled_loss, and a transformers model that accepts loss kwargs"
+            "needs labelled_loss, and a transformers model whose forward takes **kwargs"
         )
     inputs = subject.inputs(2)
     plain, _ = labelled_loss(subject, model, inputs, inputs)
@@ -393,15 +393,16 @@ def loss_items(subject: Subject) -> CheckResult:
         for number in (_ITEMS, 2 * _ITEMS):
             with changed_calls(model, {"num_items_in_batch": number}):
                 losses.append(labelled_loss(subject, model, inputs, inputs)[0])
-    except (*REFUSALS, Refused) as error:
+    except Refused as error:
+        return subject.not_applicable(str(error))
+    except refusals() as error:
         return subject.not_applicable(f"needs a model that takes num_items_in_batch: {reason_of(error)}")
-    share = (losses[0] - losses[1]) / losses[0] if losses[0] else 0.0
-    if share:
-        return subject.passed(share, 0.0)
+    if not all(map(math.isfinite, losses)):
+        return subject.not_applicable("needs a finite loss; see loss_formula")
+    if losses[0] != losses[1]:  # it may have a further term that is not divided
+        return subject.passed(meaning=f"The loss is {losses[0]:.4g} for {_ITEMS} items.")
     return subject.warned(
-        share,
-        0.5,
-        where=f"{plain:.4g} without this number, {losses[0]:.4g} for {_ITEMS} items",
+        where=f"loss {losses[0]:.4g} with num_items_in_batch={_ITEMS}, {plain:.4g} without it",
         meaning="The loss ignores num_items_in_batch. Because forward accepts **kwargs, the Trainer of "
         "transformers does not divide the loss by the number of accumulated batches.",
         correct_if="the model is never trained by this Trainer with gradient_accumulation_steps above 1",

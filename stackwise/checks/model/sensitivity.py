@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
-from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.discarded import DiscardedResults
@@ -87,34 +87,32 @@ def token_effect(subject: Subject) -> CheckResult:
 
 @check
 def discarded_results(subject: Subject) -> CheckResult:
-    """Is the result of every operation stored or returned?"""
+    """Is the result of every operation used?"""
     spec, inputs, model = subject.spec, subject.inputs(2), subject.model(train=True)
-    results = DiscardedResults(model)
-    returned: list[Tensor] = []
-    handle = model.register_forward_hook(lambda _module, _args, output: returned.extend(tensors_in(output)))
-    with subject.fixed_randomness(), torch.enable_grad():
-        with results.recording(), temporary_hooks([handle]):
-            loss = spec.loss_of(model, inputs.clone())
-        with suppress(RuntimeError):  # gradient_flow reports it
-            results.follow_back([each for each in (loss, *returned) if each.requires_grad])
-        model.eval()
-        with results.recording():
-            spec.logits(model, inputs.clone())
-            if spec.masked is not None:
-                keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-                spec.masked(model, inputs.clone(), keep)
+    results, kept = DiscardedResults(model), list[object]()
+    handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
+    calls: list[Callable[[], object]] = [
+        lambda: spec.loss_of(model.train(), inputs.clone()),
+        lambda: spec.logits(model.eval(), inputs.clone()),
+    ]
+    if spec.masked is not None:
+        keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        calls.append(partial(spec.masked, model, inputs.clone(), keep))
+    with subject.fixed_randomness(), torch.enable_grad(), temporary_hooks([handle]):
+        for call in calls:
+            with results.recording():
+                kept.append(call())
     found = results.found or results.unread
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = next(iter(found.items()))
-    end = "discards it" if results.found else "stores it in a variable that is never read"
     return subject.failed_unless(
         None if results.found else "the variable is only for debugging",
         float(len(found)),
         0.0,
         where=place,
-        meaning=f"A statement computes a tensor by {name} and {end}, so it has no effect.",
-        advice="Assign the result, as in x = x.masked_fill(mask, 0), or use the form in place, such as "
+        meaning=f"The tensor that {name} computes here has no effect: no later statement uses it.",
+        advice="Use the result, as in x = x.masked_fill(mask, 0), or the form in place, such as "
         "masked_fill_. Delete the statement if it is not needed.",
     )
 

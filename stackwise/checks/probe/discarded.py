@@ -1,4 +1,4 @@
-"""Discarded results: tensors that a statement computes and does not store, as in `x.masked_fill(mask, 0)`."""
+"""Discarded results: tensors that are computed and never used, as in `x.masked_fill(mask, 0)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.probe.shadow import place_in_code
 
@@ -32,7 +33,8 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Records the results of functions of torch and of custom autograd functions that have no effect.
 
     Attributes:
-        found: place in the code -> function whose result is discarded.
+        found: place in the code -> function whose result is discarded. It is also discarded if a custom
+            autograd function returns it, and it is deleted before another function gets it.
         unread: place in the code -> function whose result is only stored in a variable that is never read.
     """
 
@@ -41,9 +43,8 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self.found: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
-        # Place and function -> the results with a gradient, and True if a backward pass reached one.
-        self._results: dict[tuple[str, str], list[weakref.ref[Tensor]]] = {}
-        self._reached: set[tuple[str, str]] = set()
+        # id of a result of a custom autograd function that no function got yet -> result, place, function.
+        self._pending: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -51,31 +52,31 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         apply = Function.apply.__func__  # type: ignore[attr-defined]
 
         def watched(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+            self._use((args, kwargs))
             result = apply(kind, *args, **kwargs)
-            self._note(f"{kind.__name__}.apply", result, args)
-            if isinstance(result, Tensor) and result.grad_fn is not None:
-                key = (place_in_code(self._names), f"{kind.__name__}.apply")
-                self._results.setdefault(key, []).append(weakref.ref(result))
-                result.grad_fn.register_hook(lambda *_: self._reached.add(key))
+            name = f"{kind.__name__}.apply"
+            if self._note(name, result, args):
+                self._pending[id(result)] = (weakref.ref(result), place_in_code(self._names), name)
             return result
 
         with self, patch.object(Function, "apply", classmethod(watched)):
             yield
+        for result, place, name in self._pending.values():
+            if result() is None:  # neither stored nor returned
+                self.found.setdefault(place, name)
+        self._pending.clear()
 
-    def follow_back(self, ends: Sequence[Tensor]) -> None:
-        """Add the deleted results of custom functions that no gradient of these tensors reaches.
-
-        Raises:
-            RuntimeError: the backward pass fails.
-        """
-        if ends:
-            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        for key, results in self._results.items():
-            if key not in self._reached and all(result() is None for result in results):
-                self.found.setdefault(*key)
+    def _use(self, values: Any) -> None:
+        """Remove the pending results that are among the arguments of a function."""
+        if self._pending:
+            for value in tree_leaves(values):
+                pending = self._pending.get(id(value))
+                if pending is not None and pending[0]() is value:
+                    del self._pending[id(value)]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._use((args, kwargs))
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         versions = [each._version for each in tensors if not each.is_inference()]
         result = function(*args, **kwargs)
@@ -83,17 +84,21 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._note(getattr(function, "__name__", ""), result, tensors)
         return result
 
-    def _note(self, name: str, result: Any, arguments: Any) -> None:
-        """Record a result, unless it is an argument or no tensor, or the function has other effects."""
+    def _note(self, name: str, result: Any, arguments: Any) -> bool:
+        """Record a result if the statement discards it. Return True if it is a new tensor.
+
+        A result is not new if it is an argument, or if the function has other effects.
+        """
         is_new = isinstance(result, Tensor) and all(result is not each for each in arguments)
         if not is_new or any(part in name for part in _WITH_EFFECTS):
-            return
+            return False
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
             frame = frame.f_back
         kind = "" if frame is None else _ends(frame.f_code).get(frame.f_lasti, "")
         if kind:
             (self.found if kind == "discarded" else self.unread)[place_in_code(self._names)] = name
+        return True
 
 
 @cache

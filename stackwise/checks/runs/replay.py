@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import optimizers_in
+from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
 __all__ = ["Recording", "Replayed", "coupled_decay", "options_without_effect", "recorded", "replayed"]
@@ -156,8 +157,8 @@ def options_without_effect(recording: Recording) -> list[str]:
 def coupled_decay(recording: Recording) -> dict[str, float]:
     """Return the share of the effect of weight decay on one update that is not a multiple of the weight.
 
-    With decoupled weight decay (arXiv:1711.05101) it is only rounding. Matrices without decay or
-    gradient are left out.
+    With decoupled weight decay (arXiv:1711.05101) it is only rounding. Elements without an effect do not
+    count, because cautious decay omits some. Matrices without decay or gradient are left out.
 
     Raises:
         Exception: the optimizer does not run with one parameter in float64.
@@ -168,15 +169,24 @@ def coupled_decay(recording: Recording) -> dict[str, float]:
         start, is_trained = change.before.double(), change.gradient is not None and change.gradient.any()
         if start.ndim < 2 or not is_trained or not start.any() or not change.options.get("weight_decay"):
             continue
-        end, plain = (_end_of(recording, [change], options) for options in ({}, {"weight_decay": 0.0}))
+        ends = []
+        for options in ({}, {"weight_decay": 0.0}):
+            with seeded(0):  # some optimizers round at random
+                ends.append(_end_of(recording, [change], options))
+        end, plain = ends
         if torch.equal(end, start):
             continue  # the learning rate is 0
         effect = end - plain
         if not effect.any():
             continue  # option_effects reports it
+        # Some optimizers compute in float32.
+        rounding = _ROUNDINGS * torch.finfo(torch.float32).eps * float(start.norm())
+        is_changed = effect != 0
+        effect = effect[is_changed]
         # The decay may be before or after the update.
-        along = (x * (effect.flatten() @ x.flatten() / x.square().sum()) for x in (start, plain))
-        shares[name] = min(float((effect - each).norm() / effect.norm()) for each in along)
+        parts = [x[is_changed] for x in (start, plain)]
+        gaps = [float((effect - x * (effect @ x / x.square().sum())).norm()) for x in parts]
+        shares[name] = max(min(gaps) - rounding, 0.0) / float(effect.norm())
     return shares
 
 

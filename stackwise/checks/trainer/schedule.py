@@ -46,7 +46,7 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
         return subject.failed(
             value,
             _ROUNDING,
-            where=f"step {number}, group {group}: {rates[number][group]:.6g}, declared {claimed:.6g}",
+            where=f"update {number}, group {group}: {rates[number][group]:.6g}, declared {claimed:.6g}",
             meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The measured "
             "difference is relative to the largest declared rate.",
             advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "

@@ -210,7 +210,7 @@ class ReturnsWeights(nn.Module):
     ("returned", "status", "part"),
     [
         ("weights", "passed", ""),
-        ("scores", "warned", "whose sum is above 1"),
+        ("scores", "warned", "their sum for one query is above 1"),
         ("unmasked", "failed", "above 0 for later positions"),
         ("states", "failed", "a hidden state in place of"),
         ("values", "not applicable", ""),

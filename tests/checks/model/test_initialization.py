@@ -458,5 +458,21 @@ def test_resized_vocabulary(subjects, changes, status, where, part):
     assert part in result.meaning
 
 
+def test_resized_vocabulary_of_normalised_outputs(subjects):
+    class Normalised(Resizable):
+        def forward(self, ids):
+            return super().forward(ids).log_softmax(dim=-1)
+
+    assert subjects.ask(Normalised, "resized_vocabulary").status == "passed"
+
+
+def test_resized_vocabulary_may_be_rounded_up(subjects):
+    class Rounded(Resizable):
+        def resize_token_embeddings(self, n_tokens):
+            super().resize_token_embeddings(64 * -(-n_tokens // 64))
+
+    assert subjects.ask(Rounded, "resized_vocabulary").status == "passed"
+
+
 def test_resized_vocabulary_needs_a_method(subjects):
     assert subjects.ask(subjects.TinyLM, "resized_vocabulary").status == "not applicable"

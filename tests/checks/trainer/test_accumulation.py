@@ -168,9 +168,37 @@ class ReadsNothing(Loop):
         return super().step({key: torch.ones_like(value) for key, value in batch.items()})
 
 
+class Subset(Loop):
+    """Trains on half of the rows, which it draws."""
+
+    def step(self, batch):
+        chosen = torch.randperm(self.batch_size)[: self.batch_size // 2]
+        return super().step({key: value[chosen] for key, value in batch.items()})
+
+
+class Hardest(Loop):
+    """Trains on the two rows of the largest loss."""
+
+    def step(self, batch):
+        rows = [{key: value[[i]] for key, value in batch.items()} for i in range(self.batch_size)]
+        with torch.no_grad():
+            chosen = torch.stack([self.loss(row) for row in rows]).topk(2).indices
+        return super().step({key: value[chosen] for key, value in batch.items()})
+
+
+class DropsLast(Loop):
+    """Drops the rest of a batch that does not fill a micro-batch of three rows."""
+
+    def step(self, batch):
+        return super().step({key: value[:3] for key, value in batch.items()})
+
+
 @pytest.mark.parametrize(
     ("kind", "status", "where"),
     [
+        (Subset, "passed", ""),
+        (Hardest, "passed", ""),
+        (DropsLast, "warned", "rows 3 of 4"),
         (Splits, "passed", ""),
         (ClearsEach, "failed", "rows 0, 2 of 4"),
         (ReadsNothing, "not applicable", ""),

@@ -373,9 +373,50 @@ class CoupledLion(Lion):
     decoupled = False
 
 
+class AfterUpdate(Lion):
+    """AdamW, by its name, that decays the weight after the update."""
+
+    def step(self, closure=None):
+        groups = self.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups:
+            group["weight_decay"] = 0.0
+        super().step()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+            for p in group["params"]:
+                p.data.mul_(1 - group["lr"] * decay)
+
+
+class MaskedDecay(AfterUpdate):
+    """Lion that decays weights only where the decay and the gradient have the same sign."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 - group["lr"] * group["weight_decay"] * (p.grad * p > 0))
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        Lion.step(self)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+class RandomLion(Lion):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(1e-4 * torch.randn_like(p))
+
+
 @pytest.mark.parametrize(
     ("kind", "status"),
     [
+        (AfterUpdate, "passed"),
+        (MaskedDecay, "passed"),
+        (RandomLion, "passed"),
         (Lion, "passed"),
         (CoupledLion, "failed"),
         (torch.optim.AdamW, "passed"),

@@ -216,7 +216,7 @@ def shared_modules(subject: Subject) -> CheckResult:
         where=listed(shared),
         meaning=f"{len(shared)} entries of a list of modules are the same module as an earlier entry. They "
         "share all weights.",
-        correct_if="the entries share their weights on purpose (layers: declare block_weights)",
+        correct_if="the entries share weights on purpose (for layers, declare the fact block_weights)",
         advice="Create each entry, as in nn.ModuleList(Layer() for _ in range(n)). [Layer()] * n repeats "
         "one module.",
     )

@@ -232,7 +232,7 @@ def _judged(
     if shadow.loss is not None:
         correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
         if autocast and correct_if and _differs_without_autocast(subject, dtype, shadow.loss, limits):
-            return subject.not_applicable(f"bfloat16_error reports {_place(shadow.loss)}")
+            return subject.not_applicable(f"bfloat16_error finds the same error: {_place(shadow.loss)}")
         return subject.failed_unless(
             correct_if,
             shadow.loss.error / eps,

@@ -138,7 +138,7 @@ def option_effects(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def decoupled_decay(subject: TrainerSubject) -> CheckResult:
-    """Does an optimizer with decoupled weight decay in its definition shrink the weights themselves?"""
+    """Does an optimizer such as AdamW subtract weight decay from the weights, not from the gradient?"""
     largest = -1.0
     for recording in _recordings(subject, freeze=False):
         if not any(_DECOUPLED.search(kind.__name__) for kind in type(recording.optimizer).__mro__):
@@ -156,7 +156,7 @@ def decoupled_decay(subject: TrainerSubject) -> CheckResult:
                 where=f"{recording.kind}: {listed(wrong)}",
                 meaning="The effect of weight decay on an update is not a multiple of the weight.",
                 advice="Subtract lr * weight_decay * weight from the weight. If the decay is added to the "
-                "gradient, it passes through moments and signs.",
+                "gradient, the optimizer divides it by the second moment, or takes only its sign.",
             )
     if largest < 0:
         return subject.not_applicable("needs an AdamW, Lion or Muon with weight decay")

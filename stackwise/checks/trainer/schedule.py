@@ -47,8 +47,8 @@ def learning_rate(subject: TrainerSubject) -> CheckResult:
             value,
             _ROUNDING,
             where=f"update {number}, group {group}: {rates[number][group]:.6g}, declared {claimed:.6g}",
-            meaning=f"The learning rate differs from the declared one in {len(rates)} steps. The measured "
-            "difference is relative to the largest declared rate.",
+            meaning=f"In {len(rates)} compared updates, a learning rate differs from the declared one. The "
+            "measured difference is relative to the largest declared rate.",
             advice="Look for a counter of micro-batches or epochs instead of updates, at the order of "
             "scheduler.step() and optimizer.step(), and at the total number of steps of the schedule.",
         )

@@ -47,7 +47,7 @@ def test_a_schedule_that_is_one_step_ahead():
     assert result.status == "failed"
     assert result.value == pytest.approx(0.25)
     result = ask(loop_spec_of(Ahead, learning_rate=lambda step: 1e-2), "learning_rate")
-    assert result.status == "failed" and "in 12 steps" in result.meaning
+    assert result.status == "failed" and "In 12 compared updates" in result.meaning
 
 
 def test_groups_with_learning_rates_of_their_own():

@@ -184,13 +184,16 @@ def _ragged_rows(subject: TrainerSubject) -> list[Any]:
 
 @torch.no_grad()
 def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) -> float | None:
-    """Return the mean loss over targets in float64, from the logits. None: the model returns none."""
+    """Return the mean loss over targets in float64, from the logits.
+
+    None: the model returns no logits, or it is a masked model such as BERT, whose labels are not shifted.
+    """
     ignored = _NO_LABEL if ignored is None else ignored
     total, count = 0.0, 0
     with _eval_mode(run.model):
         for batch in batches:
             logits = _logits(run, batch)
-            if logits is None:
+            if logits is None or _predicts_same_position(run, batch, logits, ignored):
                 return None
             targets = batch["labels"][:, 1:].to(logits.device).long()
             if (mask := batch.get("attention_mask")) is not None:
@@ -203,6 +206,27 @@ def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) ->
             )
             total, count = total + float(losses), count + int((targets != ignored).sum())
     return total / count if count else math.nan
+
+
+def _predicts_same_position(run: TrainingRun, batch: Any, logits: Tensor, ignored: int) -> bool:
+    """Return True if the loss does not shift the labels, and a position sees later positions.
+
+    The second condition tells a masked model from a causal model whose loss lacks the shift.
+    """
+    if getattr(run, "loss", None) is None:
+        return False
+    try:
+        loss = float(run.loss(batch))  # type: ignore[attr-defined]
+    except refusals():
+        return False
+    labels = batch["labels"].to(logits.device).long()
+    same = F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=ignored)
+    if not _apart(loss, float(same)) <= _NARROW:
+        return False
+    ids = batch["input_ids"].clone()
+    ids[:, -1] = torch.where(ids[:, -1] == ids[:, 0], ids[:, 1], ids[:, 0])
+    changed = _logits(run, {**batch, "input_ids": ids})
+    return changed is not None and not torch.equal(changed[:, :-1], logits[:, :-1])
 
 
 @torch.no_grad()

@@ -196,3 +196,38 @@ def test_mean_of_batches_is_a_warning_if_it_is_declared():
     assert ask(loop_spec_of(MeanOfMeans), "evaluation_exact").status == "failed"
     declared = type("Declared", (MeanOfMeans,), {"averages_batches": ("evaluate",)})
     assert ask(loop_spec_of(declared), "evaluation_exact").status == "warned"
+
+
+class Masked(GPT):
+    """Sees all positions, and its labels are those of the same position, as in BERT."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        output = super().forward(input_ids, attention_mask)
+        output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+        if labels is not None:
+            output.loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return output
+
+
+class MaskedLoop(Loop):
+    def create_model(self):
+        return Masked()
+
+    @torch.no_grad()
+    def evaluate(self, batches):
+        self.model.eval()
+        losses = [(self.loss(batch).item(), int((batch["labels"] != -100).sum())) for batch in batches]
+        self.model.train()
+        return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+
+
+def test_masked_model_is_not_compared_with_shifted_labels():
+    assert ask(loop_spec_of(MaskedLoop), "evaluation_exact").status == "passed"
+
+
+def test_masked_model_with_a_wrong_mean():
+    class Half(MaskedLoop):
+        def evaluate(self, batches):
+            return sum(super(Half, self).evaluate([batch]) for batch in batches) / len(batches)
+
+    assert ask(loop_spec_of(Half), "evaluation_exact").status == "failed"

@@ -12,6 +12,7 @@ from torch import nn
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.call import reason_of
+from stackwise.checks.probe.update import observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.replay import (
     Recording,
@@ -46,34 +47,59 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     result = _compared(subject, freeze=False)
     if result.status == "passed":
         result = _compared(subject, freeze=True)
-    if result.status == "passed" and (moved := _updated_without_gradient(subject)):
-        return subject.warned(
-            float(len(moved)),
-            0.0,
-            where=listed(sorted(moved)),
-            correct_if="the loop changes frozen parameters on purpose, or trains them again in the step",
-            meaning="These parameters are frozen and have no gradient in three steps, and each of them "
-            "changes the parameters.",
-            advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does "
-            "not clear.",
-        )
-    return result
+    if result.status != "passed":
+        return result
+    by_optimizer, by_step = _changed_while_frozen(subject)
+    if not by_step:
+        return result
+    return subject.failed_unless(
+        None
+        if by_optimizer
+        else "the loop changes frozen parameters on purpose, or trains them again in the step",
+        float(len(by_optimizer or by_step)),
+        0.0,
+        where=listed(sorted(by_optimizer or by_step)),
+        meaning="These parameters are frozen and have no gradient in three steps, and "
+        + (
+            "optimizer.step() changes them in each of these steps."
+            if by_optimizer
+            else "each step changes them."
+        ),
+        advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does not "
+        "clear.",
+    )
 
 
-def _updated_without_gradient(subject: TrainerSubject) -> set[str]:
-    """Return the parameters that change in each step in which they are frozen and have no gradient."""
-    run, moved = subject.run(), list[set[str]]()
+def _changed_while_frozen(subject: TrainerSubject) -> tuple[set[str], set[str]]:
+    """Return the parameters that change in each step in which they are frozen and have no gradient.
+
+    Returns:
+        The names of those that `optimizer.step` changes, and of those that any part of the step changes.
+    """
+    run = subject.run()
     names = {p: name for name, p in run.model.named_parameters()}
+    by_optimizer, by_step = list[set[str]](), list[set[str]]()
     with subject.fixed_randomness():
         for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
             if number not in _FROZEN_STEPS:
                 run.step(subject.batch(number))
                 continue
-            with _frozen(run) as frozen:
-                before = {p: p.detach().clone() for p in frozen}
+            with _frozen(run) as frozen, observed(run) as seen:
+                before = {p: p.detach().clone() for p in frozen if p in names}
                 run.step(subject.batch(number))
-            moved.append({names[p] for p in frozen if p in names and not torch.equal(p, before[p])})
-    return set.intersection(*moved) if moved else set()
+            moved = {names[p] for p, value in before.items() if not torch.equal(p, value)}
+            by_step.append(moved)
+            by_optimizer.append(
+                {
+                    name
+                    for update in seen.updates
+                    for name in moved - update.gradients.keys()
+                    if bool(update.moved(name).any())
+                }
+            )
+    if not by_step:
+        return set(), set()
+    return set.intersection(*by_optimizer), set.intersection(*by_step)
 
 
 @trainer_check

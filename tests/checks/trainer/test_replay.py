@@ -455,6 +455,26 @@ class OnClearedCopies(OnCopies):
 
 def test_an_update_without_a_gradient():
     result = ask(training_of(lambda parameters: OnCopies(parameters, lr=1e-2)), "separate_updates")
-    assert (result.status, result.where) == ("warned", "head.bias")
+    assert (result.status, result.where) == ("failed", "head.bias")
+    assert "optimizer.step() changes them" in result.meaning
     sound = training_of(lambda parameters: OnClearedCopies(parameters, lr=1e-2))
     assert ask(sound, "separate_updates").status == "passed"
+
+
+def test_frozen_parameters_that_the_loop_changes_are_a_warning():
+    def moves_the_bias(model, optimizer, batch):
+        loss = step(model, optimizer, batch)
+        with torch.no_grad():
+            model.head.bias.add_(0.01)
+        return loss
+
+    result = ask(training_of(torch.optim.AdamW, step=moves_the_bias), "separate_updates")
+    assert (result.status, result.where) == ("warned", "head.bias")
+
+
+def test_frozen_parameters_that_the_step_trains_again_are_a_warning():
+    def trains_all(model, optimizer, batch):
+        model.requires_grad_(True)
+        return step(model, optimizer, batch)
+
+    assert ask(training_of(torch.optim.AdamW, step=trains_all), "separate_updates").status == "warned"

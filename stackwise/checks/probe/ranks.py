@@ -61,6 +61,8 @@ class Record:
         norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
         losses: results of the steps. NaN for a step without a result.
         evaluation: `evaluate` of the first batch before all steps. None: the run has no such method.
+        evaluation_set: `evaluate` without batches. None: the run cannot evaluate a set of its own.
+        evaluated: the tokens of each row that the model reads in this evaluation.
         rows: the tokens of each row of the first epoch, in order. None: no `epoch`, or a long one.
         n_parts: number of parts of the batch, of which this rank has one.
         is_spoiled: True if the first layer of the model returned NaN in the last step, as the caller asked.
@@ -73,6 +75,8 @@ class Record:
     norm: float | None = None
     losses: list[float] = field(default_factory=list)
     evaluation: float | None = None
+    evaluation_set: float | None = None
+    evaluated: list[tuple[Any, ...]] = field(default_factory=list)
     rows: list[tuple[Any, ...]] | None = None
     n_parts: int = 1
     is_spoiled: bool = False
@@ -125,7 +129,7 @@ def run_ranks(subject: TrainerSubject, *, unequal: bool = False, spoiled: bool =
 @lru_cache(maxsize=3)
 def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) -> Ranks:
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
-    evaluates = _can_evaluate(subject)
+    evaluates, has_set = _can_evaluate(subject), _has_evaluation_set(subject)
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
         arguments = [
@@ -136,6 +140,7 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) 
                 "seed": subject.seed,
                 "log": str(logs[rank]),
                 "evaluates": evaluates,
+                "has_set": has_set,
                 "accumulates": not spoiled,
                 "is_spoiled": spoiled and rank == N_RANKS - 1,
             }
@@ -164,6 +169,7 @@ def run_rank(
     log: str,
     *,
     evaluates: bool,
+    has_set: bool,
     accumulates: bool,
     is_spoiled: bool,
 ) -> Record:
@@ -189,6 +195,7 @@ def run_rank(
                 parts,
                 _Collectives(Path(log)),
                 evaluates=evaluates,
+                has_set=has_set,
                 accumulates=accumulates,
                 is_spoiled=is_spoiled,
             )
@@ -207,7 +214,8 @@ def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     with seeded(subject.seed):
         norm = _gradient_norm(subject, batches[0]) if callable(getattr(run, "loss", None)) else None
-        record = observe(run, batches, None, evaluates=_can_evaluate(subject))
+        evaluates, has_set = _can_evaluate(subject), _has_evaluation_set(subject)
+        record = observe(run, batches, None, evaluates=evaluates, has_set=has_set)
     record.norm = norm
     return record
 
@@ -221,6 +229,15 @@ def _can_evaluate(subject: TrainerSubject) -> bool:
     run: Any = subject.run()
     with seeded(subject.seed):
         return number_in(run.evaluate([whole_batch(subject, 0)])) is not None
+
+
+@false_if_raised
+def _has_evaluation_set(subject: TrainerSubject) -> bool:
+    """Return True if the run evaluates a set of its own in one process, twice with the same result."""
+    run: Any = subject.run()
+    with seeded(subject.seed):
+        first = number_in(run.evaluate())
+        return first is not None and first == number_in(run.evaluate())
 
 
 def _gradient_norm(subject: TrainerSubject, batch: Any) -> float:
@@ -239,6 +256,7 @@ def observe(
     collectives: _Collectives | None,
     *,
     evaluates: bool,
+    has_set: bool,
     accumulates: bool = False,
     is_spoiled: bool = False,
 ) -> Record:
@@ -247,6 +265,9 @@ def observe(
     with keep_random_states():
         if evaluates:
             record.evaluation = number_in(run.evaluate(batches[:1]))
+        if has_set:
+            with _rows_read(run.model, record.evaluated):
+                record.evaluation_set = number_in(run.evaluate())
         with suppress(Exception):  # other checks report an epoch that raises
             record.rows = _rows_of_epoch(run)
 
@@ -294,8 +315,24 @@ def _rows_of_epoch(run: Any) -> list[tuple[Any, ...]] | None:
     batches = list(islice(run.epoch(0), _LONGEST_EPOCH + 1))
     if len(batches) > _LONGEST_EPOCH:
         return None
-    firsts = [next(tensors_in(batch), None) for batch in batches]
-    return [tuple(row.flatten().tolist()) for first in firsts if first is not None for row in first]
+    return [row for batch in batches for row in _rows_in(batch)]
+
+
+def _rows_in(batch: Any) -> list[tuple[Any, ...]]:
+    """Return the elements of each row of the first tensor of a batch."""
+    first = next(tensors_in(batch), None)
+    return [] if first is None or not first.ndim else [tuple(row.flatten().tolist()) for row in first]
+
+
+@contextmanager
+def _rows_read(model: nn.Module, rows: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Inside, add each row that a call of the model receives to `rows`."""
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        rows.extend(_rows_in([*args, *kwargs.values()]))
+
+    with temporary_hooks([model.register_forward_pre_hook(hook, with_kwargs=True)]):
+        yield
 
 
 def assembled(parts: list[Tensor], shape: torch.Size) -> Tensor | None:

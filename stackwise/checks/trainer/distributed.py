@@ -235,6 +235,41 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
 
 
 @trainer_check(suite="full")
+def evaluation_set_equals_dense(subject: TrainerSubject) -> CheckResult:
+    """Do all ranks together give each example of the evaluation set the same weight as one process?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    whole = dense(subject)
+    found = {record.evaluation_set for record in ranks.records}
+    if None in found or whole.evaluation_set is None or not whole.evaluated:
+        return subject.not_applicable("needs evaluate() without batches, with the same result for each call")
+    if (reason := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(reason)
+    if len(found) > 1:
+        return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
+    [loss] = found
+    assert loss is not None
+    gap = abs(loss / whole.evaluation_set - 1) if whole.evaluation_set else abs(loss)
+    if gap <= _limit(whole):
+        return subject.passed(gap, _limit(whole))
+    read, wanted = Counter(row for each in ranks.records for row in each.evaluated), Counter(whole.evaluated)
+    twice = (read - wanted).total() if set(read) == set(wanted) else 0
+    return subject.failed_unless(
+        None
+        if twice
+        else "the ranks evaluate other examples than one process, or each batch has the same weight",
+        gap,
+        _limit(whole),
+        where="the result of evaluate()",
+        meaning=f"The loss is {loss:.6g} on two ranks, and {whole.evaluation_set:.6g} in one process."
+        + f" The ranks evaluate {twice} of {wanted.total()} examples again." * bool(twice),
+        advice="A distributed sampler repeats examples so that all ranks have the same number. Leave them "
+        "out of the sums. Sum the losses and the numbers of targets of all ranks, and divide once.",
+    )
+
+
+@trainer_check(suite="full")
 def ranks_share_data(subject: TrainerSubject) -> CheckResult:
     """Does each example of an epoch belong to one rank?"""
     ranks = _finished(subject)

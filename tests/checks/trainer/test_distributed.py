@@ -72,6 +72,7 @@ def test_wrapper_of_torch():
     others = {
         "unequal_targets": "warned",
         "evaluation_equals_dense": "not applicable",
+        "evaluation_set_equals_dense": "not applicable",
         "ranks_share_data": "not applicable",
     }
     assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed") | others
@@ -177,7 +178,8 @@ class SharedTargets(Divided):
 def test_targets_of_all_ranks_have_the_same_weight():
     results = answers(divided(SharedTargets))
 
-    assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed")
+    others = {"evaluation_set_equals_dense": "not applicable"}
+    assert {name: r.status for name, r in results.items()} == dict.fromkeys(FAMILY, "passed") | others
 
 
 @pytest.mark.slow
@@ -201,9 +203,9 @@ def test_data_of_ranks_that_overlap_fail():
 # The checks on ranks that are given, without processes
 
 
-def given(monkeypatch, **changes):
+def given(monkeypatch, subject=None, **changes):
     """Let both ranks have the record of one process, with some changes for each rank."""
-    subject = TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)
+    subject = subject or TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)
 
     def run_ranks(_, *, unequal=False, spoiled=False):
         record = dense(subject, unequal=unequal)
@@ -234,6 +236,36 @@ def test_evaluation_of_ranks(monkeypatch, evaluations, status):
     if status == "failed":
         assert result.value == pytest.approx(1.0)
         assert result.meaning == f"The loss is {2 * loss:.6g} on two ranks, and {loss:.6g} in one process."
+
+
+class EvaluatesItsSet(Undivided):
+    """evaluate() without batches reads an evaluation set."""
+
+    def evaluate(self, batches=None):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(61, (5, 8), generator=generator)
+        return super().evaluate([{"input_ids": ids, "labels": ids}] if batches is None else batches)
+
+
+@pytest.mark.parametrize(
+    ("factor", "repeated", "status"),
+    [(1, [0], "passed"), (1.1, [0], "failed"), (1.1, [], "warned"), (1.1, ["other"], "warned")],
+    ids=["healthy", "repeated", "weights", "other-examples"],
+)
+def test_evaluation_set_of_ranks(monkeypatch, factor, repeated, status):
+    base = TrainerSubject(loop_spec_of(EvaluatesItsSet), torch.device("cpu"), 0)
+    whole = dense(base)
+    rows = [("other",) if index == "other" else whole.evaluated[index] for index in repeated]
+    changes = {
+        "evaluation_set": [factor * whole.evaluation_set] * 2,
+        "evaluated": [whole.evaluated[:3], whole.evaluated[3:] + rows],
+    }
+    subject = given(monkeypatch, base, **changes)
+
+    result = checks.evaluation_set_equals_dense(subject)
+
+    assert (result.status, len(whole.evaluated)) == (status, 5)
+    assert ("evaluate 1 of 5 examples again" in result.meaning) == (status == "failed")
 
 
 @pytest.mark.parametrize(

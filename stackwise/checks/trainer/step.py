@@ -171,7 +171,7 @@ def step_memory(subject: TrainerSubject) -> CheckResult:
             run.step(batch)
 
     try:
-        return growth_result(subject, step, "step")
+        return growth_result(subject, {"step": step})
     except refusals() as error:  # such as a schedule that is over
         return subject.not_applicable(f"needs a run that takes more steps: {reason_of(error)}")
 

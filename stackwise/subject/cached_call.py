@@ -24,9 +24,20 @@ from stackwise.subject.call_form import CallForm, can_generate, forward_paramete
 from stackwise.subject.output import logits_of, part_of
 from stackwise.support.system_errors import is_out_of_memory
 
-__all__ = ["NO_PARAMETER", "CacheSearch", "CachedCall", "cache_tensors", "find_cached_call", "names_cache"]
+__all__ = [
+    "NO_PARAMETER",
+    "ONLY_ONE_ROW",
+    "CacheSearch",
+    "CachedCall",
+    "cache_tensors",
+    "find_cached_call",
+    "names_cache",
+]
 
 NO_PARAMETER = "forward has no parameter for one"
+_OTHER_LOGITS, _WRONG_SHAPE = "other logits than without a cache", "tokens gave logits"
+# Part of the problem of a call that gives wrong outputs, without an exception, for a batch of several rows.
+ONLY_ONE_ROW = "continues one row correctly, and several rows give"
 
 Verdict = Literal["refused", "ignored", "remembers", "equal"]
 PlaceKind = Literal["start", "index", "rows"]
@@ -204,7 +215,22 @@ def find_cached_call(
         return CacheSearch(_with_mask(found["likely"], trial))
     if "unnamed" in found:
         return CacheSearch(None, f"calls with {found['unnamed']} give other logits than a full pass")
-    return CacheSearch(None, _problem(model, form, reason))
+    problem = _problem(model, form, reason)
+    if problem and len(inputs) > 1:
+        problem = _only_one_row(trial, capacity) or problem
+    return CacheSearch(None, problem)
+
+
+def _only_one_row(trial: _Trial, capacity: int | None) -> str:
+    """Return the problem of a call that is exact for one row, and gives wrong outputs for several; or ""."""
+    row = _Trial(trial.model, trial.inputs[:1], trial.form)
+    call = find_cached_call(row.model, row.inputs, row.form, capacity=capacity).call
+    if call is None or row.verdict(call) != "equal" or trial.verdict(call) == "equal":
+        return ""
+    is_silent = trial.last_error == _OTHER_LOGITS or _WRONG_SHAPE in trial.last_error
+    return (
+        f"{call} {ONLY_ONE_ROW} {trial.last_error.partition(': ')[2] or _OTHER_LOGITS}" if is_silent else ""
+    )
 
 
 def _likelihood(call: CachedCall, verdict: str) -> str:
@@ -288,7 +314,7 @@ class _Trial:
         whole = self._whole[:, :end]
         if any(found is None or found.shape != whole.shape for found in (with_cache, after_others, again)):
             return "refused"
-        self.last_error = "other logits than without a cache"
+        self.last_error = _OTHER_LOGITS
         limit = _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE) * float((whole - whole[:, :1]).abs().max())
         depends = float((with_cache - after_others)[:, half:].abs().max()) > limit
         restarts = float((with_cache - again).abs().max()) <= limit
@@ -303,7 +329,7 @@ class _Trial:
             output, cache = call(self.model, part.contiguous(), cache)
             outputs.append(logits_of(output))
             if outputs[-1].shape[:2] != part.shape[:2]:
-                raise ValueError(f"{part.shape[1]} tokens gave logits {tuple(outputs[-1].shape)}")
+                raise ValueError(f"{part.shape[1]} {_WRONG_SHAPE} {tuple(outputs[-1].shape)}")
         return torch.cat(outputs, dim=1)
 
 

@@ -21,6 +21,7 @@ from stackwise.checks.probe.difference import NOT_REPEATED, measure_difference, 
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.subject.cached_call import ONLY_ONE_ROW
 
 _LONGEST = 512
 
@@ -40,6 +41,14 @@ def _unasked(subject: Subject) -> str | None:
 def cache_call(subject: Subject) -> CheckResult:
     """Can the checks decode with the model's cache?"""
     spec = subject.spec
+    if spec.decode is None and ONLY_ONE_ROW in spec.cache_problem and spec.causal:
+        return subject.failed(
+            1.0,
+            where="a batch of several rows",
+            meaning=f"The cache works for batches of one row only: {spec.cache_problem}.",
+            advice="Look for squeeze(), view() or indexing that assumes one row, and for a state "
+            "(B, C) that is added to activations (B, 1, C): it needs its own axis for the token.",
+        )
     if spec.decode is None and spec.cache_problem and spec.causal:
         return subject.warned(
             meaning=f"The model may have a cache, but the checks cannot use it: {spec.cache_problem}.",

@@ -74,13 +74,8 @@ def label_shift(subject: Subject) -> CheckResult:
             where=where,
         )
     if found.shift == 0 and _sees_ahead(subject):
-        return subject.warned(
-            distance,
-            0.0,
-            where=where,
-            meaning="Labels are not shifted, and the model is declared causal, but reads later tokens.",
-            correct_if="the model is an encoder; then declare causal=False",
-            advice="See the check causality first.",
+        return subject.not_applicable(
+            "needs a causal model, or causal=False; causality reports the later tokens"
         )
     if found.shift == 1:
         return subject.warned(

@@ -112,7 +112,10 @@ def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
 
 
 def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Tensor | None:
-    """Return the weight of the first module whose input is the ids."""
+    """Return the weight of the first module whose input is the ids, with one row for each token if possible.
+
+    Positions may also be computed from the ids.
+    """
     found: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -129,7 +132,7 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
             subject.logits(model, inputs)
     except refusals():
         return None
-    return found[0] if found else None
+    return min(found, key=lambda p: len(p) != subject.spec.width, default=None)
 
 
 def _equal_weight(subject: Subject, model: nn.Module) -> str | None:

@@ -259,3 +259,42 @@ def test_cache_that_no_check_can_use_warns():
     assert "decode=None" in results["cache_call"].advice
     declared = answers(ModelSpec.of(Generating, decode=None), "cache_call")
     assert declared["cache_call"].status == "not applicable"
+
+
+class ShiftedState(nn.Module):
+    """Mixes each token with the one before it. The state of a step has no axis for the token."""
+
+    has_token_axis = False
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+
+    def forward(self, input_ids, state=None, use_cache=False):
+        x = self.embedding(input_ids)
+        if state is not None and x.shape[1] == 1:
+            before = state[:, None] if self.has_token_axis else state
+        else:
+            first = torch.zeros_like(x[:, :1]) if state is None else state[:, None]
+            before = torch.cat([first, x[:, :-1]], dim=1)
+        logits = self.head((x + 0.5 * before).tanh())
+        return {"logits": logits, "state": x[:, -1]} if use_cache else {"logits": logits}
+
+
+def test_cache_for_one_row_only():
+    result = answers(ModelSpec.of(ShiftedState, causal=True), "cache_call")["cache_call"]
+    assert result.status == "failed"
+    assert "1 tokens gave logits (2, 2, 31)" in result.meaning
+    healthy = type("WithTokenAxis", (ShiftedState,), {"has_token_axis": True})
+    assert answers(ModelSpec.of(healthy, causal=True), "cache_call")["cache_call"].status == "passed"
+
+
+def test_cache_that_refuses_several_rows_does_not_fail():
+    class Refuses(ShiftedState):
+        def forward(self, input_ids, state=None, use_cache=False):
+            if state is not None and len(input_ids) > 1:
+                raise ValueError("one row only")
+            return super().forward(input_ids, state, use_cache)
+
+    result = answers(ModelSpec.of(Refuses, causal=True), "cache_call")["cache_call"]
+    assert result.status in ("warned", "not applicable")

@@ -188,10 +188,9 @@ def test_shift_of_models_that_are_not_causal(subjects, statuses):
     assert "not causal" in following["label_shift"].meaning
     twice = statuses(lambda z, y: nll(z, y, shift=2), Bidirectional, causal=False)
     assert twice["label_shift"].status == "failed"
-    # Said to be causal, which is another check's to refuse.
+    # `causality` reports that the declaration is wrong.
     wrong = statuses(lambda z, y: nll(z, y, shift=0), Bidirectional, causal=True)
-    assert wrong["label_shift"].status == "warned"
-    assert "see the check causality" in wrong["label_shift"].advice
+    assert wrong["label_shift"].status == "not applicable"
 
 
 def test_decoders_of_encoder_decoders_leave_the_shift_to_the_caller(subjects):

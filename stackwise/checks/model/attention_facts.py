@@ -100,9 +100,14 @@ def claimed_relative_buckets(subject: Subject, claim: tuple[int, int]) -> list[P
 )
 def claimed_key_heads(subject: Subject, claim: int) -> list[Pair]:
     """Is the number of key heads as claimed, and do consecutive query heads share a key and value head?"""
-    pairs = []
-    for site in planted(subject).sites:
-        keys, values = (() if x is None else _heads(x) for x in (site.keys, site.values))
+    pairs: list[Pair] = []
+    call = planted(subject)
+    for site in call.sites:
+        order = call.order(site)
+        if order is None and site.n_shared > 1:  # the order of the heads of the product is unknown
+            pairs += [(None, ())] * 2
+            continue
+        keys, values = (() if x is None else _heads(x, order) for x in (site.keys, site.values))
         n = len(keys) or claim
         require(n % claim == 0, "key_heads", claim, f"a divisor of the number of heads, {n}")
         wanted = tuple(head // (n // claim) for head in range(n))
@@ -224,12 +229,15 @@ def _bucket(step: int, number: int, farthest: int, *, is_causal: bool) -> int | 
     return start + min(exact + int(place + _SAME_BIAS), number - 1)
 
 
-def _heads(x: Tensor) -> tuple[int, ...]:
-    """Return for each head (T, D) the index of its distinct value, or () if the number is unknown."""
+def _heads(x: Tensor, places: list[int] | None) -> tuple[int, ...]:
+    """Return for each head (T, D) the index of its distinct value, or () if the number is unknown.
+
+    `places` are the places of the heads in their order. None: they are in order.
+    """
     if len(x) % N_ROWS:
         return ()
     order: list[int] = []
-    heads = by_row(x)[0]
+    heads = by_row(x)[0] if places is None else by_row(x)[0][places]
     for n, head in enumerate(heads):
         same = [i for i in range(n) if torch.equal(heads[i], head)]
         order.append(order[same[0]] if same else max(order, default=-1) + 1)

@@ -108,7 +108,7 @@ def claimed_logit_cap(subject: Subject, claim: float) -> list[Pair]:
 def claimed_position_offset(subject: Subject, claim: int) -> list[Pair]:
     """Does the first position read the claimed row of the table of positions?"""
     call = planted(subject)
-    T = call.inputs.shape[1]
+    T = call.length
     # The rows of a matrix of relative positions differ.
     rows = [ids.reshape(-1, T) for ids, _ in call.lookups if ids.ndim < 3 and ids.shape[-1] == T > 1]
     tables = [x for x in rows if (x == x[0]).all() and (x.diff(dim=-1) == 1).all()]
@@ -181,11 +181,12 @@ def claimed_block_weights(subject: Subject, claim: tuple[int, ...]) -> list[Pair
 def claimed_experts_per_token(subject: Subject, claim: int) -> list[Pair]:
     """Does the claimed number of experts process each token?"""
     counts: list[int | None] = []
-    for _, group in groupby(planted(subject, part=SMALL).parts, key=lambda part: part[0]):
+    call = planted(subject, part=SMALL)
+    n_tokens = N_ROWS * call.length
+    for _, group in groupby(call.parts, key=lambda part: part[0]):
         sizes = [(rows, width) for _, rows, width in group]
         # Rows of the first and last products of experts
         first, n = (sum(rows for rows, width in sizes if width == sizes[i][1]) for i in (0, -1))
-        n_tokens = N_ROWS * min(13, subject.spec.max_length or 13)
         is_known = n > 0 == n % n_tokens == first % n and sizes[0][1] != sizes[-1][1]
         counts.append(n // n_tokens if is_known else None)
     return [(n, claim) for n in counts]

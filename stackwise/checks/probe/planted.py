@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +33,7 @@ SMALL = 0.1
 _MASKED = -1e3
 # Largest residual of a fit, relative to the fitted tensor. Some models compute parts in float32.
 _MISFIT = 1e-4
+_SAME = 0.999  # least cosine of a query head and the part of a product that it is
 _MOST = 20_000  # largest number of elements in a fit
 
 
@@ -41,10 +42,12 @@ class Site:
     """Attention of one layer.
 
     Attributes:
-        queries, keys: operands (N, T, D) of the product of scores.
+        queries, keys: operands (N, T, D) of the product of scores. If the product multiplies a key head by
+            several query heads at once, the key head is repeated.
         scores: input of the softmax (N, T, T).
         weights: output of the softmax (N, T, T).
         start: number of products before the scores.
+        n_shared: number of query heads that the product multiplies by a key head at once.
         used: weights that are multiplied by values, after dropout. None: not seen.
         values: (N, T, D), or None.
     """
@@ -54,6 +57,7 @@ class Site:
     scores: Tensor
     weights: Tensor
     start: int
+    n_shared: int = 1
     used: Tensor | None = None
     values: Tensor | None = None
 
@@ -101,6 +105,7 @@ class Planted:
 
     Attributes:
         inputs: inputs of the model.
+        length: T, the number of positions of the layers.
         sites: attention of each layer, in the order of calls.
         products: products of all B * T vectors with a weight, in the order of calls.
         parts: one entry for each product of a part of the tokens, as in experts: the number of earlier
@@ -112,6 +117,7 @@ class Planted:
     """
 
     inputs: Tensor
+    length: int
     sites: list[Site] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -130,6 +136,24 @@ class Planted:
         if not self.found:
             raise UnmeasuredError("needs layers of one type that run one after the other")
         return self.found
+
+    def order(self, site: Site) -> list[int] | None:
+        """Return the query heads of a site in the order of the product that they are parts of.
+
+        None: the heads are no parts of one product. Only the first position is compared, because a rotary
+        embedding does not change it.
+        """
+        D = site.queries.shape[-1]
+        heads = by_row(site.queries)[:, :, 0].transpose(0, 1).flatten(1)  # (H, B * D)
+        for product in reversed(self.products[: site.start]):
+            if product.planted.shape[-1] % D:
+                continue
+            parts = product.planted.reshape(N_ROWS, self.length, -1, D)[:, 0].transpose(0, 1).flatten(1)
+            likeness = nn.functional.cosine_similarity(heads[:, None].to(parts), parts, dim=-1)
+            best, places = likeness.max(dim=-1)
+            if best.min() > _SAME and len(places.unique()) == len(heads):
+                return places.argsort().tolist()
+        return None
 
     def branches(self) -> list[dict[int, float]]:
         """Return, for each layer, the products that it adds to the residual stream, and their factors.
@@ -163,7 +187,8 @@ def planted(
         subject: the model.
         amplitude: size of the planted values.
         even: all vectors have this size. Otherwise, some are larger, which makes a norm visible.
-        length: number of positions, within the limit of the model.
+        length: number of positions, within the limit of the model. If the output has no positions, as for
+            images, the model determines it.
         train: call the model in train mode.
         only: indices of the products with planted values. The other products are 0. None: all products.
         part: value of each product of a part of the tokens, for inputs that are not 0.
@@ -178,19 +203,25 @@ def planted(
         generator = torch.Generator().manual_seed(subject.seed)
         for p in model.parameters() if noise else ():
             p.data += noise * torch.randn(p.shape, generator=generator).to(p)
-        call = Planted(real_inputs(subject, N_ROWS, length, model=model))
-        mode = _Plant(call, length, amplitude, even, only, part, subject.seed)
+        call = Planted(real_inputs(subject, N_ROWS, length, model=model), length)
+        mode = _Plant(call, amplitude, even, only, part, subject.seed)
 
-        def run(model: Any = model, call: Planted = call, mode: Any = mode) -> None:
-            with mode:
-                call.logits = subject.spec.logits(model, call.inputs)
+        def run(model: Any = model, call: Planted = call) -> None:
+            call.logits = subject.spec.logits(model, call.inputs)
 
         is_leaf = lambda _, module: not any(True for _ in module.children())  # noqa: E731
         record = partial(recorded_calls, model, run, is_leaf)
+
+        def run_planted(record: Any = record, call: Planted = call, mode: Any = mode) -> None:
+            with mode:
+                call.leaves.extend(record())
+
         try:
             # Without gradients, torch's layers take a fused path without a visible softmax.
             with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]):
-                stream = residual_stream(model, lambda: call.leaves.extend(record()))  # noqa: B023
+                if not subject.spec.per_position and (free := residual_stream(model, run)) is not None:
+                    call.length = free.first.shape[1]
+                stream = residual_stream(model, run_planted)
         except refusals():
             continue
         call.logits = call.logits.detach()
@@ -228,7 +259,6 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         call: Planted,
-        length: int,
         amplitude: float,
         even: bool,
         only: Collection[int] | None,
@@ -236,7 +266,7 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seed: int,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.call, self.length, self.amplitude, self.even = call, length, amplitude, even
+        self.call, self.amplitude, self.even = call, amplitude, even
         self.only, self.part = only, part
         self.generator = torch.Generator().manual_seed(seed)
         self.operands: tuple[Tensor, Tensor] | None = None
@@ -245,7 +275,7 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if name in ("mm", "addmm", "_grouped_mm") and output.is_floating_point():
-            if name == "_grouped_mm" or len(output) != N_ROWS * self.length:
+            if name == "_grouped_mm" or len(output) != N_ROWS * self.call.length:
                 inputs = args[0] if name == "_grouped_mm" else args[-2]
                 is_token = (inputs != 0).any(dim=-1, keepdim=True)
                 output.copy_(self.part * is_token.expand(output.shape))
@@ -269,15 +299,33 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call.products.append(Product(next(tensors), weight.detach(), next(tensors)))
 
     def _multiply(self, one: Tensor, two: Tensor, output: Tensor) -> None:
-        if output.shape[-2:] == (self.length, self.length):
+        T, site = self.call.length, self.call.sites[-1] if self.call.sites else None
+        is_square = one.shape[-1] == T and one.shape[-2] % T == 0
+        weighs = site is not None and is_square and one.numel() == site.weights.numel()
+        is_score = output.shape[-1] == T and output.shape[-2] % T == 0
+        # A head size may be T.
+        if site is not None and weighs and (not is_score or (site.used is None and self.operands is None)):
+            self._weigh(site, one.detach(), two.detach())
+        elif is_score:
             self.operands = one.detach().clone(), two.detach().mT.clone()
-        elif self.call.sites and one.shape == self.call.sites[-1].weights.shape:
-            site = self.call.sites[-1]
-            site.used, site.values = one.detach().clone(), two.detach().clone()
+
+    def _weigh(self, site: Site, used: Tensor, values: Tensor) -> None:
+        """Record the weights and values of a product. Its rows are heads and positions, or the reverse."""
+        n, T = len(site.weights) // len(used), self.call.length
+        forms = (used.unflatten(1, (n, T)), used.unflatten(1, (T, n)).transpose(1, 2))
+        weights = site.weights.unflatten(0, (-1, n))
+        nearest = min(forms, key=lambda form: float((form - weights).norm()))
+        site.used = nearest.flatten(0, 1).clone()
+        site.values = values.repeat_interleave(n, dim=0)
 
     def _score(self, operands: tuple[Tensor, Tensor], scores: Tensor, weights: Tensor) -> None:
-        shape = (len(operands[0]), self.length, self.length)
-        if scores.shape[-2:] == shape[1:] and scores.numel() == weights.numel() == shape[0] * shape[1] ** 2:
+        (queries, keys), T = operands, self.call.length
+        n = queries.shape[1] // T
+        shape = (n * len(queries), T, T)
+        if scores.shape[-2:] == shape[1:] and scores.numel() == weights.numel() == shape[0] * T**2:
+            queries, keys = queries.unflatten(1, (n, T)).flatten(0, 1), keys.repeat_interleave(n, dim=0)
             of_site = (x.detach().reshape(shape).clone() for x in (scores, weights))
-            self.call.sites.append(Site(*operands, next(of_site), next(of_site), len(self.call.products)))
+            self.call.sites.append(
+                Site(queries, keys, next(of_site), next(of_site), len(self.call.products), n)
+            )
             self.operands = None

@@ -397,6 +397,69 @@ class Steep(Stated):
         return super().softmax(scores - slopes * (place[:, None] - place))
 
 
+class Grouped(Stated):
+    """Multiplies each key head by its query heads at once. Rows of weights are positions and heads."""
+
+    is_tiled = is_split = False
+
+    def attend(self, layer, x, positions, visible, cache):
+        self.index += 1
+        q, k, v = (layer[name](x).unflatten(-1, (-1, self.head_dim)) for name in ("q", "k", "v"))
+        n = self.n_heads // self.n_kv_heads
+        q = q.unflatten(2, (n, -1)).transpose(2, 3) if self.is_tiled else q.unflatten(2, (-1, n))
+        if self.is_split:
+            q = q * torch.randn(self.n_kv_heads, n, self.head_dim)
+        scores = torch.einsum("btkgd,bskd->bkgts", q, k) * self.score_scale
+        weights = scores.masked_fill(~visible[:, :, None], -torch.inf).softmax(dim=-1)
+        weights = self.dropped(weights, self.weight_rate)
+        y = torch.einsum("bkgts,bskd->btkgd", weights, v)
+        y = y.transpose(2, 3) if self.is_tiled else y
+        return layer["out"](y.flatten(2)), (k, v)
+
+
+class Tiled(Grouped):
+    is_tiled = True
+
+
+class Split(Tiled):
+    is_split = True
+
+
+class Dropping(Grouped):
+    weight_rate = 0.2
+
+
+class Image(nn.Module):
+    """Classifies images by a class token."""
+
+    divisor = 8.0
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, 32, 4, 4), nn.Parameter(torch.randn(1, 1, 32))
+        parts = ("q", "k", "v", "out")
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32)} | {name: nn.Linear(32, 32) for name in parts})
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1)
+        for layer in self.layers:
+            y = layer["norm"](x)
+            q, k, v = (layer[name](y).unflatten(-1, (4, -1)).transpose(1, 2) for name in ("q", "k", "v"))
+            weights = (q @ k.mT / self.divisor**0.5).softmax(dim=-1)
+            weights = nn.functional.dropout(weights, 0.2, self.training)
+            x = x + 0.5 * layer["out"]((weights @ v).transpose(1, 2).flatten(2))
+        return self.head(x[:, 0])
+
+
+class ScaledByWidth(Image):
+    divisor = 32.0
+
+
 class ClampedScores(Stated):
     def softmax(self, scores):
         return super().softmax(scores.clamp(-5, 5).masked_fill(scores.isinf(), -torch.inf))
@@ -439,6 +502,13 @@ class InnerFactor(ClampedLogits):
         (OneWideHead, "windows", (5, 5), "failed"),
         (WideAtStart, "windows", (5, 5), "failed"),
         (Steep, "alibi_slopes", SLOPES, "failed"),
+        (Grouped, "key_heads", 2, "passed"),
+        (Tiled, "key_heads", 2, "failed"),
+        (Split, "key_heads", 2, "not applicable"),
+        (Grouped, "attention_scale", 8**-0.5, "passed"),
+        (Grouped, "attention_scale", 32**-0.5, "failed"),
+        (Dropping, "attention_dropout", 0.2, "passed"),
+        (Dropping, "attention_dropout", 0.1, "failed"),
         (ClampedScores, "attention_cap", 5.0, "failed"),
         (ClampedLogits, "logit_cap", 3.0, "failed"),
         (InnerFactor, "logit_scale", 1.0, "failed"),
@@ -448,6 +518,29 @@ def test_other_forms_pass_or_fail_only_if_measured(model, fact, value, status):
     result = ask(spec_of(model, max_length=60, facts=Facts(**{fact: value})), fact)
 
     assert result.status == status, result
+
+
+@pytest.mark.parametrize(
+    ("model", "fact", "value", "status"),
+    [
+        (Image, "attention_scale", 8**-0.5, "passed"),
+        (ScaledByWidth, "attention_scale", 8**-0.5, "failed"),
+        (Image, "key_heads", 4, "passed"),
+        (Image, "attention_dropout", 0.2, "passed"),
+        (Image, "residual_scale", 0.5, "passed"),
+        (Image, "residual_scale", 1.0, "failed"),
+        (Image, "experts_per_token", 1, "not applicable"),
+    ],
+)
+@pytest.mark.parametrize("size", [(3, 12, 16), (3, 16, 16)])
+def test_constants_of_images_are_measured(model, fact, value, status, size):
+    def make_batch(batch_size, _, generator):
+        return torch.randn(batch_size, *size, generator=generator)
+
+    spec = ModelSpec.of(model, make_batch=make_batch, facts=Facts(**{fact: value}))
+
+    assert not spec.per_position
+    assert ask(spec, fact).status == status
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,10 @@ def _excuse(
     """Return the condition under which a loss of precision is correct, or None, and advice for it, or ""."""
     loss, eps = run.shadow.loss, torch.finfo(dtype).eps
     assert loss is not None
+    if dtype == torch.float32 and loss.error <= loss.angle * eps:
+        step = f"float32 rounds an angle of {loss.angle:.3g} by {loss.angle * eps / 2:.1g}"
+        hint = "Count positions from 0, or compute the angles in float64."
+        return f"positions are this large on purpose: {step}", hint
     cancels = loss.is_difference and loss.kind == "activation"
     if loss.is_sharp or (cancels and run.error <= _HARMLESS * eps):
         return (

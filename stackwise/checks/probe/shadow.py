@@ -58,6 +58,7 @@ class Loss:
             and a matrix; otherwise "parameter" if it depends on a parameter; otherwise "table".
         is_sharp: the operation amplifies the rounding of large operands.
         is_difference: the operation is a sum or a difference, in which large operands may cancel.
+        angle: largest angle whose sine or cosine is computed, or 0.
     """
 
     error: float
@@ -66,6 +67,7 @@ class Loss:
     kind: Kind
     is_sharp: bool
     is_difference: bool
+    angle: float = 0.0
 
 
 class TooMuchError(RuntimeError):
@@ -195,7 +197,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._change(real, twin if exact is None else None, kind)
             if index == 0:
-                self._measure(function, real, kind)
+                self._measure(function, real, kind, shadows)
 
     def _change(self, real: Tensor, twin: Tensor | None, kind: int) -> None:
         """Set the kind of a tensor that an operation changed in place, and its shadow, unless it is None."""
@@ -257,7 +259,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(exact)
         self._flat[_key(tensor)] = (flat, kind)
 
-    def _measure(self, function: Any, real: Tensor, kind: int) -> None:
+    def _measure(self, function: Any, real: Tensor, kind: int, operands: list[tuple[Tensor, int]]) -> None:
         name = function._schema.name.partition("::")[2]
         if not _inexact(real) or real.numel() == 0 or name.startswith(_NOT_MEASURED):
             return
@@ -280,9 +282,10 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _KINDS[kind] == "activation" and _without_worst(real, exact, self._n_positions) <= limit:
             self.loss_of_few = self.loss_of_few or self._found(error, name, kind)
         else:
-            self.loss = self._found(error, name, kind)
+            angle = operands[0][0].abs().max().item() if name in ("cos", "sin") else 0.0
+            self.loss = self._found(error, name, kind, angle)
 
-    def _found(self, error: float, name: str, kind: int) -> Loss:
+    def _found(self, error: float, name: str, kind: int, angle: float = 0.0) -> Loss:
         return Loss(
             error,
             name.rstrip("_"),
@@ -290,6 +293,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _KINDS[kind],
             any(each in name for each in _SHARP),
             name.rstrip("_") in ("add", "sub", "rsub"),
+            angle,
         )
 
     def _note_uncast(self, function: Any, tensors: list[Tensor]) -> None:

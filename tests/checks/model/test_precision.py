@@ -260,6 +260,19 @@ def test_what_is_as_coarse_as_a_narrow_format(subjects, dtype, at_least, place):
     assert "written down" in result.advice
 
 
+@pytest.mark.parametrize(("dtype", "status"), [(torch.float32, "warned"), (torch.float16, "failed")])
+def test_large_angles_of_float32_may_be_meant(subjects, dtype, status):
+    class Far(subjects.TinyLM):
+        def forward(self, ids):
+            places = torch.arange(ids.shape[1], dtype=torch.float32) + 50_000
+            angles = (places[:, None] * 0.7 ** torch.arange(8)).to(dtype).float()
+            return super().forward(ids) + angles.cos().sum(dim=-1, keepdim=True)
+
+    result = subjects.ask(Far, "float32_error")
+    assert result.status == status, result
+    assert ("float32 rounds an angle of 5e+04 by 0.003" in str(result)) == (status == "warned")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_is_built_narrow_has_no_float32_to_lose(subjects, dtype):
     result = subjects.ask(lambda: subjects.tiny().to(dtype), "float32_error")

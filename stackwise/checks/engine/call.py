@@ -22,7 +22,7 @@ from stackwise.subject.call_form import forward_parameters
 from stackwise.subject.inference import cast, logits_of
 from stackwise.subject.spec import ModelSpec
 
-__all__ = ["accepts", "changed_calls", "decode_takes_mask", "execute", "loss_of"]
+__all__ = ["accepts", "changed_calls", "decode_takes_mask", "execute", "loss_of", "passes"]
 
 
 def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
@@ -74,6 +74,14 @@ def decode_takes_mask(spec: ModelSpec) -> bool:
 def accepts(model: nn.Module, name: str) -> bool:
     """Return True if `forward` has a parameter with this name."""
     return name in forward_parameters(model)
+
+
+def passes(spec: ModelSpec, model: nn.Module, inputs: Tensor, name: str) -> bool:
+    """Return True if the plain call of the spec passes this argument to `forward`."""
+    try:
+        return name in _arguments_of(model, lambda: spec.forward(model, cast(inputs, model)))
+    except Refused:
+        return False
 
 
 def _in_parts(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
@@ -188,7 +196,8 @@ def changed_calls(
         if "inputs_embeds" in arguments:  # they replace the ids
             inputs, kwargs = (), {name: value for name, value in kwargs.items() if name != first}
         if not transforms:
-            return (*inputs, *args), {**arguments, **kwargs}
+            added = {name: value for name, value in arguments.items() if name not in names[: len(args)]}
+            return (*inputs, *args), {**added, **kwargs}
         return inputs, transformed({**arguments, **dict(zip(names, args, strict=False)), **kwargs})
 
     with model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.checks.engine.call import execute, loss_of
+from stackwise.checks.engine.call import accepts, execute, loss_of, passes
 from stackwise.checks.engine.question import Call, Place, Precision
 from stackwise.checks.engine.template import Template
 from stackwise.checks.probe.call import dtype_of, real_inputs
@@ -343,6 +343,13 @@ class Examination:
         if not self.spec.per_position:
             return output[place.row : place.row + 1].flatten(1)
         return output[place.row, place.start : place.end]
+
+    @cached_property
+    def takes_positions(self) -> bool:
+        """Return True if `forward` has a parameter `position_ids` that a plain call does not pass."""
+        inputs = self.sequence(0, self.lengths[-1])[None]
+        is_free = accepts(self.base, "position_ids")
+        return is_free and not passes(self.spec, self.model(), inputs, "position_ids")
 
     @cached_property
     def first_position(self) -> int:

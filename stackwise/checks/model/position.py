@@ -396,7 +396,7 @@ def _placed(exam: Examination) -> dict[str, _Placed] | str:
             module.forward = partial(_counted, module.forward, positions, replacements)
         return _output(exam, model, sequence[0])
 
-    if accepts(exam.base, "position_ids"):
+    if exam.takes_positions:
         ways["position_ids"] = by_argument
     if _rotary_tables(exam.base, 2 * n + 1):
         ways["tables of cos and sin"] = by_table

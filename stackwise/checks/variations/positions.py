@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
 from stackwise.checks.engine.variation import Switch
@@ -23,8 +22,8 @@ class Positions(Switch):
     advice = "Look for a part of the model that ignores position_ids and counts positions itself."
 
     def missing(self, exam: Examination) -> str:
-        """Require a parameter `position_ids`."""
-        return "" if accepts(exam.base, "position_ids") else "needs a parameter position_ids"
+        """Require a parameter `position_ids` that the call leaves free."""
+        return "" if exam.takes_positions else "needs a parameter position_ids that forward= does not pass"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the positions."""

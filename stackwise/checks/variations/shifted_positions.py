@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
 from stackwise.checks.engine.variation import Variation
@@ -35,8 +34,8 @@ class ShiftedPositions(Variation):
 
     def missing(self, exam: Examination) -> str:
         """Require relative positions: a plain call gives the same output with shifted `position_ids`."""
-        if not accepts(exam.base, "position_ids"):
-            return "needs a parameter position_ids"
+        if not exam.takes_positions:
+            return "needs a parameter position_ids that forward= does not pass"
         shifts = _shifts(exam)
         if not shifts:
             return "needs a model that takes longer sequences"

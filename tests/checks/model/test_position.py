@@ -452,6 +452,22 @@ def test_rotary_positions_have_an_effect(subjects, build, status):
     assert subjects.ask(ModelSpec.of(build), "position_effect").status == status
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_positions_of_a_declared_call_are_not_replaced(subjects, is_named):
+    def forward(model, ids):
+        positions = torch.arange(ids.shape[1])[None] + 50
+        return model(ids, position_ids=positions) if is_named else model(ids, positions)
+
+    spec = ModelSpec.of(Layered, forward=forward, causal=True)
+
+    for check in ("position_effect", "rotary_shift"):
+        assert subjects.ask(spec, check).status in ("not applicable", "passed")
+    assert subjects.ask(spec, "unexpected_exceptions").status == "passed"
+    for check in ("positions", "shifted_positions"):
+        result = subjects.ask(spec, check)
+        assert result.meaning == "needs a parameter position_ids that forward= does not pass"
+
+
 @pytest.mark.parametrize(
     "build, status, where",
     [

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stackwise import Facts, ModelSpec
+
 DECLARATION = "query head h attends with key/value head h // (num_heads // num_kv_heads)"
 
 
@@ -92,6 +94,16 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """Heads repeated."""
     return CausalLM(tiled=False)
+
+
+def buggy_declared() -> ModelSpec:
+    """State two key heads, each of two consecutive query heads."""
+    return ModelSpec.of(buggy, causal=True, max_length=32, facts=Facts(key_heads=2))
+
+
+def healthy_declared() -> ModelSpec:
+    """State two key heads, each of two consecutive query heads."""
+    return ModelSpec.of(healthy, causal=True, max_length=32, facts=Facts(key_heads=2))
 
 
 def observe(model: nn.Module) -> torch.Tensor:

@@ -3,11 +3,14 @@
 The time, height and width parts are built as 8 + 4 + 4 channels and cut as 6 + 5 + 5, so axes and pairs mix.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace as Output
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from stackwise import ModelSpec, RotaryClaim
 
 DECLARATION = "each channel pair of a head turns with one axis: first time, then height, then width"
 
@@ -91,6 +94,30 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """Cuts the table as it was built."""
     return WanTransformer3DModel(cut_by_thirds=False)
+
+
+def _forward(model: nn.Module, frames: Tensor) -> Tensor:
+    """Take and return videos (batch, frames, 16) whose frames are single patches of 2x2."""
+    video = frames.unflatten(-1, (4, 2, 2)).transpose(1, 2)
+    text = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(0)).to(frames)
+    time = torch.full((len(frames),), 400, device=frames.device)
+    sample = model(video, time, text.expand(len(frames), -1, -1)).sample
+    return sample.transpose(1, 2).flatten(2)
+
+
+def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    time_axis = RotaryClaim(theta=10000.0, dim=8, layout="interleaved")
+    return ModelSpec.of(make, inputs="vectors", width=16, max_length=32, forward=_forward, rotary=time_axis)
+
+
+def buggy_declared() -> ModelSpec:
+    """State the call for frames of one patch, and that time turns the first 8 of 16 channels."""
+    return _declared(buggy)
+
+
+def healthy_declared() -> ModelSpec:
+    """State the call for frames of one patch, and that time turns the first 8 of 16 channels."""
+    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -4,11 +4,14 @@ Image positions start at 65536, where bfloat16 has steps of 512, so under autoca
 same rotary embedding although the code casts both operands to float32.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from stackwise import ModelSpec
 
 IMAGE_POSITION_OFFSET = 65536
 DECLARATION = "rotary angles are computed in float32, also inside torch.autocast"
@@ -93,6 +96,32 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """As fixed."""
     return Transformer2DModel(guard=True)
+
+
+def _forward(model: nn.Module, latents: torch.Tensor) -> torch.Tensor:
+    """Call the model with an image that is four tokens wide, and with a fixed time and text."""
+    batch, length, _ = latents.shape
+    i = torch.arange(length, device=latents.device)
+    image = torch.stack((i * 0, i // 4, i % 4), dim=-1) + IMAGE_POSITION_OFFSET
+    text_positions = torch.arange(3, device=latents.device)[:, None].expand(-1, 3)
+    position_ids = torch.cat((text_positions, image)).expand(batch, -1, -1)
+    text = torch.randn(1, 3, 12, generator=torch.Generator().manual_seed(0)).to(latents)
+    time = torch.full((batch,), 0.4).to(latents)
+    return model(latents, time, text.expand(batch, -1, -1), position_ids)
+
+
+def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    return ModelSpec.of(make, inputs="vectors", width=8, forward=_forward)
+
+
+def buggy_declared() -> ModelSpec:
+    """State the call, with the positions of an image."""
+    return _declared(buggy)
+
+
+def healthy_declared() -> ModelSpec:
+    """State the call, with the positions of an image."""
+    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

@@ -3,9 +3,13 @@
 The first readout token counts as an observation, and observations attend to it. Readouts may only read.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from stackwise import ModelSpec
 
 DECLARATION = "no task or observation token sees a readout token, and no readout sees another readout"
 
@@ -93,6 +97,46 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """A token at the end of a group belongs to the next."""
     return OctoTransformer(SIZES, right=True)
+
+
+def _call(model: nn.Module, tokens: torch.Tensor, readouts: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Call the model with tokens (batch, 3 + 3 * 6, width) of a task and of three timesteps."""
+    steps = tokens[:, 3:].unflatten(1, (3, 6))
+    observations = {"primary": steps[:, :, :4], "wrist": steps[:, :, 4:]}
+    there = torch.ones(len(tokens), 3, dtype=torch.bool, device=tokens.device)
+    return model(observations, {"language": tokens[:, :3]}, there, readouts=readouts)
+
+
+def _joined(embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([embeddings[name].flatten(1) for name in SIZES], dim=1)
+
+
+def _together(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return _joined(_call(model, tokens, ("action", "value")))
+
+
+def _apart(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of tasks and observations without readouts, and of each readout alone."""
+    action, value, none = (_call(model, tokens, readouts) for readouts in (("action",), ("value",), ()))
+    return _joined({**action, **value, **none})
+
+
+def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    def make_batch(batch_size: int, _length: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(batch_size, 21, 8, generator=generator)
+
+    apart = ModelSpec.of(make, make_batch=make_batch, forward=_apart, per_position=False)
+    return ModelSpec.of(apart, forward=_together, reference=apart)
+
+
+def buggy_declared() -> ModelSpec:
+    """State that no other token sees a readout: a call without it returns the same for the others."""
+    return _declared(buggy)
+
+
+def healthy_declared() -> ModelSpec:
+    """State that no other token sees a readout: a call without it returns the same for the others."""
+    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

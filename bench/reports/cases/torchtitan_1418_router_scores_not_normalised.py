@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stackwise import Facts, ModelSpec
+
 DECLARATION = "The weights of the chosen experts of a token sum to 1 (norm_topk_prob is true)."
 
 
@@ -98,6 +100,16 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """Scores that sum to 1."""
     return DeepSeekV3Model(route_norm=True)
+
+
+def buggy_declared() -> ModelSpec:
+    """State that the weights of the experts of a token sum to 1."""
+    return ModelSpec.of(buggy, causal=True, facts=Facts(routing_sum=1.0))
+
+
+def healthy_declared() -> ModelSpec:
+    """State that the weights of the experts of a token sum to 1."""
+    return ModelSpec.of(healthy, causal=True, facts=Facts(routing_sum=1.0))
 
 
 def observe(model: nn.Module) -> torch.Tensor:

@@ -5,10 +5,13 @@ residual projections keep std 0.02 instead of 0.02 / sqrt(2 * layers).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from stackwise import Facts, ModelSpec
 
 LAYERS = 4
 INITIALIZER_RANGE = 0.02
@@ -101,6 +104,21 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """As fixed."""
     return ClvpForCausalLM(match_suffix=True)
+
+
+def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    std = INITIALIZER_RANGE / math.sqrt(2 * LAYERS)
+    return ModelSpec.of(make, causal=True, facts=Facts(initial_std={"*.c_proj.weight": std}))
+
+
+def buggy_declared() -> ModelSpec:
+    """State the standard deviation of new `c_proj` weights."""
+    return _declared(buggy)
+
+
+def healthy_declared() -> ModelSpec:
+    """State the standard deviation of new `c_proj` weights."""
+    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

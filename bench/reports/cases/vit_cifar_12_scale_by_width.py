@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stackwise import Facts, ModelSpec
+
 DECLARATION = "attention scores are scaled by 1 / sqrt(head dimension), as in Vaswani et al."
 
 
@@ -88,6 +90,16 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """Scale by the head dimension."""
     return ViT(fixed=True)
+
+
+def buggy_declared() -> ModelSpec:
+    """State that scores are divided by the root of 6, the size of a head."""
+    return ModelSpec.of(buggy, facts=Facts(attention_scale=6**-0.5))
+
+
+def healthy_declared() -> ModelSpec:
+    """State that scores are divided by the root of 6, the size of a head."""
+    return ModelSpec.of(healthy, facts=Facts(attention_scale=6**-0.5))
 
 
 def observe(model: nn.Module) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stackwise import Facts, ModelSpec
+
 DECLARATION = "attention scores are soft-capped at 50 with tanh (attn_logit_softcapping=50.0)"
 
 
@@ -85,6 +87,16 @@ def buggy() -> nn.Module:
 def healthy() -> nn.Module:
     """Softcap honoured."""
     return Gemma2(fixed=True)
+
+
+def buggy_declared() -> ModelSpec:
+    """State a cap of 50 for attention scores."""
+    return ModelSpec.of(buggy, causal=True, facts=Facts(attention_cap=50.0))
+
+
+def healthy_declared() -> ModelSpec:
+    """State a cap of 50 for attention scores."""
+    return ModelSpec.of(healthy, causal=True, facts=Facts(attention_cap=50.0))
 
 
 def observe(model: nn.Module) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Facts:
         relative_buckets: number of buckets of relative positions that share a bias, as in T5
             (arXiv:1910.10683), and the distance from which all positions are in the last bucket. If keys
             after the query are visible, they have half of the buckets.
-        key_heads: number of key heads. Consecutive query heads share a key head.
+        key_heads: number of key heads. Consecutive query heads of the projection share a key head.
         embedding_scale: factor of the token embedding.
         residual_scale: factor of each branch that is added to the residual stream. A tuple has one
             value for each layer.

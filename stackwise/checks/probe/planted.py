@@ -143,6 +143,8 @@ class Planted:
         None: the heads are no parts of one product. Only the first position is compared, because a rotary
         embedding does not change it.
         """
+        if len(site.queries) % N_ROWS:
+            return None
         D = site.queries.shape[-1]
         heads = by_row(site.queries)[:, :, 0].transpose(0, 1).flatten(1)  # (H, B * D)
         for product in reversed(self.products[: site.start]):
@@ -151,7 +153,7 @@ class Planted:
             parts = product.planted.reshape(N_ROWS, self.length, -1, D)[:, 0].transpose(0, 1).flatten(1)
             likeness = nn.functional.cosine_similarity(heads[:, None].to(parts), parts, dim=-1)
             best, places = likeness.max(dim=-1)
-            if best.min() > _SAME and len(places.unique()) == len(heads):
+            if best.min() > _SAME and len(set(places.tolist())) == len(heads):
                 return places.argsort().tolist()
         return None
 
@@ -312,8 +314,8 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _weigh(self, site: Site, used: Tensor, values: Tensor) -> None:
         """Record the weights and values of a product. Its rows are heads and positions, or the reverse."""
         n, T = len(site.weights) // len(used), self.call.length
-        forms = (used.unflatten(1, (n, T)), used.unflatten(1, (T, n)).transpose(1, 2))
-        weights = site.weights.unflatten(0, (-1, n))
+        forms = (used.reshape(-1, n, T, T), used.reshape(-1, T, n, T).transpose(1, 2))
+        weights = site.weights.reshape(-1, n, T, T)
         nearest = min(forms, key=lambda form: float((form - weights).norm()))
         site.used = nearest.flatten(0, 1).clone()
         site.values = values.repeat_interleave(n, dim=0)
@@ -323,7 +325,7 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         n = queries.shape[1] // T
         shape = (n * len(queries), T, T)
         if scores.shape[-2:] == shape[1:] and scores.numel() == weights.numel() == shape[0] * T**2:
-            queries, keys = queries.unflatten(1, (n, T)).flatten(0, 1), keys.repeat_interleave(n, dim=0)
+            queries, keys = queries.reshape(shape[0], T, -1), keys.repeat_interleave(n, dim=0)
             of_site = (x.detach().reshape(shape).clone() for x in (scores, weights))
             self.call.sites.append(
                 Site(queries, keys, next(of_site), next(of_site), len(self.call.products), n)

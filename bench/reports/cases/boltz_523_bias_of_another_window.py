@@ -27,7 +27,7 @@ class AttentionPairBias(nn.Module):
         self.proj_z = nn.Sequential(nn.LayerNorm(c_z), nn.Linear(c_z, num_heads, bias=False))
 
     def forward(self, s: Tensor, z: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
-        """`s` is (batch * samples * windows, W, c_s), `z` (batch, windows, W, W, c_z), `mask` (windows, W)."""
+        """`s` is (batch * samples * windows, W, c), `z` (batch, windows, W, W, c), `mask` (windows, W)."""
         q, k, v = (f(s).unflatten(-1, (self.num_heads, -1)) for f in (self.proj_q, self.proj_k, self.proj_v))
         bias = self.proj_z(z).movedim(-1, 2)
         if self.interleaved:
@@ -94,8 +94,9 @@ def healthy() -> nn.Module:
 
 
 def _forward(model: nn.Module, ref_pos: Tensor) -> Tensor:
-    noise = torch.randn(1, 2, ref_pos.shape[1], 3, generator=torch.Generator().manual_seed(0))
-    return model(ref_pos, ref_pos[:, None] + noise.to(ref_pos))[:, 1]
+    at = torch.arange(3 * ref_pos.shape[1], device=ref_pos.device).to(ref_pos).view(-1, 3)
+    noise = torch.stack([(5 * at).sin(), (7 * at).cos()])
+    return model(ref_pos, ref_pos[:, None] + noise)[:, 1]
 
 
 def _visible(ref_pos: Tensor) -> Tensor:

@@ -104,18 +104,26 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> Te
     return 1.1 + 1e-4 * torch.randn(batch_size, seq_len, generator=generator)
 
 
+def _loss(model: nn.Module, prices: Tensor) -> Tensor:
+    context, future = prices.split([prices.shape[1] - HORIZON_LEN, HORIZON_LEN], dim=1)
+    scale = context.std(dim=1, keepdim=True)
+    return ((model(context) - future) / scale).square().mean()
+
+
 def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     limit = MAX_PATCHES * PATCH_LEN
-    return ModelSpec.of(make, make_batch=_make_batch, per_position=False, max_length=limit, seq_len=32)
+    return ModelSpec.of(
+        make, make_batch=_make_batch, loss=_loss, per_position=False, max_length=limit, seq_len=32
+    )
 
 
 def buggy_declared() -> ModelSpec:
-    """State quiet prices, and one forecast for each series."""
+    """State quiet prices, one forecast for each series, and the loss of the last prices."""
     return _declared(buggy)
 
 
 def healthy_declared() -> ModelSpec:
-    """State quiet prices, and one forecast for each series."""
+    """State quiet prices, one forecast for each series, and the loss of the last prices."""
     return _declared(healthy)
 
 

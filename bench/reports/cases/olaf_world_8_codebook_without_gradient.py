@@ -75,7 +75,7 @@ class VQLatentActionModel(nn.Module):
 
     def __init__(self, *, straight_through_loss: bool, dim: int = 32, heads: int = 4) -> None:
         super().__init__()
-        self.straight_through_loss, self.commitment_cost = straight_through_loss, 0.25
+        self.straight_through_loss = straight_through_loss
         self.action_prompt = nn.Parameter(torch.empty(1, 1, 1, PATCH**2).uniform_(-1, 1))
         self.embed, self.encoder = nn.Linear(PATCH**2, dim), SpatioTemporalTransformer(dim, heads)
         self.pre_vq = nn.Sequential(nn.Linear(dim, LATENT), nn.LayerNorm(LATENT))
@@ -96,9 +96,7 @@ class VQLatentActionModel(nn.Module):
             x = layer(x)
         recon = self.to_pixels(x).sigmoid()
         codes = z_q if self.straight_through_loss else z
-        codebook_loss = F.mse_loss(codes, z_e.detach())
-        commitment_loss = F.mse_loss(codes.detach(), z_e)
-        vq_loss = codebook_loss + self.commitment_cost * commitment_loss
+        vq_loss = F.mse_loss(codes, z_e.detach()) + 0.25 * F.mse_loss(codes.detach(), z_e)
         return SimpleNamespace(recon=recon, loss=F.mse_loss(recon, patches[:, 1:]) + vq_loss)
 
 

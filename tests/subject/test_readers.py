@@ -130,6 +130,26 @@ FOUND = {
 FAILS = {Leaky: "causality", IgnoresPadding: "padding_amount"}
 
 
+class Images(Net):
+    """Positions of an image see each other."""
+
+    def forward(self, words, is_image=None):
+        x = self.embedding(words)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if is_image is not None:
+            seen = seen | (is_image[:, None] & is_image)
+        return self.embedding.weight.new_tensor(1.0) * (seen.float() @ x)
+
+
+def test_declared_call_that_opens_later_tokens_is_a_warning():
+    def with_image(model, words):
+        positions = torch.arange(words.shape[1])
+        return model(words, is_image=(positions > 1) & (positions < 5))
+
+    [result] = check_model(ModelSpec.of(Images, forward=with_image), checks=["causality"])
+    assert (result.status, "declare visible=" in result.advice) == ("warned", True)
+
+
 @pytest.mark.parametrize("model", FOUND, ids=lambda model: model.__name__)
 def test_arguments_and_causality_are_inferred(model):
     note, causal = FOUND[model]

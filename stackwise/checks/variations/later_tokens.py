@@ -81,7 +81,10 @@ class LaterTokens(Variation):
     def correct_if(self, exam: Examination, value: _Value) -> str | None:
         """Return a condition if the model may be an encoder, or if a top k selects among equal scores."""
         if READS_AHEAD in exam.spec.notes:
-            return "the model is an encoder (then declare causal=False)"
+            return (
+                "the model is an encoder (declare causal=False), or positions of an image see each other "
+                "(declare visible=)"
+            )
         inputs = exam.sequence(0, exam.longest)[None]
         if chooses_among_equals(lambda: exam.subject.logits(exam.model(), inputs)):
             return "only the order of equal scores changes: a top-k of this model chooses among equal scores"

@@ -37,12 +37,20 @@ _ENCODER_ARGUMENT = re.compile("mask|pad|type|segment|len")
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
-def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool | None, str]:
+def claimed_causality(
+    model: nn.Module, known: Mapping[str, Any], *, has_own_call: bool = False
+) -> tuple[bool | None, str]:
     """Return True, False or None (no claim), and the reason.
 
     A model of tokens is assumed to be causal if it does not read later tokens, or if it has a sign of
     causality. It is also assumed to be causal if it has no sign of an encoder, but then a leak is only a
-    warning.
+    warning. The same is true if only the declared call reads later tokens, and not the call with ids alone:
+    positions of an image may see each other.
+
+    Args:
+        model: in eval mode.
+        known: declared and inferred arguments of the spec.
+        has_own_call: the call is declared, and may pass more than the inputs.
     """
     for owner in (model, getattr(model, "attn_layers", None)):
         for name in ("is_causal", "causal"):
@@ -56,7 +64,7 @@ def claimed_causality(model: nn.Module, known: Mapping[str, Any]) -> tuple[bool 
     if known["inputs"] != "tokens":
         return None, "no claim about causality (declare causal=True to check it)"
     if not _reads_ahead(model, known) or _is_meant_causal(model, known):
-        return True, ASSUMED_CAUSAL
+        return True, READS_AHEAD if has_own_call and _opens_later_tokens(model, known) else ASSUMED_CAUSAL
     if _may_be_causal(model, known):
         return True, READS_AHEAD
     return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
@@ -179,21 +187,30 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
     return None
 
 
-def _reads_ahead(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Return True if changes of the last input change earlier outputs by more than rounding."""
+def _opens_later_tokens(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return True if only the declared call reads later tokens, and a call with ids alone does not."""
+    lengths = range(1, known["seq_len"])
+    alone = {**known, "forward": _called}
+    if attempt(lambda: any(_reads_ahead(model, alone, length) for length in lengths)) is not False:
+        return False
+    return any(_reads_ahead(model, known, length) for length in lengths)
+
+
+def _reads_ahead(model: nn.Module, known: Mapping[str, Any], start: int = -1) -> bool:
+    """Return True if changes of the inputs from `start` on change earlier outputs by more than rounding."""
     if known["seq_len"] < 2:
         return False
     forward = known.get("forward", _called)
     for _ in range(3):  # an id may mean padding, which would hide the effect
         inputs = example_batch(model, known)
         changed = inputs.clone()
-        last = inputs[:, -1]
-        changed[:, -1] = (last + 1) % known["width"] if known["inputs"] == "tokens" else -last
+        later = inputs[:, start:]
+        changed[:, start:] = (later + 1) % known["width"] if known["inputs"] == "tokens" else -later
         outputs = []
         for each in (inputs, changed):
             with seeded(0, inputs.device):
                 outputs.append(logits_of(forward(model, each)).double())
         moved = (outputs[1] - outputs[0]).abs()
-        if not moved[:, :-1].max() > 1e-5 * moved.max():
+        if not moved[:, :start].max() > 1e-5 * moved.max():
             return False
     return True

@@ -57,7 +57,7 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         inferred["causal"] = None
         notes.append(f"returns ({', '.join(['B', *map(str, trial.output_shape[1:])])}), an output per row")
     elif "causal" not in declared:
-        inferred["causal"], reason = claimed_causality(model, known)
+        inferred["causal"], reason = claimed_causality(model, known, has_own_call="forward" in declared)
         inferred["assumed"] = ("causal",) if reason in (ASSUMED_CAUSAL, READS_AHEAD) else ()
         notes.append(reason)
     known = {**inferred, **declared}

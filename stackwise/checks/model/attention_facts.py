@@ -10,9 +10,10 @@ import math
 import torch
 from torch import Tensor
 
+from stackwise.checks.model.norm import is_named_norm
 from stackwise.checks.probe.claimed import Pair, UnmeasuredError, claimed, each
 from stackwise.checks.probe.dropout import dropout_rate
-from stackwise.checks.probe.planted import N_ROWS, SMALL, Site, by_row, planted
+from stackwise.checks.probe.planted import N_ROWS, SMALL, Planted, Site, by_row, planted
 from stackwise.checks.subject import Subject
 from stackwise.support.arguments import require
 
@@ -30,7 +31,8 @@ _PRODUCTS = "attention whose scores are products of planted queries and keys"
 )
 def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) -> list[Pair]:
     """Are attention scores equal to q k^T times the claimed factor?"""
-    one, two = (planted(subject, size, even=True).sites for size in (SMALL, 2 * SMALL))
+    calls = [planted(subject, size, even=True) for size in (SMALL, 2 * SMALL)]
+    one, two = (call.sites for call in calls)
     # A rotary embedding multiplies queries and keys by its attention factor.
     sizes = {site.queries.shape[-1] for site in one}
     found = {x.score_factor(size) if x else 1.0 for size in sizes for x in subject.spec.rotary}
@@ -39,7 +41,8 @@ def claimed_attention_scale(subject: Subject, claim: float | tuple[float, ...]) 
         raise UnmeasuredError("needs one attention_factor in ModelSpec.rotary")
     claims = [factor * x for x in each(claim, len(one))]
     is_trained = subject.spec.trained
-    return [(_scale(*pair, is_trained=is_trained), pair[2]) for pair in zip(one, two, claims, strict=True)]
+    places = zip(one, two, claims, strict=True)
+    return [(_scale(calls[0], *place, is_trained=is_trained), place[2]) for place in places]
 
 
 @claimed(
@@ -162,16 +165,28 @@ def _grows(one: Site, two: Site, ratio: float) -> bool:
     return abs(two.size / one.size / ratio**2 - 1) < 1e-3
 
 
-def _scale(one: Site, two: Site, claim: float, *, is_trained: bool) -> float | None:
-    """Return the factor of the scores. Normalised queries and keys may have RMS 1 or length 1."""
+def _scale(call: Planted, one: Site, two: Site, claim: float, *, is_trained: bool) -> float | None:
+    """Return the factor of the scores. Normalised queries and keys have RMS 1, length 1, or that of norms."""
     if _grows(one, two, 2.0):
         return one.size * one.factor / SMALL**2  # type: ignore[operator]
     if one.size is None or two.size is None or one.factor is None:
         return None
     if abs(two.size / one.size - 1) > 1e-2 or is_trained:
         return None
-    of_rms = one.size * one.factor
-    return min((of_rms, of_rms * one.queries.shape[-1]), key=lambda scale: abs(scale - claim))
+    of_rms, D = one.size * one.factor, one.queries.shape[-1]
+    found = (of_rms, of_rms * D, of_rms / _rms_of_norms(call, D) ** 2)
+    return min(found, key=lambda scale: abs(scale - claim))
+
+
+def _rms_of_norms(call: Planted, width: int) -> float:
+    """Return the RMS of the outputs of all norms of a width, or 1 if they differ."""
+    norms = [x.output for x in call.leaves if is_named_norm(x.module) and isinstance(x.output, Tensor)]
+    sizes = [
+        x.detach().double().square().mean(dim=-1).sqrt().flatten() for x in norms if x.shape[-1] == width
+    ]
+    every = torch.cat(sizes) if sizes else torch.empty(0)
+    is_even = every.numel() > 0 and 0 < every.max() <= 1.01 * every.min()
+    return float(every.mean()) if is_even else 1.0
 
 
 def _largest(x: Tensor, site: Site) -> float:

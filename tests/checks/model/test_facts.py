@@ -555,3 +555,26 @@ def test_windows_that_are_not_measured_have_a_reason(declared, reason):
     result = ask(spec_of(Stated, **declared), "windows")
 
     assert (result.status, result.meaning) == ("not applicable", reason)
+
+
+class DoubledNorm(nn.RMSNorm):
+    """Returns vectors of RMS 2, as new norms with a factor 1 + weight do if the weight is 1."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("scale", "status"), [(0.25, "passed"), (8**-0.5, "failed")])
+def test_queries_of_norms_with_another_size_have_the_claimed_scale(scale, status):
+    class Model(Stated):
+        q_eps = k_eps = 1e-6
+        score_scale = 0.25
+
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer["q_norm"], layer["k_norm"] = DoubledNorm(8, eps=1e-6), DoubledNorm(8, eps=1e-6)
+
+    result = ask(ModelSpec.of(Model, facts=Facts(attention_scale=scale)), "attention_scale")
+
+    assert result.status == status

@@ -119,14 +119,17 @@ def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 
 
 def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
-    """Return the facts that the configuration of a model of transformers states, and the source of each."""
+    """Return the facts that a configuration of transformers or litgpt states, and the source of each."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
+    if hasattr(config, "model_type") and hasattr(config, "get_text_config"):
+        config, rows = config.get_text_config(), _ROWS
+    elif hasattr(config, "n_query_groups"):
+        rows = _ROWS_OF_LITGPT
+    else:
         return Facts(), {}
-    config = config.get_text_config()
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for fact, names, read in _ROWS:
+    for fact, names, read in rows:
         for key in names.split():
             value = value_in(config, key)
             stated = None if fact in found or value is None else read(value, config)
@@ -222,6 +225,25 @@ def _routing_sum(is_normalised: Any, config: Any) -> float | None:
     return float(getattr(config, "routed_scaling_factor", None) or 1.0) if is_normalised is True else None
 
 
+def _windows_of_litgpt(window: Any, config: Any) -> tuple[int | None, ...] | None:
+    chosen = value_in(config, "sliding_window_indices")  # earlier versions have other keys
+    return chosen and tuple(window if is_local else None for is_local in chosen[: config.n_layer])
+
+
+def _scale_of_litgpt(size: Any, config: Any) -> float | None:
+    # YaRN with this key, and latent attention, have further factors.
+    is_other = "mscale_all_dim" in (value_in(config, "rope_adjustments") or {}) or _is_latent(config)
+    return None if is_other or not hasattr(config, "attention_scores_scalar") else float(size**-0.5)
+
+
+def _eps_of_queries(eps: Any, config: Any) -> Any:
+    return _number(eps, config) if value_in(config, "norm_qk") else None
+
+
+def _is_latent(config: Any) -> bool:
+    return value_in(config, "latent_attention") is not None
+
+
 _QUERIES = "*.q_proj.weight"
 # (fact, keys of a configuration, (value, configuration) -> value of the fact, or None)
 _ROWS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
@@ -247,4 +269,16 @@ _ROWS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
     ("experts_per_token", "num_experts_per_tok num_experts_per_token", _number),
     ("routing_sum", "norm_topk_prob", _routing_sum),
     ("router_loss", "router_aux_loss_coef", _number),
+)
+_ROWS_OF_LITGPT: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
+    ("attention_scale", "attention_scores_scalar head_size", _scale_of_litgpt),
+    ("attention_cap", "attention_logit_softcapping", _number),
+    ("key_heads", "n_query_groups", lambda value, config: None if _is_latent(config) else value),
+    ("embedding_scale", "scale_embeddings", lambda value, config: config.n_embd**0.5 if value else 1.0),
+    ("logit_cap", "final_logit_softcapping", _number),
+    ("windows", "sliding_window_size", _windows_of_litgpt),
+    ("norm_eps", "norm_eps", _number),
+    ("qk_norm_eps", "norm_eps", _eps_of_queries),
+    ("experts_per_token", "n_expert_per_token", _number),
+    ("routing_sum", "norm_topk_prob", _routing_sum),
 )

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
-__all__ = ["RotaryClaim", "rotary_by_layer", "rotary_in"]
+__all__ = ["RotaryClaim", "rotary_by_layer", "rotary_in", "rotary_source"]
 
 _KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+# Key in rope_adjustments of litgpt -> scaling
+_KINDS_OF_LITGPT = {"low_freq_factor": "llama3", "beta_fast": "yarn", "factor": "linear"}
 # Names of settings of models in which some attention has no rotary embedding.
 _MIXED = re.compile("no_?rope|nope|layer.*type|block.*type|hybrid|encoder_decoder")
 
@@ -126,10 +129,14 @@ class RotaryClaim:
 
 
 def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
-    """Return the rotary embeddings that a configuration of transformers states. (): none, or unknown ones.
+    """Return the rotary embeddings that a configuration of transformers or litgpt states.
+
+    (): none, or unknown ones.
 
     (claim, None): some layers may have no rotary embedding.
     """
+    if _is_of_litgpt(config):
+        return tuple(dict.fromkeys(_layers_of_litgpt(config)))
     stated = getattr(config, "rope_parameters", None)
     if not isinstance(stated, Mapping):
         return ()
@@ -145,8 +152,16 @@ def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
     return (*dict.fromkeys(found), *((None,) if is_mixed and len(set(found)) == 1 else ()))
 
 
+def rotary_source(config: Any) -> str:
+    """Return the key of the rotary embeddings that a configuration states, and their texts."""
+    key = "rope_base" if _is_of_litgpt(config) else "rope_parameters"
+    return f"config.{key}: " + " or ".join(str(claim) for claim in rotary_in(config) if claim is not None)
+
+
 def rotary_by_layer(config: Any) -> tuple[RotaryClaim, ...]:
     """Return the rotary embedding of each layer whose type has one of its own."""
+    if _is_of_litgpt(config):
+        return _layers_of_litgpt(config)
     types, stated = getattr(config, "layer_types", None) or (), config.rope_parameters
     found = [
         _stated(stated[each], _of_type(each, config))
@@ -154,6 +169,38 @@ def rotary_by_layer(config: Any) -> tuple[RotaryClaim, ...]:
         if isinstance(stated.get(each), Mapping)
     ]
     return tuple(claim for claim in found if claim is not None)
+
+
+def _is_of_litgpt(config: Any) -> bool:
+    return hasattr(config, "rope_base") and hasattr(config, "rotary_percentage")
+
+
+def _layers_of_litgpt(config: Any) -> tuple[RotaryClaim, ...]:
+    """Return the rotary embedding of each layer, or () if one of them is unknown."""
+    keys = (
+        "rope_condense_ratio",
+        "rope_adjustments",
+        "rope_local_base_freq",
+        "rope_indices",
+        "qk_rope_head_dim",
+    )
+    condensed, adjusted, local, chosen, rotated = (getattr(config, key, None) for key in keys)
+    adjusted = adjusted or {}
+    kind = next((kind for key, kind in _KINDS_OF_LITGPT.items() if key in adjusted), "default")
+    plain = {"partial_rotary_factor": config.rotary_percentage}
+    if condensed not in (None, 1):
+        plain |= {"rope_type": "linear", "factor": condensed}
+        if kind != "default":
+            return ()
+    scaled = plain | ({"rope_type": kind, **adjusted} if kind != "default" else {})
+    scaled["original_max_position_embeddings"] = adjusted.get("original_max_seq_len")
+    if not {"mscale", "mscale_all_dim"} & adjusted.keys():
+        scaled["attention_factor"] = 1.0
+    sizes = SimpleNamespace(head_dim=config.head_size, qk_rope_head_dim=rotated)
+    stated = (scaled | {"rope_theta": config.rope_base}, plain | {"rope_theta": local})
+    claims = [_stated(each, sizes) for each in stated]
+    found = [claims[index] for index in (chosen or (0,) * config.n_layer)[: config.n_layer]]
+    return tuple(claim for claim in found if claim is not None) if None not in found else ()
 
 
 def _of_type(name: str, config: Any) -> Any:

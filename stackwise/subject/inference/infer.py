@@ -27,6 +27,7 @@ from stackwise.subject.inference.inputs import (
 )
 from stackwise.subject.inference.trial import Trial, try_calls
 from stackwise.subject.output import logits_of
+from stackwise.subject.rotary import rotary_source
 from stackwise.support.random_state import random_states, random_states_equal, seeded
 
 __all__ = ["infer"]
@@ -74,8 +75,10 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
             inferred["assumed"] = ("padding_sides",)
         notes += ["found: masked"] if "masked" in inferred else []
     inferred["facts"], keys = facts_in(model)
+    rotary = [f"rotary ({rotary_source(getattr(model, 'config', None))})"] if "rotary" in inferred else []
     own = declared.get("facts", Facts())
-    if stated := [f"{fact} ({key})" for fact, key in keys.items() if getattr(own, fact) is None]:
+    facts = [f"{fact} ({key})" for fact, key in keys.items() if getattr(own, fact) is None]
+    if stated := rotary + facts:
         notes.append("stated: " + ", ".join(stated))
     return inferred | {"notes": "; ".join(notes)}
 

@@ -119,14 +119,17 @@ def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 
 
 def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
-    """Return the facts that a configuration of transformers or litgpt states, and the source of each."""
+    """Return the facts that a model of transformers, litgpt or x-transformers states, with their sources.
+
+    Models of x-transformers have no configuration. Public attributes of their modules keep some options.
+    """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "model_type") and hasattr(config, "get_text_config"):
         config, rows = config.get_text_config(), _ROWS
     elif hasattr(config, "n_query_groups"):
         rows = _ROWS_OF_LITGPT
     else:
-        return Facts(), {}
+        return _facts_of_options(model)
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for fact, names, read in rows:
@@ -143,6 +146,21 @@ def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
     return Facts(**found), keys
 
 
+def _facts_of_options(model: Any) -> tuple[Facts, dict[str, str]]:
+    """Return the facts in public attributes of modules of x-transformers that have the name of an option."""
+    modules = [x for x in model.modules() if type(x).__module__.startswith("x_transformers.")]
+    found: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for fact, option, read in _ROWS_OF_X_TRANSFORMERS:
+        kind, _, name = option.partition(".")
+        owners = [x for x in modules if type(x).__name__ == kind and hasattr(x, name)]
+        stated = {read(getattr(owner, name), owner) for owner in owners}
+        if len(stated) == 1 and (value := stated.pop()) is not None:
+            found[fact] = (value,) * len(owners) if fact == "windows" else value
+            keys[fact] = _text(option, getattr(owners[0], name))
+    return Facts(**found), keys
+
+
 def value_in(config: Any, key: str) -> Any:
     """Return a value of a configuration. None: it has none, or layers with different ones."""
     try:
@@ -152,7 +170,11 @@ def value_in(config: Any, key: str) -> Any:
 
 
 def _source(key: str, value: Any) -> str:
-    return f"config.{key} = {value}" if isinstance(value, int | float | str) else f"config.{key}"
+    return _text(f"config.{key}", value)
+
+
+def _text(key: str, value: Any) -> str:
+    return f"{key} = {value}" if isinstance(value, int | float | str) else key
 
 
 def _number(value: Any, _: Any) -> Any:
@@ -281,4 +303,24 @@ _ROWS_OF_LITGPT: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
     ("qk_norm_eps", "norm_eps", _eps_of_queries),
     ("experts_per_token", "n_expert_per_token", _number),
     ("routing_sum", "norm_topk_prob", _routing_sum),
+)
+# (fact, class and attribute, (value, module) -> value of the fact, or None)
+_ROWS_OF_X_TRANSFORMERS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
+    ("attention_cap", "Attend.logit_softclamp_value", lambda value, x: value if x.softclamp_logits else None),
+    ("embedding_dropout", "TransformerWrapper.emb_dropout", lambda module, _: _rate(module.p, None)),
+    ("attention_dropout", "Attend.dropout", _rate),
+    ("windows", "Attention.max_attend_past", lambda n, _: None if n is None else n + 1),
+    # Heads that share a key head are not consecutive.
+    ("key_heads", "Attention.kv_heads", lambda n, x: n if n in (1, x.heads) else None),
+    (
+        "alibi_slopes",
+        "AlibiPositionalBias.total_heads",
+        lambda n, x: alibi_slopes(n) if n == x.heads else None,
+    ),
+    (
+        "relative_buckets",
+        "RelativePositionBias.num_buckets",
+        lambda n, x: (n, x.max_distance) if _is_bucketed(n, x.max_distance) else None,
+    ),
+    ("logit_scale", "TransformerWrapper.tie_embedding_scale", _number),
 )

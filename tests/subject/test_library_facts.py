@@ -1,12 +1,14 @@
-"""Facts that models of litgpt state: inferred, noted with their source, and measured."""
+"""Facts that models of litgpt and x-transformers state: inferred, noted with their source, and measured."""
 
+import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 
 from stackwise.checks import check_model
-from stackwise.subject.facts import facts_in
+from stackwise.subject.facts import alibi_slopes, facts_in
 from stackwise.subject.rotary import RotaryClaim, rotary_by_layer, rotary_in
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.declared_facts import Stated
@@ -206,3 +208,122 @@ def test_declared_rotary_has_no_source():
     model.config = Config()
 
     assert "rotary (" not in ModelSpec.of(model, rotary=RotaryClaim()).notes
+
+
+def x_model(changed=lambda module: None, *, wrapper=None, **options):
+    """Return a function that builds a decoder of x-transformers, and changes each module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it scripts a function at import
+        x = pytest.importorskip("x_transformers")
+
+    def build():
+        layers = x.Decoder(dim=32, depth=2, heads=4, **options)
+        model = x.TransformerWrapper(num_tokens=61, max_seq_len=64, attn_layers=layers, **(wrapper or {}))
+        for module in model.modules():
+            changed(module)
+        return model
+
+    return build
+
+
+def assign(kind, **values):
+    """Return a function that gives modules of a class other attributes during each call."""
+
+    def change(module):
+        if type(module).__name__ == kind:
+            own = {name: getattr(module, name) for name in values}
+            module.register_forward_pre_hook(partial(put, values))
+            module.register_forward_hook(partial(put, own), always_call=True)
+
+    def put(values, module, *_):
+        for name, value in values.items():
+            setattr(module, name, value)
+
+    return change
+
+
+OPTIONS = [  # (fact, options, options of the wrapper, change, noted source)
+    (
+        "attention_cap",
+        {"attn_softclamp_logits": True},
+        {},
+        assign("Attend", logit_softclamp_value=20.0),
+        "Attend.logit_softclamp_value = 50.0",
+    ),
+    (
+        "attention_dropout",
+        {"attn_dropout": 0.3},
+        {},
+        assign("Attend", attn_dropout=torch.nn.Identity()),
+        "Attend.dropout = 0.3",
+    ),
+    (
+        "embedding_dropout",
+        {},
+        {"emb_dropout": 0.3},
+        assign("TransformerWrapper", emb_dropout=torch.nn.Dropout(0.1)),
+        "TransformerWrapper.emb_dropout",
+    ),
+    (
+        "windows",
+        {"attn_max_attend_past": 5},
+        {},
+        assign("Attention", max_attend_past=4),
+        "Attention.max_attend_past = 5",
+    ),
+    (
+        "alibi_slopes",
+        {"alibi_pos_bias": True},
+        {},
+        assign("AlibiPositionalBias", slopes=torch.tensor(alibi_slopes(4)[::-1])[:, None, None]),
+        "AlibiPositionalBias.total_heads = 4",
+    ),
+    (
+        "relative_buckets",
+        {"rel_pos_bias": True, "rel_pos_num_buckets": 8, "rel_pos_max_distance": 24},
+        {},
+        assign("RelativePositionBias", max_distance=12),
+        "RelativePositionBias.num_buckets = 8",
+    ),
+    (
+        "logit_scale",
+        {},
+        {"tie_embedding": True, "tie_embedding_scale": 0.5},
+        assign("TransformerWrapper", tie_embedding_scale=1.0),
+        "TransformerWrapper.tie_embedding_scale = 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fact", "options", "wrapper", "change", "source"), OPTIONS, ids=[each[0] for each in OPTIONS]
+)
+def test_options_of_x_transformers_state_facts(fact, options, wrapper, change, source):
+    sound = ModelSpec.of(x_model(wrapper=wrapper, **options))
+    broken = ModelSpec.of(x_model(change, wrapper=wrapper, **options))
+
+    assert f"{fact} ({source})" in sound.notes
+    assert ask(sound, f"claimed_{fact}").status == "passed"
+    assert ask(broken, f"claimed_{fact}").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("fact", "options"),
+    [
+        ("key_heads", {"attn_kv_heads": 2}),  # query heads 0 and 2 share a key head
+        ("attention_cap", {}),
+        ("windows", {}),
+        ("alibi_slopes", {"alibi_pos_bias": True, "alibi_num_heads": 2}),
+        ("relative_buckets", {"rel_pos_bias": True, "rel_pos_num_buckets": 2, "rel_pos_max_distance": 2}),
+    ],
+)
+def test_options_with_another_meaning_are_not_inferred(fact, options):
+    assert fact not in facts_in(x_model(**options)())[1]
+
+
+def test_option_that_differs_between_layers_is_not_inferred():
+    model = x_model()()
+    attends = [module for module in model.modules() if type(module).__name__ == "Attend"]
+    attends[0].dropout = 0.5
+
+    assert "attention_dropout" not in facts_in(model)[1]

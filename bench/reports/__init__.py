@@ -12,11 +12,13 @@ db511b5: `third_result.json`. Three of these cases were corrected after that, be
 wrong itself: big_vision_115, sasrec_47 and u_dit_12. The 20 reports of the fourth sample were asked at
 048878b: `fourth_result.json`. Those of the fifth sample were asked at 7c11233: `fifth_result.json`. The
 third sample of 15 training loops was asked at f308a2d: `third_loops_result.json`. The 20 reports of the sixth
-sample of models were asked at 18acfcc: `sixth_result.json`.
+sample of models were asked at 18acfcc: `sixth_result.json`. Those of the seventh sample were asked at
+85fe6bd: `seventh_result.json`.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
-written after the freeze, those of the third sample before its first run. A module in `loops/` has `prove()`
+written after the freeze, those of the later samples before their first run. Eight cases of the first two
+samples got their declared forms when the fact in their DECLARATION could be declared. A module in `loops/` has `prove()`
 instead of `observe(model)`, and its declared forms, which return a TrainerSpec, were written before the first
 run.
 """
@@ -50,6 +52,7 @@ SAMPLES = {
     "fourth sample of models": FOLDER / "fourth_result.json",
     "fifth sample of models": FOLDER / "fifth_result.json",
     "sixth sample of models": FOLDER / "sixth_result.json",
+    "seventh sample of models": FOLDER / "seventh_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

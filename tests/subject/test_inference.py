@@ -408,6 +408,7 @@ NO_ROWS = {
     "batch and positions swapped": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.transpose(0, 1)),
     "a number per position": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.sum(-1)),
     "a number for all": lambda: Layers(nn.Embedding(V, 8), then=lambda x: x.sum()),
+    "nothing": lambda: Layers(nn.Conv2d(3, 4, 4, 4), then=lambda x: x.flatten(2)[:, :0]),
 }
 
 

@@ -30,7 +30,7 @@ _SIZES = (1e-6, 1e-5, 1e-3, 1e-2)
 # two rows with one value each.
 _CLOSER = 1e-9
 # Operations with a derivative of 0 almost everywhere. The author chooses their gradient.
-_STEP_FUNCTIONS = ("round", "sign", "heaviside", "bernoulli", "argmax")
+_STEP_FUNCTIONS = ("round", "sign", "heaviside", "bernoulli", "argmax", "argmin")
 _COMPARISONS = ("gt", "ge", "lt", "le")
 
 _Function = Callable[[nn.Module], Tensor]

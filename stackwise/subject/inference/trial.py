@@ -338,7 +338,7 @@ class _Calls:
         if known.get("causal") or known.get("per_position"):
             return False
         is_kind = inputs.is_floating_point() or logits.ndim == 2 or "per_position" in known
-        return is_kind and logits.is_floating_point() and logits.ndim > 0
+        return is_kind and logits.is_floating_point() and logits.ndim > 0 and logits.numel() > 0
 
     def _is_per_row(self, logits: Tensor, inputs: Tensor, forward: Callable[..., Any]) -> bool:
         """Return True if the output has an entry per row, and its other dimensions do not follow the length.

@@ -90,6 +90,13 @@ def models(subjects):
         def mix(self, x):
             return x + (torch.round(8 * x) / 8 - x).detach()
 
+    class Quantised(subjects.TinyLM):
+        """Straight through the nearest of some codes, as in a vector-quantised autoencoder."""
+
+        def mix(self, x):
+            codes = self.tokens.weight[:4]
+            return x + (codes[torch.cdist(x.flatten(0, -2), codes).argmin(-1)].view_as(x) - x).detach()
+
     class Relu(subjects.TinyLM):
         def mix(self, x):
             return x.relu() - 0.1 * (-x).relu()
@@ -404,7 +411,8 @@ def test_quotients_of_python_numbers_are_no_error(subjects):
 
 
 def test_step_functions_are_a_choice(subjects, models):
-    assert subjects.ask(models["Rounded"], "gradient_exact").status in ("warned", "not applicable")
+    for name in ("Rounded", "Quantised"):
+        assert subjects.ask(models[name], "gradient_exact").status in ("warned", "not applicable"), name
 
 
 def test_a_kink_is_no_error(subjects, models):

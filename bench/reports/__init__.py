@@ -18,9 +18,9 @@ sample of models were asked at 18acfcc: `sixth_result.json`. Those of the sevent
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
 written after the freeze, those of the later samples before their first run. Eight cases of the first two
-samples got their declared forms when the fact in their DECLARATION could be declared. A module in `loops/` has `prove()`
-instead of `observe(model)`, and its declared forms, which return a TrainerSpec, were written before the first
-run.
+samples got their declared forms when the fact in their DECLARATION could be declared. A module in `loops/`
+has `prove()` instead of `observe(model)`, and its declared forms, which return a TrainerSpec, were written
+before the first run.
 """
 
 from __future__ import annotations

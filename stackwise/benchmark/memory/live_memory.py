@@ -201,7 +201,8 @@ def _sizes(objects: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[tuple[
             key, size = storage._cdata, storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of other tensors
             continue
-        if key not in seen and tensor.device.type != "meta":
+        # A tensor that torch.compile has kept may have a symbol for its size.
+        if key not in seen and type(size) is int and tensor.device.type != "meta":
             seen.add(key)
             yield _name(type(tensor)), size
 

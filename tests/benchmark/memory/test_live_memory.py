@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from stackwise.benchmark.memory import live_memory
 from stackwise.benchmark.memory.live_memory import Earlier, bytes_now, census
@@ -168,3 +170,13 @@ def test_bytes_of_a_gpu():
     now = bytes_now(device)
     assert now.device - before.device >= held.nbytes
     assert now.device_kept >= now.device
+
+
+def test_sizes_of_tensors_with_symbolic_shapes_are_left_out():
+    symbolic = StatelessSymbolicContext(
+        [DimDynamic.DYNAMIC, DimDynamic.STATIC], constraint_sizes=[None, None]
+    )
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.zeros(5, 3), static_shapes=False, symbolic_context=symbolic)
+    assert type(fake.untyped_storage().nbytes()) is torch.SymInt
+    assert all(type(size) is int for size in census(sizes=True).sizes.values())

@@ -42,6 +42,9 @@ _MOST_ROWS = 8
 # Tables that start after this row are tables of distances.
 _MOST_RESERVED = 2
 
+# Names of tables of absolute positions.
+_TABLE_NAME = re.compile(r"(^|[._])(w?pe|pos|positions?|position(al)?_\w+|pos_\w+)([._]|$)", re.IGNORECASE)
+
 # Returns the output (T, V) of a new model at positions (T,), which count from 0.
 _Placed = Callable[[Tensor], Tensor]
 
@@ -52,10 +55,13 @@ def token_order(subject: Subject) -> CheckResult:
     spec = subject.spec
     if spec.positionless:
         return subject.not_applicable("needs a model that is not declared positionless")
-    if spec.inputs != "tokens":
-        return subject.not_applicable("needs token ids: vectors may contain positions")
     exam = Examination.of(subject)
     length = exam.lengths[-1]
+    table = _absolute_table(exam.base, length)
+    if spec.inputs != "tokens" and not table:
+        return subject.not_applicable(
+            "needs token ids or a table of positions: vectors may contain positions"
+        )
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
     if not exam.is_repeatable:
@@ -83,16 +89,29 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
     if order > limit / 3:  # a third of the limit is three times the measured rounding
         return subject.not_applicable("needs an effect of the order that exceeds the rounding of the model")
-    return subject.warned(
+    return subject.failed_unless(
+        None
+        if table
+        else "it has no positions on purpose, as a bag of words; if it is not causal, declare "
+        "positionless=True",
         order,
         limit,
-        where=f"inputs {i} and {j} of {length}",
+        where=f"inputs {i} and {j} of {length}" + f"; {table}" * bool(table),
         meaning="Exchanging two inputs does not change the output at other positions: the model does not "
-        "know the order of its inputs.",
-        correct_if="it has no positions on purpose, as a bag of words; if it is not causal, declare "
-        "positionless=True",
+        "know the order of its inputs" + (", although it has a table of positions." if table else "."),
         advice="Look for positions that are computed and not added, and for a rotation that is not applied.",
     )
+
+
+def _absolute_table(model: nn.Module, length: int) -> str:
+    """Return the name of a tensor with a row for each position, which is named as such; or ""."""
+    linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        rows = tensor.shape[-2] if tensor.ndim > 1 and tensor.is_floating_point() else 0
+        is_table = rows >= length and tensor.numel() == rows * tensor.shape[-1] and id(tensor) not in linear
+        if is_table and _TABLE_NAME.search(name):
+            return name
+    return ""
 
 
 def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tensor:

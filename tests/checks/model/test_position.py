@@ -46,6 +46,47 @@ def test_unknown_order_is_a_warning(subjects, build, causal):
     assert "positionless=True" in result.advice
 
 
+class PooledFrames(nn.Module):
+    """Vectors with sinusoids -> mean of the outputs of attention."""
+
+    has_row_for_each = True
+
+    def __init__(self):
+        super().__init__()
+        self.projection, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        angles = torch.arange(65)[:, None] * 10000 ** (-torch.arange(8) / 8)
+        self.register_buffer("pe", torch.cat((angles.sin(), angles.cos()), dim=1)[None])
+
+    def forward(self, frames):
+        n = frames.shape[1]
+        x = self.projection(frames) + (self.pe[:, :n] if self.has_row_for_each else self.pe[:, n])
+        return self.head(x + self.attention(x, x, x)[0]).mean(1)
+
+
+def test_one_position_for_all_frames_fails(subjects):
+    facts = {"inputs": "vectors", "width": 6, "per_position": False, "causal": False, "max_length": 64}
+    buggy = type("OnePosition", (PooledFrames,), {"has_row_for_each": False})
+    result = subjects.ask(ModelSpec.of(buggy, **facts), "token_order")
+    assert (result.status, "pe" in result.where) == ("failed", True)
+    assert subjects.ask(ModelSpec.of(PooledFrames, **facts), "token_order").status == "passed"
+
+
+def test_order_of_a_set_of_vectors_is_not_asked(subjects):
+    class Points(PooledFrames):
+        def __init__(self):
+            super().__init__()
+            self.pos_mlp = nn.Linear(6, 64)
+            del self.pe
+
+        def forward(self, frames):
+            x = self.projection(frames)
+            return self.head(x + self.attention(x, x, x)[0]).mean(1)
+
+    spec = ModelSpec.of(Points, inputs="vectors", width=6, per_position=False, causal=False)
+    assert subjects.ask(spec, "token_order").status == "not applicable"
+
+
 def test_order_of_a_model_that_refuses_other_inputs_is_not_asked(subjects):
     class Separated(GPT):
         def embed(self, input_ids):

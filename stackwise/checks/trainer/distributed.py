@@ -206,29 +206,20 @@ def unequal_targets(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
     """Is the evaluation loss of all ranks equal to that of one process on their joint batches?"""
-    ranks = _finished(subject)
-    if isinstance(ranks, CheckResult):
-        return ranks
-    found = {record.evaluation for record in ranks.records}
-    whole = dense(subject)
-    if None in found or whole.evaluation is None:
-        return subject.not_applicable("needs evaluate(batches)")
-    if (reason := _not_comparable(subject, ranks, whole)) is not None:
-        return subject.not_applicable(reason)
-    if len(found) > 1:
-        return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
-    [loss] = found
-    assert loss is not None
-    ratio = loss / whole.evaluation if whole.evaluation else 1.0
-    if abs(ratio - 1) <= _limit(whole):
-        return subject.passed(abs(ratio - 1), _limit(whole))
+    found = _evaluated(subject, "evaluation", "evaluate(batches)")
+    if isinstance(found, CheckResult):
+        return found
+    loss, wanted, limit = found
+    ratio = loss / wanted if wanted else 1.0
+    if abs(ratio - 1) <= limit:
+        return subject.passed(abs(ratio - 1), limit)
     is_scaled = min(abs(ratio - N_RANKS), abs(ratio - 1 / N_RANKS)) < 1e-3
     return subject.failed_unless(
         None if is_scaled else "one rank evaluates for all, or ranks have different numbers of targets",
         abs(ratio - 1),
-        _limit(whole),
+        limit,
         where="the result of evaluate(batches)",
-        meaning=f"The loss is {loss:.6g} on two ranks, and {whole.evaluation:.6g} in one process.",
+        meaning=f"The loss is {loss:.6g} on two ranks, and {wanted:.6g} in one process.",
         advice="Sum the losses and the numbers of targets of all ranks, and divide once. Do not multiply by "
         "the number of ranks, as for averaged gradients.",
     )
@@ -237,33 +228,29 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def evaluation_set_equals_dense(subject: TrainerSubject) -> CheckResult:
     """Do all ranks together give each example of the evaluation set the same weight as one process?"""
-    ranks = _finished(subject)
-    if isinstance(ranks, CheckResult):
-        return ranks
-    whole = dense(subject)
-    found = {record.evaluation_set for record in ranks.records}
-    if None in found or whole.evaluation_set is None or not whole.evaluated:
-        return subject.not_applicable("needs evaluate() without batches, with the same result for each call")
-    if (reason := _not_comparable(subject, ranks, whole)) is not None:
-        return subject.not_applicable(reason)
-    if len(found) > 1:
-        return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
-    [loss] = found
-    assert loss is not None
-    gap = abs(loss / whole.evaluation_set - 1) if whole.evaluation_set else abs(loss)
-    if gap <= _limit(whole):
-        return subject.passed(gap, _limit(whole))
-    read, wanted = Counter(row for each in ranks.records for row in each.evaluated), Counter(whole.evaluated)
-    twice = (read - wanted).total() if set(read) == set(wanted) else 0
+    found = _evaluated(
+        subject, "evaluation_set", "evaluate() without batches, with the same result for each call"
+    )
+    if isinstance(found, CheckResult):
+        return found
+    loss, wanted, limit = found
+    gap = abs(loss / wanted - 1) if wanted else abs(loss)
+    if gap <= limit:
+        return subject.passed(gap, limit)
+    ranks = run_ranks(subject)
+    assert isinstance(ranks, Ranks)
+    read = Counter(row for record in ranks.records for row in record.evaluated)
+    rows = Counter(dense(subject).evaluated)
+    twice = (read - rows).total() if set(read) == set(rows) else 0
     return subject.failed_unless(
         None
         if twice
         else "the ranks evaluate other examples than one process, or each batch has the same weight",
         gap,
-        _limit(whole),
+        limit,
         where="the result of evaluate()",
-        meaning=f"The loss is {loss:.6g} on two ranks, and {whole.evaluation_set:.6g} in one process."
-        + f" The ranks evaluate {twice} of {wanted.total()} examples again." * bool(twice),
+        meaning=f"The loss is {loss:.6g} on two ranks, and {wanted:.6g} in one process."
+        + f" The ranks evaluate {twice} of {rows.total()} examples again." * bool(twice),
         advice="A distributed sampler repeats examples so that all ranks have the same number. Leave them "
         "out of the sums. Sum the losses and the numbers of targets of all ranks, and divide once.",
     )
@@ -292,6 +279,30 @@ def ranks_share_data(subject: TrainerSubject) -> CheckResult:
         meaning=f"Of {len(whole)} examples, the ranks read {twice} twice and {left_out} not at all.",
         advice="Shuffle with the same seed on all ranks: each rank takes its part of the same permutation.",
     )
+
+
+def _evaluated(
+    subject: TrainerSubject, attribute: str, needed: str
+) -> tuple[float, float, float] | CheckResult:
+    """Return an evaluation loss of all ranks, that of one process, and the largest rounding difference.
+
+    Args:
+        subject: the training run.
+        attribute: attribute of a record that has the loss.
+        needed: the method that a run without this loss lacks.
+    """
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    whole = dense(subject)
+    found, wanted = {getattr(record, attribute) for record in ranks.records}, getattr(whole, attribute)
+    if None in found or wanted is None:
+        return subject.not_applicable(f"needs {needed}")
+    if (reason := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(reason)
+    if len(found) > 1:
+        return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
+    return found.pop(), wanted, _limit(whole)
 
 
 def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:

@@ -29,6 +29,7 @@ from bench.isolated import all_isolated, isolated
 from bench.mutations import measure_mutations, mutation_bars
 from bench.reports import measure_reports, report_bars
 from bench.source_mutants.measure import measure_source_mutants, source_mutant_bars
+from stackwise.benchmark.memory.peak import process_status
 from stackwise.checks import CheckResult
 from stackwise.checks.check import select_checks
 from stackwise.checks.run import broken_off
@@ -467,7 +468,7 @@ def _of_another(make: Callable[[], Any]) -> Iterator[Any]:
 
 
 def cost(claim: Claim) -> None:
-    """Measure the median seconds of the fast suite for models of several sizes."""
+    """Measure the median seconds and the memory of the fast suite for models of several sizes."""
     figures = claim.figures.setdefault("cost", {})
     rounds = 3 if claim.quick else 5
     for name, changes in COSTS.items():
@@ -498,6 +499,7 @@ COSTS: dict[str, dict[str, Any]] = {
 def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
     build = third_party.of_size(size["kind"], width=size["width"], layers=size["layers"])
     n_parameters = sum(p.numel() for p in build().parameters())
+    before = process_status("VmRSS")  # with the code of the model and of the checks
     totals, by_check = [], Counter[str]()
     for _ in range(rounds + 1):  # the first also imports and compiles
         start = _cpu_seconds()
@@ -507,9 +509,11 @@ def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
             each.run(spec, device="cpu", seed=0)
             by_check[each.name] += _cpu_seconds() - begun
         totals.append(_cpu_seconds() - start)
+    peak = process_status("VmHWM")
     yield {
         **size,
         "parameters": n_parameters,
+        "megabytes": None if peak is None or before is None else (peak - before) / 2**20,
         "first": totals[0],
         "seconds": totals[1:],
         "median": median(totals[1:]),
@@ -560,6 +564,8 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
         for name in ("llama", "gpt2")
         if name in figures.get("cost", {})
     ]
+    if sizes := [row["megabytes"] for row in figures.get("cost", {}).values() if row.get("megabytes")]:
+        found.append(Bar("fast suite, memory beyond the model, MB", max(sizes), 500.0, at_most=True))
     found += report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
     return found + source_mutant_bars(figures.get("source_mutants", {}))
 

@@ -106,11 +106,14 @@ def _result(figures: Mapping[str, Any], name: str) -> str:
 
 
 def cost(record: Mapping[str, Any]) -> str:
-    """One row a size: parameters, seconds of the fast suite."""
-    rows = ["| model | parameters | seconds | of these the slowest check |", "| --- | --- | --- | --- |"]
+    """Return a row for each size: parameters, seconds of the fast suite, and its memory."""
+    rows = ["| model | parameters | seconds | slowest check | memory, MB |", "| --- " * 5 + "|"]
     for name, row in record["figures"]["cost"].items():
         slowest, seconds = row["slowest"][0]
-        rows.append(f"| {name} | {row['parameters']:,} | {row['median']:.2f} | `{slowest}` {seconds:.2f} |")
+        memory = f"{row['megabytes']:.0f}" if row.get("megabytes") else "-"
+        rows.append(
+            f"| {name} | {row['parameters']:,} | {row['median']:.2f} | `{slowest}` {seconds:.2f} | {memory} |"
+        )
     return "\n".join(rows)
 
 

@@ -134,7 +134,7 @@ class Call:
     """Tensors of a question.
 
     Attributes:
-        inputs: ids (B, W), vectors (B, W, C) or other inputs with B rows.
+        inputs: ids (B, W), vectors (B, W, C) or other inputs with B rows. The model gets a contiguous copy.
         places: place of each sequence.
         keep: True at real positions (B, W). None: no mask is passed.
         documents: document of each position (B, W). None: not passed.

@@ -37,7 +37,8 @@ class Variation:
         question: question of this check.
         suite: "fast", or "full" for a variation that is too slow for the fast suite. No other check runs it.
         rank: a finding of several variations is reported by the one with the highest rank. Variations with
-            a lower rank change the question first.
+            a lower rank change the question first. A new variation gets the rank of the most similar one
+            plus 1. Equal ranks are allowed.
         excludes: names of variations that cannot be combined with this one.
         includes: names of variations that this one contains.
         explained_by: names of variations whose findings also explain those of this one.
@@ -96,7 +97,10 @@ class Variation:
         """
 
     def edit(self, call: Call, value: Any, exam: Examination) -> None:
-        """Change the tensors of a call."""
+        """Change the tensors of a call, such as `call.inputs`.
+
+        The model gets a contiguous copy of the inputs, so other strides have no effect.
+        """
 
     def prepare(self, model: nn.Module, value: Any, exam: Examination) -> nn.Module:
         """Return the model to ask, which is `model` or a copy, in eval mode."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import math
 import os
 import re
@@ -27,7 +28,7 @@ from bench import rivals, third_party
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated, isolated
 from bench.mutations import measure_mutations, mutation_bars
-from bench.reports import measure_reports, report_bars
+from bench.reports import SAMPLES, measure_reports, modules, report_bars
 from bench.source_mutants.measure import measure_source_mutants, source_mutant_bars
 from stackwise.benchmark.memory.peak import process_status
 from stackwise.checks import CheckResult
@@ -262,6 +263,7 @@ def main() -> int:
         measure_reports(claim, arguments.jobs, answers)
     if "cost" in parts:
         cost(claim)
+        cost_of_loops(claim, arguments.jobs)
     if "mutations" in parts:
         mutations(claim, arguments.jobs)
     if "source_mutants" in parts:
@@ -521,6 +523,23 @@ def _seconds(size: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
     }
 
 
+def cost_of_loops(claim: Claim, jobs: int) -> None:
+    """Measure both suites on the correct training loops of the last sample of reports."""
+    figures, cases = claim.figures.setdefault("cost_of_loops", {}), modules()
+    sample = json.loads(SAMPLES["third sample of training loops"].read_text())
+    names = sorted({name.partition(":")[0] for name in sample})[: 2 if claim.quick else None]
+    new = {
+        f"{name}, {suite}": functools.partial(answers, cases[name].healthy_declared, suite)
+        for name in names
+        for suite in ("fast", "full")
+    }
+    for name, ended in all_isolated(_without(new, figures), jobs=jobs, seconds=SECONDS):
+        summary = _summary(ended)
+        figures[name] = {key: summary[key] for key in ("cpu_seconds", "seconds", "slowest", "error")}
+        claim.write()
+        print(f"cost {name}: {figures[name]}", flush=True)
+
+
 # Random mutations
 
 
@@ -566,6 +585,10 @@ def bars(figures: Mapping[str, Any]) -> list[Bar]:
     ]
     if sizes := [row["megabytes"] for row in figures.get("cost", {}).values() if row.get("megabytes")]:
         found.append(Bar("fast suite, memory beyond the model, MB", max(sizes), 500.0, at_most=True))
+    for suite, limit in (("fast", 10.0), ("full", 60.0)) if figures.get("cost_of_loops") else ():
+        rows = [row for name, row in figures["cost_of_loops"].items() if name.endswith(suite)]
+        seconds = median(row["cpu_seconds"] for row in rows)
+        found.append(Bar(f"{suite} suite, median of training loops, s", seconds, limit, at_most=True))
     found += report_bars(figures.get("reports", {})) + mutation_bars(figures.get("mutations", {}))
     return found + source_mutant_bars(figures.get("source_mutants", {}))
 

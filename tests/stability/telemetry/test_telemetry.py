@@ -166,7 +166,6 @@ def test_a_large_matrix_loses_nothing_to_its_sum():
     assert gradient_norms(parameters_of_tensors([g])).item() == pytest.approx(exact, rel=2e-7)
 
 
-@pytest.mark.long
 def test_compiled_norms_do_not_overflow():
     # As one large matrix beside one small: the second sum is fused with the first.
     gradients = [torch.full((64, 512), 2e25).bfloat16(), torch.full((512,), 1e-3).bfloat16()]

@@ -1,4 +1,4 @@
-"""Benchmark items: tests that the gate measures, and other benchmarks, for which it adds a note."""
+"""Benchmark items: tests that the gate measures, and a note on benchmarks that it does not measure."""
 
 from __future__ import annotations
 

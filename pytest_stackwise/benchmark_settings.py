@@ -1,7 +1,8 @@
-"""Benchmark settings: which of pytest-benchmark's our own loop follows, and a note on each that it cannot.
+"""Settings of pytest-benchmark that the fixture `throughput` uses, and notes on those that it does not use.
 
-They come from its command line, or from the marker `benchmark` of a test, which wins. What the call of
-`throughput` says itself wins over both, and of calls there are at least as many as a limit of the test takes.
+The settings come from the command line or from the marker `benchmark` of a test. The marker overrides the
+command line, and the arguments of the call of `throughput` override both. If a latency limit of the test
+needs more calls, the number of calls is raised, unless the call of `throughput` sets it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _CHOSEN = pytest.StashKey[dict[str, tuple[str, Any]]]()
 
 
 def _warmup_seconds(warmup: Any) -> dict[str, float]:
-    """Ours is always on; without it only the first window of calls is left."""
+    """Return the keyword that limits the warm-up to its first window of calls, or none if warm-up is on."""
     return {} if warmup else {"warmup_seconds": 0.0}
 
 
-# Keywords of `measure` and `measure_generation` that say the same.
+# Equivalent keywords of `measure` and `measure_generation`, per setting of pytest-benchmark.
 _FOLLOWED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "min_rounds": lambda rounds: {"min_calls": int(rounds)},
     "max_time": lambda seconds: {"min_seconds": float(seconds)},
@@ -41,11 +42,11 @@ _NOT_FOLLOWED: Mapping[str, str] = {
 
 
 def followed(item: pytest.Item, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keywords that pytest-benchmark's settings add to a measurement, and notes on the others.
+    """Return keywords that settings of pytest-benchmark add to a measurement, and notes on unused settings.
 
     Args:
-        item: the test, of which `replayed` was asked before.
-        arguments: of the call, which win.
+        item: the test. `replayed` must be called for it before.
+        arguments: keyword arguments of the call of `throughput`. They override the settings.
     """
     added: dict[str, Any] = {}
     notes = []
@@ -62,17 +63,19 @@ def followed(item: pytest.Item, arguments: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def replayed(item: pytest.Item, timer: Callable[[], float]) -> dict[str, Any]:
-    """The settings of the marker `benchmark` under which pytest-benchmark replays samples, and nothing else.
+    """Return the arguments of the marker `benchmark` for a replay of samples, without any other calls.
+
+    The settings that the user chose are stored on the test, for `followed`.
 
     Args:
         item: the test.
-        timer: that the samples are read from.
+        timer: timer from which pytest-benchmark reads the samples.
     """
-    # A test that is run again has our marker on it already.
+    # In a rerun, the test already has the marker of this plugin, so the first result is used.
     item.stash.setdefault(_CHOSEN, _chosen(item))
     marker = item.get_closest_marker("benchmark")
     settings = dict(marker.kwargs) if marker else {}
-    # What would have it stop before all samples are through, or make calls beyond them.
+    # These settings would stop the replay before the last sample, or add calls after it.
     for name in ("precision", "cprofile"):
         if hasattr(item.config.option, f"benchmark_{name}"):
             settings[name] = None
@@ -80,7 +83,7 @@ def replayed(item: pytest.Item, timer: Callable[[], float]) -> dict[str, Any]:
 
 
 def _chosen(item: pytest.Item) -> dict[str, tuple[str, Any]]:
-    """Of each setting that somebody chose: how it was written, and its value."""
+    """Return each setting that the user chose: name -> (option or marker as written, value)."""
     config = item.config
     words = [
         *config.getini("addopts"),
@@ -95,7 +98,7 @@ def _chosen(item: pytest.Item) -> dict[str, tuple[str, Any]]:
             continue
         written = written or next(iter(words[place + 1 : place + 2]), "")
         if name == "warmup" and written.strip().lower() == "auto":
-            found.pop(name, None)  # pytest-benchmark's choice is then its own
+            found.pop(name, None)  # pytest-benchmark decides, so the user chose nothing
             continue
         found[name] = (option, config.getoption(f"benchmark_{name}"))
     marker = item.get_closest_marker("benchmark")

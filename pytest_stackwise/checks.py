@@ -1,4 +1,4 @@
-"""Checks as tests: `parametrize_with_checks` in two lines, `--stackwise-model` in none."""
+"""Checks as tests: `parametrize_with_checks` in a test file, or `--stackwise-model` without a test file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reasons = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 
 
 class CheckFailedError(AssertionError):
-    """A check failed. Its text is the result's: what was measured, where, and what to look at.
+    """Failure of a check. The message is the text of the result: values, their places, and what to inspect.
 
     Attributes:
         result: the CheckResult.
@@ -44,24 +44,24 @@ def parametrize_with_checks(
     accepted_warnings: Reasons | None = None,
     strict: bool = False,
 ) -> pytest.MarkDecorator:
-    """Make one test per model, or training step, and check.
+    """Make one test for each check of each model or training step.
 
         @parametrize_with_checks([spec])
         def test_model(spec, check):
             check(spec)
 
-    A model is built when its first check runs, not when tests are collected. `--stackwise-checks` selects
-    among the checks. A check that warns passes, with a `StackwiseWarning`.
+    A model is built when its first check runs, not during collection. `--stackwise-checks` narrows the
+    selection of checks. A check that warns passes, with a `StackwiseWarning`.
 
     Args:
         models: ModelSpecs, anything that `ModelSpec.of` understands, or TrainerSpecs.
-        checks: names of checks or families; None: all of the suite.
-        suite: "fast" or "full"; None: the run's `--stackwise-suite`.
+        checks: names of checks or families. None: all checks of the suite.
+        suite: "fast" or "full". None: the suite of `--stackwise-suite`.
         expected_failures: check name -> reason, or a function of the spec that returns such a mapping. Such
             a check must fail, and is then reported as xfailed.
         accepted_warnings: the same for checks that warn. Such a check must warn, and then passes without a
             warning.
-        strict: a warning that is not accepted fails its test. False: as `--stackwise-strict` says.
+        strict: fail the test for a warning that is not accepted. False: only with `--stackwise-strict`.
 
     Raises:
         TypeError: `models` is one model instead of several.
@@ -79,9 +79,10 @@ def parametrize_with_checks(
 
 
 class Questions(Sequence[Any]):
-    """The parameter sets of `parametrize_with_checks`: those of the suite, until a run chooses among them.
+    """Parameter sets of `parametrize_with_checks`. They contain the whole suite before `choose` is called.
 
-    Args: as of `parametrize_with_checks`.
+    The arguments are those of `parametrize_with_checks`. `declared` is the pair of expected failures and
+    accepted warnings.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Questions(Sequence[Any]):
         for model in models:
             subject = LazySpec(model)
             numbers[subject.name] += 1
-            if (number := numbers[subject.name]) > 1:  # reports tell models apart by their names
+            if (number := numbers[subject.name]) > 1:  # reports identify models by name
                 subject = LazySpec(model, name=f"{subject.name}_{number}")
             self.subjects.append(subject)
         self.names, self.suite, self.declared, self.strict = names, suite, declared, strict
@@ -108,7 +109,7 @@ class Questions(Sequence[Any]):
         self._parameters = self._of(suite or "fast", None)
 
     def choose(self, config: pytest.Config) -> None:
-        """Keep what a run's options ask for."""
+        """Select the checks that the options of the run request."""
         require_names(config)
         self._parameters = self._of(self.suite or options.suite(config), options.check_names(config))
 
@@ -129,7 +130,7 @@ class Questions(Sequence[Any]):
 
 
 def choose(metafunc: pytest.Metafunc) -> None:
-    """Let the run's options choose among the checks of a test."""
+    """Select the checks of a test that the options of the run request."""
     for marker in metafunc.definition.iter_markers("parametrize"):
         for values in (*marker.args[1:2], marker.kwargs.get("argvalues")):
             if isinstance(values, Questions):
@@ -137,7 +138,7 @@ def choose(metafunc: pytest.Metafunc) -> None:
 
 
 def _select(names: Iterable[str] | None, suite: Suite, asks: Asks) -> list[Check]:
-    """The checks of a suite, of which those with these names or families; names of others are passed over."""
+    """Return the checks of a suite with these names or families. Names of another kind are ignored."""
     from stackwise.checks.check import select_checks
 
     if names is None:
@@ -147,7 +148,7 @@ def _select(names: Iterable[str] | None, suite: Suite, asks: Asks) -> list[Check
 
 
 def _names(asks: Asks) -> dict[str, None]:
-    """Return the names of all checks, of their families, and the other names of checks."""
+    """Return the names of all checks and families, and the earlier names of checks."""
     from stackwise.checks.check import OTHER_NAMES, select_checks
 
     checks = select_checks(suite="full", asks=asks)
@@ -156,10 +157,10 @@ def _names(asks: Asks) -> dict[str, None]:
 
 
 def _refuse_unknown(names: Iterable[str] | None, kinds: Iterable[Asks]) -> None:
-    """Refuse names that no check and no family has; None is all of them.
+    """Raise an error for names that are neither checks nor families. None means all checks.
 
     Raises:
-        ValueError: naming them, or where there is none.
+        ValueError: unknown names, which the message lists, or an empty list of names.
     """
     if names is None:
         return
@@ -171,12 +172,12 @@ def _refuse_unknown(names: Iterable[str] | None, kinds: Iterable[Asks]) -> None:
 
 
 class BoundCheck:
-    """A check as a test calls it: with the run's device and seed; it raises if the check fails.
+    """Callable that runs a check in a test, with the device and the seed of the run.
 
     Args:
         check: the check.
         declared: expected failures and accepted warnings, as in `parametrize_with_checks`.
-        asked: names of all selected checks. Declarations for others are refused.
+        asked: names of all checks that may be selected. A declaration for another check is refused.
         strict: warnings fail, also without --stackwise-strict.
     """
 
@@ -193,7 +194,7 @@ class BoundCheck:
     def __call__(self, spec: Any) -> CheckResult:
         """Run the check and return its result. Skip the test if the check does not apply.
 
-        A result that warns is returned as well; the plugin turns it into a warning at the end of the test.
+        If the check warns, the result is returned, and the plugin issues the warning at the end of the test.
 
         Raises:
             CheckFailedError: the check failed.
@@ -239,10 +240,10 @@ class BoundCheck:
 
 
 def hand_over(item: pytest.Item) -> None:
-    """Give a test its spec, now that it runs, and make it owe the call of its check.
+    """Replace the LazySpec among the arguments of a test by its spec, and require a call of the check.
 
     Raises:
-        BadFactoryError: the model cannot be driven; where that is known, the other tests of it are skipped.
+        BadFactoryError: the model cannot be built or called. Later tests of the model are then skipped.
     """
     __tracebackhide__ = True
     arguments: dict[str, Any] = getattr(item, "funcargs", {})
@@ -265,14 +266,14 @@ def _first_or_skipped(subject: LazySpec, item: pytest.Item) -> Any:
 
 
 class ZeroCodeCollector(pytest.Collector):
-    """The parent of the zero-code checks of a model or a training step."""
+    """Parent of the tests of one model or training step that is checked without a test file."""
 
     def __init__(self, *, subject: LazySpec, **node: Any) -> None:
         super().__init__(**node)
         self.subject = subject
 
     def collect(self) -> Iterator[pytest.Item]:
-        """First whether the subject can be driven at all, then each check; nothing where none is asked."""
+        """Yield a test that builds the subject, then one test per selected check; none without checks."""
         asks = self.subject.asks
         chosen = _select(options.check_names(self.config), options.suite(self.config), asks)
         if chosen:
@@ -282,7 +283,11 @@ class ZeroCodeCollector(pytest.Collector):
 
 
 class ZeroCodeItem(pytest.Item):
-    """One check of what `--stackwise-model` or `--stackwise-trainer` names; without one, whether it runs."""
+    """Test of a model or training step that is checked without a test file.
+
+    Args:
+        check: the check to run. None: the test only builds the subject and infers its spec.
+    """
 
     def __init__(self, *, check: BoundCheck | None, **node: Any) -> None:
         super().__init__(**node)
@@ -290,12 +295,15 @@ class ZeroCodeItem(pytest.Item):
 
     @property
     def collector(self) -> ZeroCodeCollector:
-        """The subject's collector."""
+        """Collector of the subject."""
         assert isinstance(self.parent, ZeroCodeCollector)
         return self.parent
 
     def runtest(self) -> None:
-        """Infer once a process; a subject that cannot be driven fails one test and skips the others."""
+        """Run the check. A subject that cannot be built or called fails one test, and the others are skipped.
+
+        The spec of the subject is inferred once per process.
+        """
         subject = self.collector.subject
         try:
             spec = subject.get()
@@ -312,40 +320,41 @@ class ZeroCodeItem(pytest.Item):
             self.check(spec)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The result's own text; a traceback only for what nobody expected."""
+        """Return the message of a failed check or a bad factory, or the traceback of any other exception."""
         if isinstance(excinfo.value, CheckFailedError | BadFactoryError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def _traceback_filter(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-        """Leave out the frames of pytest and of this file."""
+        """Remove the frames of pytest and of this file."""
         inside = excinfo.traceback.cut(path=__file__)
         return inside.cut(excludepath=Path(__file__)) if len(inside) else inside
 
     def reportinfo(self) -> tuple[str, int, str]:
-        """Where the test is, for the terminal."""
+        """Return the location and the name of the test, for the terminal."""
         return self.collector.name, 0, f"{self.collector.name}::{self.name}"
 
 
 def require_targets(config: pytest.Config) -> None:
-    """Stop the run where `--stackwise-model` or `--stackwise-trainer` names what cannot be imported.
+    """Stop the run if a subject of `--stackwise-model` or `--stackwise-trainer` cannot be imported.
 
     Raises:
-        pytest.UsageError: naming it, or what `--stackwise-checks` on the command line asks for in vain.
+        pytest.UsageError: a subject that cannot be imported, or an unknown name in `--stackwise-checks` on
+            the command line. The message names it.
     """
     for asks in get_args(Asks):
         for target, folder in options.targets(config, asks).items():
             _load(target, folder, asks)
-    # What the configuration file asks for waits for a model to ask: other tests do not wait for torch.
+    # Names in the configuration file are validated when a model uses them: validation loads torch.
     if config.getoption("stackwise_checks") is not None:
         require_names(config)
 
 
 def require_names(config: pytest.Config) -> None:
-    """Stop the run where `--stackwise-checks` names no check.
+    """Stop the run if `--stackwise-checks` has an unknown name, or none.
 
     Raises:
-        pytest.UsageError: naming what is unknown.
+        pytest.UsageError: the message lists the unknown names.
     """
     try:
         _refuse_unknown(options.check_names(config), get_args(Asks))
@@ -354,10 +363,10 @@ def require_names(config: pytest.Config) -> None:
 
 
 def zero_code_items(session: pytest.Session, config: pytest.Config) -> list[pytest.Item]:
-    """The checks of everything that the command line or the configuration file names.
+    """Return the tests of all subjects on the command line and in the configuration file.
 
     Raises:
-        pytest.UsageError: there is no such module, name or check.
+        pytest.UsageError: a module, name or check does not exist.
     """
     items: list[pytest.Item] = []
     for asks in get_args(Asks):
@@ -392,7 +401,7 @@ def _load(target: str, folder: Path, asks: Asks) -> Any:
 
 
 def _from_anywhere(target: str, folder: Path) -> str:
-    """The target with the whole path of its file, for another process, which may start elsewhere."""
+    """Return the target with the absolute path of its file, for a process with another working directory."""
     module, _, factory = target.rpartition(":")
     is_model_folder = module in ("hf", "hf-tiny") and (folder / factory).is_dir()
     if is_model_folder:

@@ -1,4 +1,4 @@
-"""The device: tests that lack it are skipped with a reason, or the run stops; one measures at a time."""
+"""Devices: skip tests without a GPU, stop the run if a requested device is missing, and lock devices."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["lock", "require_what_was_asked", "same_device", "skip_without_gpu", "take_a_device"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the driver's API: nobody has called cuInit
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of the driver API: cuInit was not called
 _LONGEST_WAIT, _PAUSE = 600.0, 0.02  # seconds
 _PINNED = pytest.StashKey[bool]()
 
 
 def require_what_was_asked(config: pytest.Config) -> None:
-    """Stop the run where a device was asked for that this machine does not have.
+    """Stop the run if this machine does not have the requested device.
+
+    torch is imported only if a device other than the CPU is requested.
 
     Raises:
-        pytest.UsageError: naming it. torch is imported only where CUDA was asked for.
+        pytest.UsageError: the device is missing. The message names it.
     """
     name = options.device_name(config)
     if options.gpu_requested(config):
@@ -50,7 +52,7 @@ def require_what_was_asked(config: pytest.Config) -> None:
 
 
 def skip_without_gpu(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """Skip, with the reason, what is marked gpu where no GPU was asked for."""
+    """Skip tests with the marker `gpu`, with the reason, if no GPU is requested."""
     if options.gpu_requested(config):
         return
     skip = pytest.mark.skip(reason="needs a GPU: run with --gpu")
@@ -60,12 +62,14 @@ def skip_without_gpu(config: pytest.Config, items: Iterable[pytest.Item]) -> Non
 
 
 def take_a_device(config: pytest.Config) -> None:
-    """Leave one CUDA device visible to this worker of xdist: the one at the place of its number.
+    """Leave one CUDA device visible to this xdist worker, by the number of the worker.
 
-    The list is that of CUDA_VISIBLE_DEVICES, else all of the machine. Nothing is changed where CUDA was not
-    asked for, or where a device was named by its number. CUDA reads the variable once, at its first call in a
-    process, which may be no more than the question whether there is a device: where that has been, it is too
-    late, and a warning says so. Such workers share devices, and `lock` keeps their measurements apart.
+    The device is taken from CUDA_VISIBLE_DEVICES, or from all devices of the machine if it is not set.
+    Nothing is changed if CUDA is not requested, or if a device is requested by its number.
+
+    CUDA reads CUDA_VISIBLE_DEVICES once, at its first call in a process. Even a query for available devices
+    is such a call. If CUDA was called before, a warning is issued and the workers share devices. `lock` then
+    prevents measurements at the same time.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not worker or not _wants_any_cuda_device(config) or config.stash.get(_PINNED, False):
@@ -86,31 +90,31 @@ def take_a_device(config: pytest.Config) -> None:
 
 
 def _wants_any_cuda_device(config: pytest.Config) -> bool:
-    """Whether CUDA was asked for, and no device by its number. Not by asking torch, which begins CUDA."""
+    """Return True if CUDA is requested without a device number, without a call of torch, which starts CUDA."""
     named = config.getoption("stackwise_device", None) or options.ini(config, "stackwise_device")
     return named in ("cuda", "auto") if named else options.gpu_requested(config)
 
 
 def _cuda_has_begun() -> bool:
-    """Whether CUDA was called in this process, so that it has read which devices it may see."""
+    """Return True if CUDA was called in this process, and so has read CUDA_VISIBLE_DEVICES."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return True
     try:
         count, driver = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
         return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
-    except (AttributeError, OSError):  # no driver: there is nothing that could have begun
+    except (AttributeError, OSError):  # no driver
         return False
 
 
 def _visible() -> list[str]:
-    """How CUDA names the devices that this process may use, in their order."""
+    """Return CUDA's names of the devices that this process may use, in CUDA's order."""
     listed = os.environ.get(_VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
     import torch
 
-    return [str(index) for index in range(torch.cuda.device_count())]  # asks NVML, where it is
+    return [str(index) for index in range(torch.cuda.device_count())]  # uses NVML if it is available
 
 
 @contextmanager
@@ -121,8 +125,8 @@ def lock(device: str, *, seconds: float = _LONGEST_WAIT) -> Iterator[None]:
     holds the lock may enter it again.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N", by the numbers of this process.
-        seconds: time for which any one other process may hold the lock while this one waits.
+        device: "cpu", "cuda" or "cuda:N", numbered as in this process.
+        seconds: longest time for which one other process may hold the lock while this process waits.
 
     Raises:
         TimeoutError: another process held it for longer. The message names that process and the file.
@@ -157,12 +161,12 @@ def _holder(path: Path) -> tuple[str, int]:
 
 
 def same_device(one: str, other: str) -> bool:
-    """Whether two names mean one device, which one lock is for."""
+    """Return True if two names are names of the same device, which has one lock."""
     return _lock_file(one) == _lock_file(other)
 
 
 def _lock_file(device: str) -> Path:
-    """One file for each device of the machine, whatever number this process knows it by."""
+    """Return the lock file of a device. It is the same if another process numbers the device differently."""
     kind, _, number = device.partition(":")
     if kind == "cuda":
         kind = f"cuda-{_uuid(int(number) if number else None) or _named_by_user(int(number or 0))}"
@@ -171,7 +175,7 @@ def _lock_file(device: str) -> Path:
 
 
 def _uuid(index: int | None) -> str | None:
-    """What names a CUDA device in every process; None where torch does not tell."""
+    """Return the UUID of a CUDA device, which is the same in all processes, or None if torch has no UUID."""
     import torch
 
     if not torch.cuda.is_available():
@@ -182,6 +186,6 @@ def _uuid(index: int | None) -> str | None:
 
 
 def _named_by_user(index: int) -> str:
-    """The device at this place of CUDA_VISIBLE_DEVICES, else its number."""
+    """Return the entry of CUDA_VISIBLE_DEVICES at an index, or the index if there is no entry."""
     listed = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
     return listed[index] if index < len(listed) else str(index)

@@ -1,4 +1,4 @@
-"""Faults as fixtures: what markers declare, in a training, a process or a folder that the test has itself."""
+"""Fixtures that inject the faults of a test's markers into its training loop, its processes or its files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["FaultFixtures", "StorageHits", "declared_faults"]
 
 @dataclass
 class StorageHits:
-    """What `broken_storage` did.
+    """Actions of `broken_storage`.
 
     Attributes:
-        acted: the faults that did act, in order.
-        rotten: (path, byte) of each file that was changed as the block ended.
+        acted: faults that acted, in the order of their first action.
+        rotten: (path, byte) of each file that was changed at the end of the block.
     """
 
     acted: list[Fault] = field(default_factory=list)
@@ -34,7 +34,7 @@ class StorageHits:
 
 
 class FaultFixtures:
-    """Fixtures that put the faults of a test's markers where the test wants them."""
+    """Fixtures that inject the faults of a test's markers."""
 
     @pytest.fixture
     def inject_faults(
@@ -48,8 +48,8 @@ class FaultFixtures:
                     train(model, optimizer, injection.loader(loader))
                 assert injection.fired == [2]
 
-        Takes what `stackwise.stability.broken` takes; more faults by `faults=`. A SIGTERM that nothing
-        handles fails the test, and does not end pytest.
+        The arguments are those of `stackwise.stability.broken`. `faults=` adds faults to those of the
+        markers. If SIGTERM has no handler, this fault fails the test and does not end pytest.
         """
         item = request.node
         marked = declared_faults(request)
@@ -83,8 +83,8 @@ class FaultFixtures:
                 [child] = run_processes(train, tmp_path)
                 assert child.exit_code == -9 and child.fired == (3,)
 
-        Takes the function, its arguments behind `inject`, and the keyword arguments of
-        `stackwise.stability.faults.children.run_children`; returns a `Child` of each process.
+        The arguments are the function, its arguments after `inject`, and the keyword arguments of
+        `stackwise.stability.faults.children.run_children`. The fixture returns one `Child` per process.
         """
         item = request.node
         marked = declared_faults(request)
@@ -119,8 +119,9 @@ class FaultFixtures:
                 with pytest.raises(OSError), broken_storage():
                     save(model, tmp_path)
 
-        `disk_full` and `short_write` act on what is written inside, `bit_rot` on what is there as the block
-        ends. Folders of the markers are relative to the test's `tmp_path`.
+        `disk_full` and `short_write` act on files that are written inside the block. `bit_rot` changes a
+        file that exists at the end of the block. Folders of the markers are relative to the `tmp_path` of
+        the test.
         """
         item = request.node
         marked = declared_faults(request)
@@ -140,7 +141,7 @@ class FaultFixtures:
                 for fault in chosen:
                     stack.enter_context(fault.around_saves(_noting(hits, fault)))
                 yield hits
-            # Not where the block raises: then nothing was written that could rot.
+            # Not reached if the block raises: then nothing was written that `bit_rot` could change.
             for fault in chosen:
                 if isinstance(fault, BitRot):
                     hits.rotten.append(fault.strike())
@@ -155,7 +156,7 @@ class FaultFixtures:
 
 
 def declared_faults(request: pytest.FixtureRequest) -> list[Fault]:
-    """The faults of the test's markers, which it now owes to a call of one of the fixtures that read them."""
+    """Return the faults of the test's markers. The test fails unless it calls a fixture that injects them."""
     item = request.node
     folder = request.getfixturevalue("tmp_path") if markers.wants_folder(item) else None
     faults = markers.faults_of(item, folder)
@@ -174,7 +175,7 @@ def _noting(hits: StorageHits, fault: Fault) -> Callable[[], None]:
 
 
 def _record(item: pytest.Item, faults: list[Fault], model: str) -> dict[str, Any]:
-    """What the report says of it; the verdict is that of the test, which knows what was to be noticed."""
+    """Add a record for the report and return it. Its verdict is set later, from the outcome of the test."""
     record = {
         "test": item.nodeid,
         "model": model,
@@ -194,10 +195,10 @@ def _name(subject: Any) -> str:
 
 
 def _refuse_kills(faults: list[Fault]) -> None:
-    """Refuse what would end the process that runs the tests.
+    """Raise an error for faults that would end the process of the tests.
 
     Raises:
-        ValueError: naming the fault.
+        ValueError: the message names the fault.
     """
     for fault in faults:
         if fault.name == "dead_rank" or getattr(fault, "kind", "") == "SIGKILL":
@@ -206,7 +207,7 @@ def _refuse_kills(faults: list[Fault]) -> None:
 
 @contextmanager
 def _sigterm_told(faults: list[Fault]) -> Iterator[None]:
-    """Inside, a SIGTERM that nothing handles fails the test in place of ending pytest."""
+    """Fail the test, instead of ending pytest, if SIGTERM arrives inside the block and has no handler."""
     meant = any(fault.name == "process_signal" for fault in faults)
     main = threading.current_thread() is threading.main_thread()
     if not (meant and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):

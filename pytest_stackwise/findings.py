@@ -17,12 +17,12 @@ class StackwiseWarning(UserWarning):
 
 
 def report(item: pytest.Item) -> None:
-    """Warn of each finding of a test that has not failed.
+    """Issue a warning for each finding of a test that has not failed.
 
-    Fails the test if warnings are errors, by --stackwise-strict or by a warning filter. Findings of the
-    section "quality" are left to the fixture: it skips the test, and the run has an exit code of its own.
+    If warnings are errors, by --stackwise-strict or by a warning filter, the test fails. Findings of the
+    section "quality" cause no warning: the fixture skips the test, and the run has a separate exit code.
     """
-    # A record whose verdict is None gets that of the test, which has passed.
+    # A verdict of None is replaced by the outcome of the test. It passed, so there is no finding.
     found = [(each["section"], each) for each in records.of_item(item) if each.get("verdict", "") is not None]
     if not found:
         return

@@ -90,7 +90,7 @@ def take_a_device(config: pytest.Config) -> None:
 
 
 def _wants_any_cuda_device(config: pytest.Config) -> bool:
-    """Return True if CUDA is requested without a device number, without a call of torch, which starts CUDA."""
+    """Return True if CUDA is requested without a device number. torch is not called, as that starts CUDA."""
     named = config.getoption("stackwise_device", None) or options.ini(config, "stackwise_device")
     return named in ("cuda", "auto") if named else options.gpu_requested(config)
 

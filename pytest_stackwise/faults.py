@@ -26,7 +26,7 @@ class StorageHits:
 
     Attributes:
         acted: faults that acted, in the order of their first action.
-        rotten: (path, byte) of each file that was changed at the end of the block.
+        rotten: (path, index of the changed or first missing byte) of each file that `bit_rot` changed.
     """
 
     acted: list[Fault] = field(default_factory=list)

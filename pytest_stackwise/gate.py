@@ -1,7 +1,7 @@
-"""The gate as tests: each benchmark passes, fails or is inconclusive by what became of it since the base.
+"""Gate as tests: each benchmark passes, fails or is inconclusive, by its comparison with the base.
 
-The tests themselves run in processes of both sides, see `stackwise.gate`. Here each only says what came of
-it, inside of its call, where JUnit, xfail and -x look for it.
+The benchmarks run in processes of both sides, see `stackwise.gate`. In this run, the call of a test only
+reports its result, so that JUnit, xfail and -x apply to it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["GateSetupError", "GateWarning", "RegressionError", "create"]
 
 _CALLABLE = "callable"
-# Limits that `throughput` holds a test to where it measures by itself.
+# Markers with absolute limits. `throughput` applies them if it measures without the gate.
 _ABSOLUTE = ("min_tokens_per_second", "max_latency", "max_memory")
-# What is of the run that talks to the user alone, by the names that argparse keeps it under.
+# Options of the user's run that the sides do not get, by their destinations in argparse.
 _OWN = frozenset(
     {
         "stackwise_against",
@@ -102,16 +102,16 @@ class GateSetupError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
 
 
 class GateWarning(pytest.PytestWarning):
-    """A test has nothing that it could be compared with."""
+    """Warning about a test that exists on one side only, so that there is no comparison."""
 
 
 def create(config: pytest.Config) -> Gate | None:
-    """The gate, where one was asked for; not in a process of a side, which has the same options.
+    """Return the gate if it is requested, otherwise None. A process of a side has no gate.
 
     Raises:
-        pytest.UsageError: an option has another value than is allowed.
+        pytest.UsageError: an option has a value that is not allowed, or is not allowed with the gate.
     """
-    # A side has those of `addopts` too, without --stackwise-against of the command line.
+    # A side inherits `addopts`, but not the --stackwise-against of the command line.
     if config.pluginmanager.hasplugin("stackwise_side.plugin"):
         return None
     asked = options.gate(config)
@@ -132,7 +132,7 @@ def create(config: pytest.Config) -> Gate | None:
 
 
 class Gate:
-    """Runs the comparison before the first test, and has each test say what came of it."""
+    """Plugin that runs the comparison before the first test, and makes each test report its result."""
 
     def __init__(self, config: pytest.Config, asked: options.GateOptions) -> None:
         from stackwise.gate.side.clock import real_time
@@ -145,12 +145,12 @@ class Gate:
         self._last_line = -math.inf
         self._verdicts: list[_Verdict] = []
         self._failed_setups = 0
-        self._paths: list[Path] = []  # of the files of the tests
+        self._paths: list[Path] = []  # test files
         self._began = real_time.monotonic()  # the collection of tests is part of the time limit
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Compare; the loop goes on with the tests."""
+        """Run the comparison. pytest then runs the tests, which report their results."""
         goes_on = self.config.option.continue_on_collection_errors
         if self.config.option.collectonly or (session.testsfailed and not goes_on):
             return
@@ -163,7 +163,7 @@ class Gate:
         self.result = self._compare(items, session.items, others)
         by_name = {test.nodeid: test for test in self.result.tests}
         for item in items:
-            # Its fixtures are for the processes of the sides: here nothing is set up or torn down.
+            # Fixtures are set up and torn down in the processes of the sides, not in this run.
             item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
             item.get_closest_marker = _without_max_memory(item)  # type: ignore[method-assign]
             verdict = _Verdict(item, by_name[self._name(item)], self)
@@ -172,7 +172,7 @@ class Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> None:
-        """Note a benchmark that a test requests where the gate could not see it before."""
+        """Add a note if a test requests a benchmark fixture in a way that the gate did not detect."""
         if self.result is not None and fixturedef.argname in benchmark_items.FIXTURES:
             note = f"{request.node.nodeid}: not gated, since it requests {fixturedef.argname} in a helper"
             self.result = replace(self.result, notes=(*self.result.notes, note))
@@ -181,9 +181,9 @@ class Gate:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Give pytest's short summary the change and the limit, which fit in a line of 80 characters.
+        """Put the change and the limit into pytest's short summary. They fit in a line of 80 characters.
 
-        Set-up errors are counted, to tell them from the other failures that pytest counts.
+        Set-up errors are counted, to distinguish them from the other failures that pytest counts.
         """
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
@@ -196,7 +196,7 @@ class Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Show the verdict of a test once: plugins that run a failed test again come later."""
+        """Run a gated test once: plugins that rerun failed tests would show its verdict several times."""
         if not isinstance(item.runtest, _Verdict):
             return None
         runner: Any = item.config.pluginmanager.get_plugin("runner")
@@ -204,23 +204,24 @@ class Gate:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the reports, and replace the exit code if only set-up errors failed, or nothing."""
+        """Write the reports. Replace the exit code if no test failed, or only with set-up errors."""
         from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
 
         if self.result is None:
-            # After pytest.exit(returncode=0), say, or where another plugin has run the tests.
+            # For example after pytest.exit(returncode=0), or if another plugin has run the tests.
             if session.exitstatus == pytest.ExitCode.OK and not self.config.option.collectonly:
                 self._written.append("gate: nothing was compared: the run ended before the comparison")
                 session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
         outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
-        # A failure that xfail expects is none. pytest has not seen those of tests after -x or of the suite.
+        # Expected failures (xfail) do not fail the run. pytest does not know the failures of the suite, and
+        # of tests that did not run because of -x.
         unseen = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
         if self.result.suite is not None:
             unseen.add(self.result.suite.outcome("fail"))
         status = session.exitstatus
         only_setup = status == pytest.ExitCode.TESTS_FAILED and session.testsfailed == self._failed_setups > 0
-        # Tests of other kinds may have been inconclusive before.
+        # Tests without a benchmark, such as those of `quality`, may have set EXIT_INCONCLUSIVE before.
         if only_setup or status in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
             if "failed" in unseen:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -241,9 +242,9 @@ class Gate:
             if not self._interrupted:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(trylast=True)  # its verdict is the one of the run
+    @pytest.hookimpl(trylast=True)  # last, because its verdict is that of the run
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Show the result of each test, or why there is none."""
+        """Show the result of each test, or the reason why there is no result."""
         from stackwise.gate.report import terminal_lines
 
         lines = list(self._written)
@@ -256,7 +257,7 @@ class Gate:
             terminalreporter.write_line(line)
 
     def _keep(self, place: str) -> str:
-        """Put what was found of the head into the history, unless the run was interrupted."""
+        """Store the results of head in the history, unless the run was interrupted. Return a message."""
         if self._interrupted:
             return "gate: nothing was kept in the history, as the run was interrupted"
         from stackwise.gate.history import open_store
@@ -282,8 +283,8 @@ class Gate:
 
         Args:
             items: tests to measure.
-            selected: all tests of the run, in its order.
-            notes: for the result.
+            selected: all tests of the run, in the order of the run.
+            notes: notes to add to the result.
         """
         from stackwise.gate.report import counted
         from stackwise.gate.session import GateError, GateInterruptedError, run_gate
@@ -317,7 +318,7 @@ class Gate:
                         on_progress=self._show,
                     )
             except GateInterruptedError as interrupted:
-                # To be published; pytest ends as after any Ctrl-C.
+                # The results so far are published. pytest then ends as after Ctrl-C.
                 self.result, self._interrupted = interrupted.result, True
                 raise
             except (GateError, OSError, ValueError) as error:
@@ -344,7 +345,7 @@ class Gate:
         )
 
     def _file(self, item: pytest.Item) -> Path:
-        """Return the file of a test, relative to the root. A link keeps its name, as in the node id.
+        """Return the file of a test, relative to the root. A symbolic link keeps its name, as in the node id.
 
         Raises:
             ValueError: the file is not below the root.
@@ -404,16 +405,16 @@ class Gate:
                 f"--rootdir={self._rootdir}",
                 *(["-c", str(config.resolve())] if config is not None else []),
                 "--maxfail=0",
-                # One file that the base cannot import is no reason to run none of the others.
+                # If the base cannot import one file, the tests of the other files still run.
                 "--continue-on-collection-errors",
                 "-q",
                 "--no-header",
                 "--tb=short",
-                # By their options: a plugin that was loaded with -p has another name.
+                # Plugins are detected by their options: a plugin that is loaded with -p has another name.
                 *(["-n0"] if hasattr(self.config.option, "numprocesses") else []),
                 *_seed_of_randomly(self.config),
                 *(["--no-cov"] if hasattr(self.config.option, "no_cov") else []),
-                # It would print and could end the process while a test waits for the other side.
+                # The timeout would print, and could end the process, while a test waits for the other side.
                 *(
                     ["-ofaulthandler_timeout=0"]
                     if self.config.pluginmanager.hasplugin("faulthandler")
@@ -433,7 +434,7 @@ class Gate:
         )
 
     def _sampling(self) -> Sampling:
-        """With a pinned workload among the pairs, where results of other days are to be told apart."""
+        """Return the sampling. With a history, it times a pinned workload, to compare runs of other days."""
         from stackwise.gate.round import Sampling
 
         if self.asked.history is None:
@@ -451,7 +452,7 @@ class Gate:
         return Sampling(reference=seconds)
 
     def _environment(self) -> dict[str, Any]:
-        """The machine, where it is to be written down: looking at it loads torch."""
+        """Return the fingerprint of the machine if a report or the history needs it. This loads torch."""
         if not self.asked.report and self.asked.history is None:
             return {}
         from stackwise.support.device import fingerprint
@@ -485,7 +486,7 @@ class Gate:
 
 
 class _Verdict:
-    """Function of a gated test in the user's run: it reports the result.
+    """Function of a gated test in the user's run. It reports the result of the test.
 
     Attributes:
         reported: True after the test was called.
@@ -512,7 +513,7 @@ class _Verdict:
             case "inconclusive":
                 pytest.skip(text)
             case "warned":
-                # Not an error under `filterwarnings = error`: --stackwise-missing=fail is there to fail.
+                # `filterwarnings = error` does not apply. --stackwise-missing=fail is the option for this.
                 with warnings.catch_warnings():
                     warnings.simplefilter("always", GateWarning)
                     self.item.warn(GateWarning(text))
@@ -521,7 +522,7 @@ class _Verdict:
 
 
 class _GivenOption(argparse.Action):
-    """Record of an option with its values as they were given, not converted."""
+    """Action of argparse that records an option with its values as written, without conversion."""
 
     def __call__(
         self,
@@ -580,7 +581,7 @@ def _conftests_with_options(config: pytest.Config, root: Path) -> list[Path]:
 
 def _actions(parser: Any) -> list[argparse.Action]:
     """Return the options and positional arguments that pytest and its plugins have declared."""
-    # pytest 8.4 makes it when it parses.
+    # pytest 8.4 creates the parser when it parses.
     optparser = parser.optparser if hasattr(parser, "optparser") else parser._getparser()
     found: list[argparse.Action] = optparser._actions
     return found
@@ -614,13 +615,13 @@ def _imports(root: Path) -> tuple[Path, ...]:
 
 
 def _place(item: pytest.Item, root: Path) -> tuple[str, int]:
-    """File, as those who show the repository name it, and line."""
+    """Return the file of a test, relative to the root if the file is below it, and the line number."""
     path = item.path.resolve()
     return str(path.relative_to(root) if path.is_relative_to(root) else path), (item.location[1] or 0) + 1
 
 
 def _without_max_memory(item: pytest.Item) -> Callable[..., Any]:
-    """`get_closest_marker` of a test that measures nothing here: the memory would be that of this process."""
+    """Return a `get_closest_marker` without max_memory, which would judge the memory of this process."""
     marker_of = item.get_closest_marker
 
     def closest(name: str, default: Any = None) -> Any:
@@ -630,7 +631,7 @@ def _without_max_memory(item: pytest.Item) -> Callable[..., Any]:
 
 
 def _not_judged(items: Sequence[pytest.Item]) -> list[str]:
-    """A sentence on the limits that `throughput` would hold tests to: beside a base they are not judged."""
+    """Return a note on absolute limits of `throughput`, which a comparison does not judge, or []."""
     timed = [item for item in items if "throughput" in getattr(item, "fixturenames", ())]
     counts = {name: sum(bool(item.get_closest_marker(name)) for item in timed) for name in _ABSOLUTE}
     told = [f"{name} of {n} {'test' if n == 1 else 'tests'}" for name, n in counts.items() if n]
@@ -645,19 +646,19 @@ def _told(renamed: Renamed) -> str:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Within, a signal to end does what Ctrl-C does: no process and no tree stays behind."""
+    """Treat SIGTERM and SIGHUP inside the block as Ctrl-C, so that processes and trees are cleaned up."""
     before: dict[signal.Signals, Any] = {}
 
     def interrupt(number: int, _: object) -> None:
-        # A second one would keep the first from clearing up.
+        # A second signal would interrupt the cleanup.
         for each in before:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     for each in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup the end of the terminal is none of ours.
+        # An ignored signal stays ignored, such as SIGHUP under nohup.
         if signal.getsignal(each) is not signal.SIG_IGN:
-            with suppress(ValueError):  # not in the main thread, where signals are not heard either
+            with suppress(ValueError):  # not in the main thread, which alone handles signals
                 before[each] = signal.signal(each, interrupt)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Judges: plugins that judge or record benchmarks, switched off since a run of the gate has none."""
+"""Plugins that judge or record benchmarks, switched off because a run of the gate has no benchmarks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OF_BENCHMARK = (
 def switch_off(config: pytest.Config) -> Iterator[str]:
     """Switch off plugins that would judge a run of the gate, and yield a note for each that was in use.
 
-    The benchmarks run in the processes of the sides, and this run only shows their verdicts. So pytest-cov
-    sees no code, pytest-benchmark has no measurements, and the run takes longer than its tests.
+    The benchmarks run in the processes of the sides, and this run only shows their verdicts. Therefore
+    pytest-cov sees no code, pytest-benchmark has no measurements, and the run takes longer than its tests.
     """
     yield from _benchmark(config)
     coverage: Any = config.pluginmanager.get_plugin("_cov")
@@ -44,7 +44,7 @@ def _benchmark(config: pytest.Config) -> Iterator[str]:
     session: Any = getattr(config, "_benchmarksession", None)
     if session is None or not given:
         return
-    # Otherwise it warns that no benchmarks were run, and a warning may be an error.
+    # Otherwise pytest-benchmark warns that no benchmarks were run, and a warning may be an error.
     session.json = session.save = session.autosave = session.compare = None
     names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     yield (

@@ -1,4 +1,4 @@
-"""Latency: the most that a call, or the tokens of a generation, may take, as percentiles."""
+"""Latency limits: the longest time that a call or the tokens of a generation may take, as percentiles."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LatencyError", "LatencyLimit", "least_arguments", "require_within"]
 
-_MOST_DIGITS = 17  # that a float has
+_MOST_DIGITS = 17  # significant digits of a float
 
 
 class LatencyError(AssertionError):
-    """More time was measured than the marker max_latency allows, or too few samples to know."""
+    """Latency above the limit of the marker max_latency, or too few samples to decide."""
 
 
 @dataclass(frozen=True)
 class LatencyLimit:
-    """What one marker allows.
+    """Limits of one marker max_latency.
 
     Attributes:
-        seconds: the most, by percentile: {95: 0.02}.
-        of: "ttft", "itl", "tpot" or "e2e" of a generation; None: of whatever is measured, and of a generation
-            "itl".
+        seconds: longest allowed time in seconds, by percentile: {95: 0.02}.
+        of: "ttft", "itl", "tpot" or "e2e" of a generation. None: "itl" of a generation, otherwise the time
+            of a call.
     """
 
     seconds: Mapping[int, float]
@@ -43,10 +43,10 @@ class LatencyLimit:
     def read(
         cls, p50: str | None = None, p95: str | None = None, p99: str | None = None, of: str | None = None
     ) -> LatencyLimit:
-        """What the arguments of a marker say.
+        """Return the limits that the arguments of a marker define.
 
         Raises:
-            ValueError: no percentile, a time that is not understood or is 0, or another `of`.
+            ValueError: no percentile, a time that is invalid or 0, or an unknown `of`.
         """
         given = {q: value for q, value in ((50, p50), (95, p95), (99, p99)) if value is not None}
         require(bool(given), "p50, p95, p99", None, "a time such as '20ms' for one of them at least")
@@ -59,36 +59,37 @@ class LatencyLimit:
 
 
 def least_arguments(limits: Sequence[LatencyLimit], workload: Workload) -> dict[str, Any]:
-    """What `measure` or `measure_generation` has to be told for the limits to be judged.
+    """Return the keywords that `measure` or `measure_generation` needs so that the limits can be judged.
 
-    Never fewer calls than they make by themselves: the gaps of one generation are not independent.
+    The number of calls is never below the default of these functions, because the gaps between the tokens of
+    one generation are not independent.
 
     Args:
-        limits: one or more, the closest to the test first.
-        workload: that is measured.
+        limits: one or more limits, the closest to the test first.
+        workload: the measured workload.
 
     Raises:
-        ValueError: the work has no such latency.
+        ValueError: the workload does not have a latency that a limit names.
     """
     judged = _most_seconds(limits, generates=workload.each_token is not None)
     found = {"min_calls": max(LEAST_CALLS, *(_least_calls(of, q, workload) for of, q in judged))}
     if workload.each_token is None and any(q != 50 for _, q in judged):
-        found["calls_per_sample"] = 1  # a mean of several hides the slow ones
+        found["calls_per_sample"] = 1  # a mean of several calls hides slow calls
     return found
 
 
 def require_within(
     limits: Sequence[LatencyLimit], found: Measurement | GenerationMeasurement, said: Mapping[str, Any]
 ) -> None:
-    """Hold a measurement to the limits.
+    """Compare a measurement with the limits.
 
     Args:
-        limits: one or more, the closest to the test first.
-        found: what was measured.
-        said: keywords of the measurement that the test itself gave, which won over `least_arguments`.
+        limits: one or more limits, the closest to the test first.
+        found: the measurement.
+        said: keyword arguments of the measurement that the test set. They override `least_arguments`.
 
     Raises:
-        LatencyError: it is beyond one, or too few samples were taken to know.
+        LatencyError: a latency is above its limit, or there are too few samples to decide.
     """
     __tracebackhide__ = True
     beyond = []
@@ -115,7 +116,7 @@ def require_within(
 
 
 def _most_seconds(limits: Sequence[LatencyLimit], *, generates: bool) -> dict[tuple[str | None, int], float]:
-    """The most, by latency and percentile: what the first limit says that has it."""
+    """Return the longest allowed time by latency and percentile, from the first limit that contains it."""
     found: dict[tuple[str | None, int], float] = {}
     for limit in limits:
         of = (limit.of or "itl") if generates else limit.of
@@ -125,10 +126,10 @@ def _most_seconds(limits: Sequence[LatencyLimit], *, generates: bool) -> dict[tu
 
 
 def _least_calls(of: str | None, q: int, workload: Workload) -> int:
-    """How many calls it takes to know a percentile.
+    """Return the number of calls that are needed to estimate a percentile.
 
     Raises:
-        ValueError: the work has no such latency.
+        ValueError: the workload does not have this latency.
     """
     least = least_count(q)
     if workload.each_token is None:
@@ -142,7 +143,7 @@ def _least_calls(of: str | None, q: int, workload: Workload) -> int:
 
 
 def _told_apart(value: float, most: float) -> tuple[str, str]:
-    """Both times as text, with as many digits as it takes to see that they differ."""
+    """Return both times as text, with enough digits to show that they differ."""
     for digits in range(4, _MOST_DIGITS):
         texts = time_text(value, digits), time_text(most, digits)
         if texts[0] != texts[1]:

@@ -1,4 +1,4 @@
-"""The markers: what each takes, validated before a test runs."""
+"""Markers of the plugin, and the validation of their arguments before a test runs."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ fails if too few answers are right, or if the model is significantly worse than 
 no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): settings of the no_memory_growth fixture; \
 `tolerance` is in bytes per step
 """
-# The names of `stackwise.stability.faults.KNOWN_FAULTS`, to look them up in which would load torch, and the
-# fixtures that read them.
+# Fixtures that use each fault. The names are those of `stackwise.stability.faults.KNOWN_FAULTS`, which is not
+# imported here because that loads torch.
 _IN_STEP = ("stability_run", "inject_faults", "run_processes")
 _OUTSIDE = ("inject_faults", "run_processes")
 _OF_RANKS = ("run_processes",)
@@ -135,7 +135,7 @@ _NEEDS = {
     "quality": ("quality",),
     "no_memory_growth": ("no_memory_growth",),
 }
-# Fixtures: those that read faults, and those that train at several lengths. Tests of both are of stability.
+# Fixtures that inject faults, and fixtures that train at several lengths. Both add the marker `stability`.
 _FAULT_READERS = ("stability_run", "inject_faults", "run_processes", "broken_storage")
 _LENGTH_SWEEPS = ("length_sweep", "first_unstable_length")
 _OF_OTHERS = ("benchmark",)
@@ -150,7 +150,7 @@ _USE = re.compile(
 
 
 def register(config: pytest.Config) -> None:
-    """Make the markers known, for --strict-markers and --markers."""
+    """Register the markers, for --strict-markers and --markers."""
     for line in _HELP.splitlines():
         config.addinivalue_line("markers", line)
 
@@ -161,10 +161,11 @@ def are_used_in(path: Path) -> bool:
 
 
 def take_validated(config: pytest.Config, items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The items whose markers are understood; each other one is an error of collection.
+    """Return the items with valid markers. Report a collection error for each other item.
 
-    So is what pytest itself does not understand: all errors are told, and without
-    `--continue-on-collection-errors` no test runs. What is wrong with all variants of a test is told once.
+    All errors are reported, as for collection errors of pytest itself. No test runs then, unless
+    `--continue-on-collection-errors` is given. If all variants of a parametrized test have the same error, it
+    is reported once.
     """
     sound, told = [], set()
     for item in items:
@@ -183,13 +184,15 @@ def take_validated(config: pytest.Config, items: Iterable[pytest.Item]) -> list[
 
 
 def validate(item: pytest.Item) -> None:
-    """Refuse marker arguments that are not understood, and markers that nothing on the test reads.
+    """Raise an error for invalid arguments of markers, and for markers that no fixture of the test uses.
+
+    Tests with a fixture for faults or lengths get the marker `stability`.
 
     Raises:
-        pytest.UsageError: naming test, marker, key, value and what is allowed.
+        pytest.UsageError: the message names test, marker, key, value and the allowed values.
     """
     fixtures = getattr(item, "fixturenames", ())
-    for marker in item.own_markers:  # one on a class or module is for those of its tests that read it
+    for marker in item.own_markers:  # a marker of a class or module may be unused by some tests
         if _is_unread(item, marker) and not _is_label(item, marker):
             raise pytest.UsageError(f"{item.nodeid}: {_does_nothing(marker)}")
     faults_of(item)
@@ -211,7 +214,10 @@ def validate(item: pytest.Item) -> None:
 
 
 def warn_of_labels(item: pytest.Item) -> None:
-    """Warn of labels of a test that have one of our names and that only we register: ours may be meant."""
+    """Warn about labels of a test that have the name of a marker of the plugin, which may be meant.
+
+    There is no warning if the configuration file or another plugin registers the name too.
+    """
     labels = [marker for marker in item.own_markers if _is_label(item, marker)]
     if not labels:
         return
@@ -228,24 +234,30 @@ def warn_of_labels(item: pytest.Item) -> None:
 
 
 def _is_label(item: pytest.Item, marker: pytest.Mark) -> bool:
-    """Whether a marker only has one of our names: it has no arguments, and the test no fixture of ours."""
+    """Return True if a marker of the user has the same name as one of the plugin.
+
+    It is treated as such if it has no arguments and the test uses no fixture of the plugin.
+    """
     bare = not marker.args and not marker.kwargs
     return bare and _is_unread(item, marker) and not _uses_ours(item)
 
 
 def _uses_ours(item: pytest.Item) -> bool:
-    """Whether a test uses a fixture of ours, or lengths: others may have fixtures or parameters so named."""
+    """Return True if a test uses sequence lengths or a fixture of the plugin.
+
+    A third-party fixture or a parameter with the same name is not a fixture of the plugin.
+    """
     fixtures = getattr(item, "_fixtureinfo", None)
     definitions = fixtures.name2fixturedefs if fixtures else {}
     if "seq_len" in definitions and any(marker.args for marker in item.iter_markers("seq_lengths")):
         return True
-    # The last definition of a name is the one that is used; that of a test's own parameter is pytest's.
+    # pytest uses the last definition of a name. If it is a parameter of the test, its function is pytest's.
     used = (definitions[name][-1].func for name in _OURS & definitions.keys())
     return any(function.__module__.startswith("pytest_stackwise.") for function in used)
 
 
 def _is_unread(item: pytest.Item, marker: pytest.Mark) -> bool:
-    """Whether fixtures read markers of that name, and the test uses none of them."""
+    """Return True if the marker is for certain fixtures and the test uses none of them."""
     readers = _NEEDS.get(marker.name, ())
     if marker.name == "gate" and benchmark_items.requests_benchmark(item):
         return False
@@ -258,18 +270,18 @@ def _does_nothing(marker: pytest.Mark) -> str:
 
 
 def _closest(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """The closest marker of a name that is no label."""
-    if item.get_closest_marker(name) is None:  # the gate has its tests without some of theirs
+    """Return the closest marker of a name that is not a label, or None."""
+    if item.get_closest_marker(name) is None:  # the gate hides max_memory of its tests
         return None
     return next(iter(_closest_first(item, name)), None)
 
 
 def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
-    """The faults that the markers of a test declare, the farthest first.
+    """Return the faults that the markers of a test declare. The closest marker is last.
 
     Args:
         item: the test.
-        folder: in which the folders are that the markers name; None: that of the process.
+        folder: base of relative folders in the markers. None: the working directory.
     """
     found = [m for m in item.iter_markers() if m.name in _FAULTS and not _is_label(item, m)]
     if not found:
@@ -283,7 +295,7 @@ def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
 
 
 def _in_folder(marker: pytest.Mark, folder: Path) -> dict[str, Any]:
-    """The marker's arguments with the folder spelled out; by itself a fault of storage has no step."""
+    """Return the arguments of a marker, with the path of its folder. Storage faults have step 0 by default."""
     given = dict(marker.kwargs)
     of_storage = _FAULTS[marker.name] is _OF_STORAGE
     saves = marker.name == "process_signal" and given.get("moment") == "save"
@@ -297,20 +309,20 @@ def _in_folder(marker: pytest.Mark, folder: Path) -> dict[str, Any]:
 
 
 def wants_folder(item: pytest.Item) -> bool:
-    """Whether a marker of the test names a folder, or means the test's own."""
+    """Return True if a marker of the test names a folder, or uses the folder of the test by default."""
     found = [marker for marker in item.iter_markers() if marker.name in _FAULTS]
     return any("folder" in _in_folder(marker, Path()) for marker in found)
 
 
 def fault_readers(item: pytest.Item) -> list[str]:
-    """Those of the test's fixtures that read its faults."""
+    """Return the names of the test's fixtures that inject its faults."""
     fixtures = getattr(item, "fixturenames", ())
     wanted = {name for marker in item.iter_markers() for name in _FAULTS.get(marker.name, ())}
     return [name for name in _FAULT_READERS if name in wanted and name in fixtures]
 
 
 def recovery_of(item: pytest.Item) -> dict[str, Any]:
-    """The arguments of the marker recovers, or {}."""
+    """Return the arguments of the marker recovers, or {}."""
     marker = _closest(item, "recovers")
     if marker is None:
         return {}
@@ -321,13 +333,17 @@ def recovery_of(item: pytest.Item) -> dict[str, Any]:
 
 
 def lengths_of(item: pytest.Item) -> tuple[int, ...]:
-    """The lengths of the marker seq_lengths, or ()."""
+    """Return the lengths of the marker seq_lengths, or ()."""
     marker = _closest(item, "seq_lengths")
     return check_lengths(item.nodeid, marker) if marker else ()
 
 
 def check_lengths(nodeid: str, marker: pytest.Mark) -> tuple[int, ...]:
-    """The lengths of `marker`; UsageError where they are no positive integers."""
+    """Return the lengths of a marker seq_lengths.
+
+    Raises:
+        pytest.UsageError: a length is not a positive integer, or there is none.
+    """
     sound = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in marker.args)
     if marker.kwargs or not marker.args or not sound:
         given = ", ".join([*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())])
@@ -336,29 +352,29 @@ def check_lengths(nodeid: str, marker: pytest.Mark) -> tuple[int, ...]:
 
 
 def refuse_other_length(seq_len: int | None, arguments: Mapping[str, Any]) -> None:
-    """Refuse a call whose `seq_len` is not the one that the test is parametrized with.
+    """Raise an error if the `seq_len` of a call differs from that of the test's parametrization.
 
     Raises:
-        ValueError: naming both.
+        ValueError: the message names both lengths.
     """
     if seq_len is not None and arguments.get("seq_len", seq_len) != seq_len:
         raise ValueError(f"seq_len: got {arguments['seq_len']}; the test is parametrized with {seq_len}")
 
 
 def throughput_of(item: pytest.Item) -> dict[str, Any]:
-    """The arguments of the marker throughput, or {}."""
+    """Return the arguments of the marker throughput, or {}."""
     marker = _closest(item, "throughput")
     if marker is None:
         return {}
     from stackwise.benchmark.workload import check_shape
 
-    # The seed is the run's.
+    # The seed is that of the run, so the marker does not take one.
     _call(item, marker, check_shape, without=("seed",))
     return dict(marker.kwargs)
 
 
 def max_memory_of(item: pytest.Item) -> int | None:
-    """The bytes that the marker max_memory allows; None: there is none."""
+    """Return the limit of the marker max_memory in bytes, or None without the marker."""
     marker = _closest(item, "max_memory")
     if marker is None:
         return None
@@ -369,7 +385,7 @@ def max_memory_of(item: pytest.Item) -> int | None:
 
 
 def min_tokens_per_second_of(item: pytest.Item) -> float | None:
-    """The tokens per second that the marker min_tokens_per_second wants; None: there is none."""
+    """Return the limit of the marker min_tokens_per_second, or None without the marker."""
     marker = _closest(item, "min_tokens_per_second")
     if marker is None:
         return None
@@ -382,7 +398,10 @@ def min_tokens_per_second_of(item: pytest.Item) -> float | None:
 
 
 def max_latency_of(item: pytest.Item) -> list[LatencyLimit]:
-    """What markers max_latency allow, the closest first: of one latency and percentile that one counts."""
+    """Return the limits of the markers max_latency, the closest first.
+
+    If several markers limit the same latency and percentile, the closest one applies.
+    """
     markers = _closest_first(item, "max_latency")
     if not markers:
         return []
@@ -392,7 +411,7 @@ def max_latency_of(item: pytest.Item) -> list[LatencyLimit]:
 
 
 def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
-    """The arguments of the marker no_memory_growth, `tolerance` in bytes; or {}."""
+    """Return the arguments of the marker no_memory_growth, with `tolerance` in bytes, or {}."""
     marker = _closest(item, "no_memory_growth")
     if marker is None:
         return {}
@@ -408,7 +427,7 @@ def no_memory_growth_of(item: pytest.Item) -> dict[str, Any]:
 
 
 def quality_of(item: pytest.Item) -> QualityMarker | None:
-    """What the marker quality asks; None: there is none."""
+    """Return the validated marker quality, or None without the marker."""
     marker = _closest(item, "quality")
     if marker is None:
         return None
@@ -419,14 +438,17 @@ def quality_of(item: pytest.Item) -> QualityMarker | None:
 
 
 def gate_of(item: pytest.Item, limits: Limits) -> Limits:
-    """The limits of a test: `limits`, with what its markers gate say; of a key the closest one counts."""
+    """Return `limits`, changed by the markers gate of a test. For each key, the closest marker applies."""
     for marker in reversed(_closest_first(item, "gate")):
         limits = _call(item, marker, limits.changed)
     return limits
 
 
 def gated_metrics(item: pytest.Item) -> tuple[str, ...]:
-    """The metrics that markers gate of the test itself name: one on a class or module is of several tests."""
+    """Return the metrics that markers gate of a test itself name.
+
+    Markers of a class or module are ignored, because they apply to several tests.
+    """
     from stackwise.gate.limit import METRICS
 
     named = {key for marker in item.own_markers if marker.name == "gate" for key in marker.kwargs}
@@ -434,14 +456,17 @@ def gated_metrics(item: pytest.Item) -> tuple[str, ...]:
 
 
 def _closest_first(item: pytest.Item, name: str) -> list[pytest.Mark]:
-    """The markers of one name, with those of the test's parameters, which pytest has behind, in front."""
+    """Return the markers of a name, the closest first, and labels excluded.
+
+    Markers of the test's parameters are the closest. pytest returns them last.
+    """
     of_parameters = getattr(getattr(item, "callspec", None), "marks", ())
     found = (marker for marker in item.iter_markers(name) if not _is_label(item, marker))
     return sorted(found, key=lambda marker: not any(marker is each for each in of_parameters))
 
 
 def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
-    """The one argument, by its place, of a marker that takes no other."""
+    """Return the argument of a marker that takes exactly one positional argument."""
     if len(marker.args) != 1 or marker.kwargs:
         given = ", ".join([*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())])
         raise pytest.UsageError(f"{item.nodeid}: {marker.name}({given}); allowed: {wanted}, alone")
@@ -450,7 +475,7 @@ def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
 
 @contextmanager
 def _refused(item: pytest.Item, marker: pytest.Mark) -> Iterator[None]:
-    """A ValueError inside becomes a UsageError, with the names of test and marker."""
+    """Turn a ValueError inside the block into a UsageError that names test and marker."""
     try:
         yield
     except ValueError as error:
@@ -476,7 +501,10 @@ def _call(
 
 
 def _check_keys(given: Mapping[str, Any], function: Callable[..., Any], without: Iterable[str]) -> None:
-    """Refuse keywords that the function does not have, unless it looks at them itself, and `without`."""
+    """Raise an error for keywords that the function does not take, or that are in `without`.
+
+    A function with `**` keywords validates them itself.
+    """
     from stackwise.support.arguments import check_choice
 
     parameters = signature(function).parameters

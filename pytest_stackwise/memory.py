@@ -1,4 +1,4 @@
-"""Memory as tests: `max_memory`, `peak_memory` and `no_memory_growth`."""
+"""Memory tests: the marker `max_memory` and the fixtures `peak_memory` and `no_memory_growth`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PEAK = "max_memory"
 
 
 class MemoryLimitError(AssertionError):
-    """More memory was in use than the marker max_memory allows."""
+    """Peak memory above the limit of the marker max_memory."""
 
 
 class MemoryGrowthError(AssertionError):
-    """A step leaves something behind each time. Its text says how much, and what.
+    """Memory that grows with each step. The message has the amount and the objects that grow.
 
     Attributes:
-        growth: all that was seen.
+        growth: the complete result of the measurement.
     """
 
     def __init__(self, growth: MemoryGrowth) -> None:
@@ -46,17 +46,17 @@ class MemoryGrowthError(AssertionError):
 
 
 class PeakMeter:
-    """What the fixture `peak_memory` gives."""
+    """Value of the fixture `peak_memory`. It measures the peak memory of a call."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
 
     def __call__(self, call: Callable[[], object]) -> PeakMemory:
-        """The most memory in use at any moment of `call()`; see `stackwise.benchmark.memory.peak_memory`.
+        """Return the peak memory during `call()`, see `stackwise.benchmark.memory.peak_memory`.
 
         Raises:
-            MemoryLimitError: more than the test's marker max_memory allows.
-            TypeError: `call` is a model, or its class, or returns a generator or a coroutine.
+            MemoryLimitError: the peak is above the limit of the test's marker max_memory.
+            TypeError: `call` is a model or a class of models, or returns a generator or a coroutine.
         """
         __tracebackhide__ = True
         from stackwise.benchmark.memory import peak_memory
@@ -66,13 +66,13 @@ class PeakMeter:
     def fresh(
         self, factory: Callable[..., Callable[[], object]] | str, *arguments: Any, seconds: float = 120.0
     ) -> PeakMemory:
-        """The same of `factory(*arguments)()`, in a new interpreter that has done nothing else.
+        """Return the peak memory during `factory(*arguments)()` in a new interpreter that runs only this.
 
         See `stackwise.benchmark.memory.fresh_peak_memory`.
 
         Raises:
-            MemoryLimitError: more than the test's marker max_memory allows.
-            FreshProcessError: the process did not come to the end of the call.
+            MemoryLimitError: the peak is above the limit of the test's marker max_memory.
+            FreshProcessError: the process did not complete the call.
         """
         __tracebackhide__ = True
         from stackwise.benchmark.memory.fresh_process import fresh_peak_memory
@@ -88,7 +88,7 @@ class PeakMeter:
 
 
 class MemoryFixtures:
-    """Fixtures of tests that are about memory."""
+    """Fixtures that measure memory."""
 
     @pytest.fixture
     def peak_memory(self, request: pytest.FixtureRequest) -> PeakMeter:
@@ -99,8 +99,8 @@ class MemoryFixtures:
                 model = load()
                 peak_memory(lambda: model.generate(prompt))
 
-        `peak_memory.fresh(factory)` measures in a process of its own, where on the CPU nothing but the call
-        counts. Both return a PeakMemory, and hold it against the marker max_memory where the test has one.
+        `peak_memory.fresh(factory)` measures in a new process, so that on the CPU only this call contributes.
+        Both return a PeakMemory, and compare it with the limit of the marker max_memory if the test has one.
         """
         item = request.node
         if markers.max_memory_of(item) is not None:
@@ -115,10 +115,12 @@ class MemoryFixtures:
             def test_training(no_memory_growth):
                 no_memory_growth(lambda: train_step(model, batch))
 
-        Call it with a function without arguments, or a TrainerSpec. `steps`, `warmup`, `tolerance` given
-        here, as `stackwise.benchmark.memory.memory_growth` takes them, win over the marker's. Returns its
-        MemoryGrowth; raises MemoryGrowthError where that is not flat, and TypeError where a model, or what
-        makes one, a generator or a coroutine was given for a step.
+        Call it with a function without arguments, or a TrainerSpec. `steps`, `warmup` and `tolerance` are
+        those of `stackwise.benchmark.memory.memory_growth`, and override those of the marker. The result is a
+        MemoryGrowth.
+
+        If its verdict is not "flat", MemoryGrowthError is raised. If the step is a model or a class of
+        models, or returns a model, a generator or a coroutine, TypeError is raised.
         """
         item = request.node
         marked = markers.no_memory_growth_of(item)
@@ -151,9 +153,9 @@ class MemoryFixtures:
 
 @contextmanager
 def limited(item: pytest.Item) -> Iterator[None]:
-    """Watch the memory of a test that is marked max_memory and measures none by itself; fail it beyond.
+    """Fail a test if its peak memory is above its marker max_memory, unless a fixture of it measures memory.
 
-    What fixtures made before is in use when the call begins, and counts.
+    Memory that fixtures allocated before the call of the test is included.
     """
     measures = ("throughput", "peak_memory")
     if markers.max_memory_of(item) is None or any(name in _fixtures(item) for name in measures):
@@ -168,18 +170,18 @@ def limited(item: pytest.Item) -> Iterator[None]:
         require_within(item, loads_of(watch.peak, options.device_name(item.config)))
     except MemoryLimitError as error:
         beyond = str(error)
-    if beyond:  # outside of the handler: the message would be shown a second time, as its context
+    if beyond:  # outside of the handler, otherwise the message is shown twice: also as the context
         pytest.fail(beyond, pytrace=False)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes in one place, which a limit is held against.
+    """Memory in one place, to compare with a limit.
 
     Attributes:
-        where: they were in use, for the reader: "by this process".
-        peak: the most of them at any moment.
-        before: in use when the measured call began; None: not known.
+        where: description of the place for messages, such as "by this process".
+        peak: largest number of bytes in use at one time.
+        before: bytes in use when the measured call began. None: not known.
     """
 
     where: str
@@ -188,11 +190,12 @@ class Load:
 
 
 def loads_of(peak: PeakMemory, device: str) -> list[Load]:
-    """What of a peak a limit is for; [] where this system does not tell.
+    """Return the parts of a peak that a limit applies to, or [] if this system does not report the peak.
 
-    Where tensors are on a CUDA device it is for them, and for what the call added in the memory of the host:
-    the process itself, with CUDA's libraries in it, is no fault of a test. Where none are, the test works on
-    the CPU whatever was asked for, and the process counts as a whole.
+    If tensors are on a CUDA device, the limit applies to them, and to the memory that the call added on the
+    host. The memory of the process itself, with the libraries of CUDA, is not caused by the test. If no
+    tensors are on a CUDA device, the test uses the CPU, whatever device is requested. The limit then applies
+    to the whole process.
     """
     loads = []
     if peak.allocated:
@@ -207,15 +210,15 @@ def loads_of(peak: PeakMemory, device: str) -> list[Load]:
 
 
 def require_within(item: pytest.Item, loads: Sequence[Load]) -> None:
-    """Hold the most bytes in use against the test's marker max_memory, where it has one, and keep them.
+    """Compare peak memory with the test's marker max_memory, if it has one, and record the peaks.
 
     Args:
         item: the test.
-        loads: what is judged, each by itself; none, where nothing can be read: the test is then skipped,
-            never green.
+        loads: memory to judge, each place separately. Empty if it cannot be read: a test with the marker is
+            then skipped, and does not pass.
 
     Raises:
-        MemoryLimitError: more than allowed, naming where.
+        MemoryLimitError: the peak is above the limit. The message names the place.
     """
     __tracebackhide__ = True
     limit = markers.max_memory_of(item)

@@ -236,7 +236,7 @@ def seed(config: pytest.Config) -> int:
     """Return the seed.
 
     Raises:
-        pytest.UsageError: it is no integer from 0 to 2**63 - 1.
+        pytest.UsageError: the seed is not an integer from 0 to 2**63 - 1.
     """
     given = config.getoption("stackwise_seed")
     if given is None:
@@ -268,10 +268,10 @@ def strict(config: pytest.Config) -> bool:
 
 
 def _ini_flag(config: pytest.Config, name: str) -> bool:
-    """Return a value of the configuration file that is true or false.
+    """Return a boolean of the configuration file.
 
     Raises:
-        pytest.UsageError: it is neither.
+        pytest.UsageError: the value is neither true nor false.
     """
     try:
         return bool(config.getini(name))
@@ -334,7 +334,7 @@ class GateOptions:
         missing: action for a test that the base lacks.
         build: command that runs in both trees first; None: no command.
         seconds: time limit of the run; None: no limit.
-        timeout: seconds after which a silent process hangs.
+        timeout: seconds without a report after which a process is treated as hung.
         report: files to write.
         history: path or URL of the store for the results; None: no store.
     """
@@ -365,7 +365,7 @@ def gate(config: pytest.Config) -> GateOptions | None:
                     f"--stackwise-{name.replace('_', '-')}: allowed with --stackwise-against"
                 )
         return None
-    if not against:  # an unset variable of the CI; as a folder it would be this one
+    if not against:  # for example an unset variable in CI; as a path, it would be the working directory
         allowed = "a revision, ./FOLDER, a wheel, 'callable'"
         raise pytest.UsageError(f"--stackwise-against: got {against!r}; allowed: {allowed}")
     for name in ("head", "build"):

@@ -1,4 +1,4 @@
-"""The plugin's hooks. Each hands on to the file about its noun."""
+"""Hooks of the plugin. Each hook calls the modules for its subjects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pytest_stackwise import (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Enter the options and their ini twins."""
+    """Add the options of the command line and of the configuration file."""
     options.add_options(parser)
 
 
@@ -36,13 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser
 ) -> Generator[None, object, object]:
-    """Let idle threads sleep if an option of the plugin is set; add `--gpu` after the conftests.
+    """Let idle threads sleep if an option of the plugin is set, and add `--gpu` after the conftests.
 
-    A conftest may load torch, and OpenMP reads its wait policy then.
+    A conftest may load torch, and OpenMP then reads its wait policy.
     """
     if options.are_set(early_config):
         _let_idle_threads_sleep()
-    device.take_a_device(early_config)  # before a conftest asks torch for devices
+    device.take_a_device(early_config)  # before a conftest can call CUDA
     if options.is_gated(early_config):
         importlib.import_module("stackwise.gate.side.clock")  # before a conftest can freeze the clocks
         exit_guard.guard_exit(early_config)
@@ -55,7 +55,7 @@ def pytest_load_initial_conftests(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Enter markers, fixtures and the collector of records."""
+    """Register the markers, the fixtures, the summary of all records and, if requested, the gate."""
     options.release_gpu_option(config)
     device.take_a_device(config)
     markers.register(config)
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop the run at once where something is asked for that cannot be had."""
+    """Stop the run if an option is invalid, or if it requests something that is not available."""
     config = session.config
     if not records.is_worker(config):
         device.require_what_was_asked(config)
@@ -87,7 +87,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per length of `seq_lengths`, and per check that the run's options ask for."""
+    """Make one test per length of `seq_lengths`, and per check that the options of the run select."""
     stability.parametrize_lengths(metafunc)
     checks.choose(metafunc)
 
@@ -96,13 +96,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the zero-code checks, validate markers, skip what needs a GPU: before anything deselects."""
+    """Add the checks without a test file, validate markers and skip GPU tests, before any deselection."""
     try:
         items.extend(checks.zero_code_items(session, config))
     except pytest.UsageError as error:
         if not records.is_worker(config):
             raise
-        # An exception here would end an xdist worker without a word: report it as a collection error.
+        # An exception would end an xdist worker without a message, so it is reported as a collection error.
         items.clear()
         config.hook.pytest_collectreport(report=pytest.CollectReport("stackwise", "failed", str(error), []))
     items[:] = markers.take_validated(config, items)
@@ -111,14 +111,14 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each run of a test, a rerun too, without what an earlier one left; warn of its labels."""
+    """Delete the records of earlier runs of a test, for a rerun, and warn about its labels."""
     records.reset(item)
     markers.warn_of_labels(item)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Make the test known to its fixtures. If it passes, check its duties and report its findings."""
+    """Set the current test. If it passes, require the calls that it must make, and report its findings."""
     try:
         with records.current(item), memory.limited(item):
             checks.hand_over(item)
@@ -135,7 +135,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Attach the test's records to its report, which carries them across processes."""
+    """Attach the records of a test to its report. xdist transfers the report between processes."""
     report = yield
     records.attach(item, report)
     return report

@@ -1,4 +1,4 @@
-"""Quality as tests: a trained model is asked a task, and held to what its marker wants."""
+"""Quality tests: evaluate a trained model on a task, and compare the result with the marker quality."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["QualityError", "QualityFixtures", "QualityMarker"]
 
 
 class QualityError(AssertionError):
-    """A model is not as good as the marker quality wants.
+    """Quality of a model below the requirement of the marker quality.
 
     Attributes:
-        judgement: all that was found.
+        judgement: the complete result of the comparison.
     """
 
     def __init__(self, judgement: Judgement) -> None:
@@ -31,13 +31,13 @@ class QualityError(AssertionError):
 
 @dataclass(frozen=True)
 class QualityMarker:
-    """What the marker quality says.
+    """Arguments of a marker quality.
 
     Attributes:
-        task: mmlu, hellaswag, or a file.
-        data: the folder of published data sets; None: they are loaded.
-        how: further keywords of `stackwise.quality.load_task`.
-        requirement: what is asked.
+        task: mmlu, hellaswag, or the name of a file.
+        data: folder of the published data sets. None: they are downloaded.
+        how: further keyword arguments of `stackwise.quality.load_task`.
+        requirement: limits on the result.
     """
 
     task: str
@@ -57,10 +57,10 @@ class QualityMarker:
         shots: int | None = None,
         limit: int | None = None,
     ) -> QualityMarker:
-        """What the arguments of a marker say.
+        """Return the marker with these arguments.
 
         Raises:
-            ValueError: no task, or what `Requirement` refuses.
+            ValueError: no task, or limits that `Requirement` does not allow.
         """
         from stackwise.quality.requirement import Requirement
         from stackwise.support.arguments import require
@@ -70,16 +70,16 @@ class QualityMarker:
         return cls(task, data, how, Requirement(at_least, at_most, within_of_baseline, level))
 
     def task_of(self, folder: Path) -> str:
-        """The task; a file spelled out from the test's folder."""
+        """Return the task. The name of a file is relative to `folder`, and is returned as a path."""
         return str(folder / self.task) if Path(self.task).suffix else self.task
 
     def folder_of(self, folder: Path) -> Path | None:
-        """The folder of data sets, spelled out likewise."""
+        """Return the path of the data sets, which is relative to `folder`, or None."""
         return None if self.data is None else folder / self.data
 
 
 class QualityFixtures:
-    """The fixture `quality`, and the exit code of a run in which it could not tell."""
+    """Fixture `quality`, and the exit code of a run in which it was inconclusive."""
 
     def __init__(self) -> None:
         self._open = False
@@ -92,9 +92,10 @@ class QualityFixtures:
             def test_it_still_knows(quality):
                 quality(new_model, tokenizer, baseline=old_model)
 
-        Call it once, with what `stackwise.quality.Scorer` takes; `baseline` is asked the same. A file is
-        relative to the test's. Returns the Judgement; raises QualityError where what is asked is missed, and
-        skips the test as INCONCLUSIVE where the examples are too few to tell.
+        Call it once per test, with the arguments of `stackwise.quality.Scorer`. `baseline` is evaluated on
+        the same task. The name of a file is relative to the folder of the test. The result is a Judgement. If
+        the requirement is missed, QualityError is raised. If there are too few examples to decide, the test
+        is skipped as INCONCLUSIVE.
         """
         item = request.node
         marked = markers.quality_of(item)
@@ -136,14 +137,14 @@ class QualityFixtures:
         return run
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """See whether a test could not tell."""
+        """Record if a test was inconclusive."""
         self._open |= any(
             record["section"] == "quality" and record["verdict"] == "inconclusive"
             for record in records.of_report(report)
         )
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A run that is green but for what it could not tell has an exit code of its own."""
+        """Set the exit code EXIT_INCONCLUSIVE if no test failed and a test was inconclusive."""
         if self._open and session.exitstatus == pytest.ExitCode.OK and not records.is_worker(session.config):
             from stackwise.gate.result import EXIT_INCONCLUSIVE
 

@@ -1,7 +1,7 @@
-"""Records: what a test found out, kept with the test and carried by its report.
+"""Records: results of a test, stored with the test and transferred with its report.
 
 A record is a dict of plain values with a `section`: "checks", "stability", "throughput", "memory" or
-"quality". Reports cross from xdist workers to the controller as JSON, and the records with them.
+"quality". xdist sends reports from workers to the controller as JSON, and they include the records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ _current: ContextVar[pytest.Item | None] = ContextVar("stackwise_item", default=
 
 @dataclass
 class _State:
-    """Of one run of one test; a rerun starts with a new one."""
+    """State of one run of a test. A rerun has a new state.
+
+    Attributes:
+        records: results so far.
+        debts: calls that the test has to make, with the message of the failure if it does not.
+        done: names that were passed to `first_time`.
+    """
 
     records: list[dict[str, Any]] = field(default_factory=list)
     debts: dict[str, str] = field(default_factory=dict)
@@ -46,13 +52,13 @@ _STATE = pytest.StashKey[_State]()
 
 
 def reset(item: pytest.Item) -> None:
-    """Forget what an earlier run of the same test left."""
+    """Delete the state of an earlier run of a test."""
     item.stash[_STATE] = _State()
 
 
 @contextmanager
 def current(item: pytest.Item) -> Iterator[None]:
-    """Inside, `current_item` is `item`."""
+    """Set the test that `current_item` returns inside the block."""
     token = _current.set(item)
     try:
         yield
@@ -61,29 +67,29 @@ def current(item: pytest.Item) -> Iterator[None]:
 
 
 def current_item() -> pytest.Item | None:
-    """The test that is running, or None outside of one."""
+    """Return the running test, or None if no test is running."""
     return _current.get()
 
 
 def add(item: pytest.Item, section: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Keep a record with its test; returned as it is kept, to be filled in."""
+    """Add a record to a test. Return the stored dict, so that the caller can change it later."""
     kept = {"section": section, **record}
     item.stash[_STATE].records.append(kept)
     return kept
 
 
 def owe(item: pytest.Item, name: str, complaint: str) -> None:
-    """From now on the test fails with `complaint`, though it passes, unless `pay` is called."""
+    """Fail the test with `complaint` if it passes without a call of `pay` with the same name."""
     item.stash[_STATE].debts[name] = complaint
 
 
 def pay(item: pytest.Item, name: str) -> None:
-    """The test did what it owed."""
+    """Cancel the `owe` with the same name, because the test made the required call."""
     item.stash[_STATE].debts.pop(name, None)
 
 
 def first_time(item: pytest.Item, name: str) -> bool:
-    """Whether this is the first call with this name in this run of the test."""
+    """Return True at the first call with this name in the current run of the test."""
     done = item.stash[_STATE].done
     is_first = name not in done
     done.add(name)
@@ -91,18 +97,18 @@ def first_time(item: pytest.Item, name: str) -> bool:
 
 
 def collect_debts(item: pytest.Item) -> None:
-    """Fail a test that has passed but still owes something."""
+    """Fail a passed test that did not make a required call."""
     for complaint in item.stash[_STATE].debts.values():
         pytest.fail(complaint, pytrace=False)
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Whether this process is one of xdist's workers."""
+    """Return True if this process is an xdist worker."""
     return hasattr(config, "workerinput")
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Put the records on the report of the test's call. What has no verdict has that of the test."""
+    """Attach the records to the report of a test's call. A verdict of None is set from the test's outcome."""
     if report.when == "call" and item.stash[_STATE].records:
         for record in item.stash[_STATE].records:
             if record.get("verdict", "") is None:
@@ -116,6 +122,6 @@ def of_item(item: pytest.Item) -> list[dict[str, Any]]:
 
 
 def of_report(report: pytest.TestReport) -> list[dict[str, Any]]:
-    """The records on a report; [] where the test had none."""
+    """Return the records of a report, or [] if the test has none."""
     found: list[dict[str, Any]] = getattr(report, _ATTRIBUTE, [])
     return found

@@ -1,4 +1,4 @@
-"""Stability as tests: `stability_run` and `length_sweep`, broken as the markers say."""
+"""Stability tests: fixtures that train a model with the faults of the markers, or at several lengths."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["RecoveryFailedError", "StabilityFixtures", "parametrize_lengths"]
 
 
 class RecoveryFailedError(AssertionError):
-    """A broken run did not come back to its clean twin. Its text says why, and at which steps.
+    """A run with faults did not recover. The message has the reasons and the steps.
 
     Attributes:
-        recovery: both runs, and what was asked of them.
+        recovery: the run with faults, the reference run without faults, and the conditions for recovery.
     """
 
     def __init__(self, recovery: Recovery) -> None:
@@ -51,9 +51,9 @@ class StabilityFixtures:
                 stability_run(spec, steps=16)
 
         Call it with anything that `ModelSpec.of` understands, a TrainerSpec or a function that returns a
-        training run, and the keyword arguments of `stackwise.stability.stability_run`; returns its
-        StabilityRun. Under the marker `recovers` a clean twin is run as well, and RecoveryFailedError
-        raised where the marker does not hold.
+        training run, and the keyword arguments of `stackwise.stability.stability_run`. The result is a
+        StabilityRun. With the marker `recovers`, a reference run without faults is made as well. If the
+        conditions of the marker are not met, RecoveryFailedError is raised.
         """
         item = request.node
         faults = declared_faults(request)
@@ -99,9 +99,9 @@ class StabilityFixtures:
                 assert length_sweep(spec, trained_length=256).problems == []
 
         Call it with anything that `ModelSpec.of` understands and the keyword arguments of
-        `stackwise.stability.lengths.length_sweep`; `lengths` are those of the marker, unless they are
-        given. Returns its LengthSweep, which holds the lengths against each other; `problems` says what is
-        wrong, a length that memory is too small for included. Memory is measured as well.
+        `stackwise.stability.lengths.length_sweep`. By default, `lengths` are those of the marker. The result
+        is a LengthSweep, which compares the lengths. Its `problems` lists every problem that was found,
+        including lengths for which memory was too small. Memory is measured as well.
         """
         item = request.node
         marked = markers.lengths_of(item)
@@ -129,8 +129,9 @@ class StabilityFixtures:
                 assert found.verdict == "stable"
 
         Call it with anything that `ModelSpec.of` understands, the shortest and the longest length, and the
-        keyword arguments of `stackwise.stability.lengths.first_unstable_length`. Returns its
-        FirstUnstable, whose `first` is None also where memory did not last. Memory is measured as well.
+        keyword arguments of `stackwise.stability.lengths.first_unstable_length`. The result is a
+        FirstUnstable. Its `first` is None if no unstable length was found, even if memory was too small for
+        some lengths. Memory is measured as well.
         """
         item = request.node
 
@@ -146,18 +147,18 @@ class StabilityFixtures:
 
 
 def _defaults(item: pytest.Item) -> dict[str, Any]:
-    """What the options say of a look at lengths."""
+    """Return the device and the seed of the run, as defaults for measurements at several lengths."""
     return {"device": options.device_name(item.config), "seed": options.seed(item.config)}
 
 
 def _record_lengths(item: pytest.Item, points: Sequence[LengthPoint]) -> None:
-    """One record a length."""
+    """Add one record per length."""
     for point in points:
         records.add(item, "stability", {"test": item.nodeid, **point.to_dict()})
 
 
 def _subject(model: Any) -> Any:
-    """A ModelSpec or a TrainerSpec: of a function, by what it returns."""
+    """Return a ModelSpec or a TrainerSpec. For a function, its return value decides."""
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
 
@@ -180,6 +181,6 @@ def parametrize_lengths(metafunc: pytest.Metafunc) -> None:
     if marker and "seq_len" in metafunc.fixturenames:
         try:
             lengths = markers.check_lengths(metafunc.definition.nodeid, marker)
-        except pytest.UsageError:  # told once, by the validation of all markers
+        except pytest.UsageError:  # the validation of markers reports the error
             return
         metafunc.parametrize("seq_len", lengths, ids=[f"T{length}" for length in lengths])

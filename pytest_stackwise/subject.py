@@ -1,4 +1,4 @@
-"""What a test checks: a model or a training step, whose spec is inferred when a test first needs it."""
+"""Subject of checks: a model or a training step, whose spec is inferred when a test first needs it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["BadFactoryError", "LazySpec"]
 
 
 class BadFactoryError(Exception):
-    """A model or a training step cannot be driven: its factory raises, or gives something else.
+    """Failure to build or call a model or training step, for example because its factory raises.
 
     Attributes:
-        kind: the name of the exception that says so.
+        kind: name of the class of the original exception.
     """
 
     def __init__(self, name: str, error: Exception) -> None:
@@ -24,14 +24,14 @@ class BadFactoryError(Exception):
 
 
 class LazySpec:
-    """What is checked, its spec inferred once, at its first use.
+    """Subject of checks, with a spec that is inferred once, at its first use.
 
     Args:
         model: a TrainerSpec, anything that `ModelSpec.of` (or, with asks="trainer", `TrainerSpec.of`)
-            understands, or a function that gives such a thing.
-        name: in test ids and reports; None: the model's own.
-        asks: what it is; None: a training step where it is a TrainerSpec, else a model.
-        target: "MODULE:FACTORY", which makes it in another process, or None.
+            understands, or a function that returns such an object.
+        name: name in test ids and reports. None: the name of `model`.
+        asks: kind of the subject. None: "trainer" for a TrainerSpec, otherwise "model".
+        target: "MODULE:FACTORY" that builds the subject in another process, or None.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class LazySpec:
         self._found: Any = None
 
     def get(self) -> Any:
-        """The ModelSpec or TrainerSpec.
+        """Return the ModelSpec or TrainerSpec.
 
         Raises:
-            BadFactoryError: there is none, each time for the reason of the first.
+            BadFactoryError: the subject cannot be built or called. Later calls raise the same error.
         """
         __tracebackhide__ = True
         if self._found is None:
@@ -80,7 +80,7 @@ class LazySpec:
 
 
 def _places(error: BaseException) -> Iterator[str]:
-    """The last frames outside of stackwise, of what it was in the first place."""
+    """Yield the last three frames of the original exception that are outside of stackwise."""
     error = error.__cause__ or error
     ours = (Path(__file__).parent, Path(__file__).parents[1] / "stackwise")
     frames = [

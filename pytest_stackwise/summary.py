@@ -1,4 +1,4 @@
-"""Summary: the records of all tests, on the terminal and in the report."""
+"""Summary of the records of all tests, on the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Summary"]
 
 
 class Summary:
-    """Collects the records of all tests, of xdist's workers too, in the process that talks to the user."""
+    """Plugin that collects the records of all tests in the main process, including those of xdist workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -30,7 +30,7 @@ class Summary:
         self._notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep reports with records, of a test that is rerun the last one, and the errors of failures."""
+        """Store the last report of each test with records, and the errors of failed tests."""
         if records.of_report(report):
             self._reports[report.nodeid] = report
         if report.failed:
@@ -94,9 +94,9 @@ class Summary:
 
 
 def _told_apart(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records in which models of the same name have the tests in their names.
+    """Return the records, with the name of the test added to names that several models share.
 
-    If two tests run the same check on models of one name, these are two models.
+    If two tests run the same check on models of one name, these are treated as two models.
     """
     rows = list(rows)
     tests: dict[tuple[str, str], set[str]] = {}
@@ -126,7 +126,7 @@ def _error(report: pytest.TestReport | pytest.CollectReport) -> dict[str, str]:
 
 
 def _repeat_command(config: pytest.Config, nodeid: str) -> str:
-    """Return the shell command that runs a test again, with the seed and the device of this run."""
+    """Return the shell command that repeats a test, with the seed and the device of this run."""
     zero_code = re.fullmatch(r"stackwise\[(.+)\]::(\w+)", nodeid)
     if zero_code:
         target, name = zero_code.groups()

@@ -1,8 +1,8 @@
-"""Throughput as tests: our own measurement, replayed into pytest-benchmark through its public face.
+"""Throughput tests: measurements of stackwise, replayed into pytest-benchmark through its public API.
 
-pytest-benchmark's loop cannot wait for a GPU and does not warm up. So the samples are taken by
-`stackwise.benchmark`, and its `pedantic` then runs one round per sample on a clock that advances by just
-that sample: saving, comparing, JSON, groups and --benchmark-only all work.
+The loop of pytest-benchmark cannot wait for a GPU and does not warm up. `stackwise.benchmark` therefore takes
+the samples. `benchmark.pedantic` then runs one round per sample, with a timer that advances by exactly this
+sample. Saving, comparing, JSON, groups and --benchmark-only of pytest-benchmark work.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 __all__ = ["ThroughputError", "fixtures"]
 
 _MACHINE = "stackwise"
-_LONGEST = 128  # default positions of a row
-_NEW_TOKENS = 32  # that of `model_workload`
+_LONGEST = 128  # default sequence length
+_NEW_TOKENS = 32  # default of `model_workload`
 _ELSE = (
     "throughput also takes a TrainerSpec, and a Workload: stackwise.benchmark.callable_workload(function) "
     "makes one of any function"
 )
-# What is no keyword of `measure`.
+# Keywords of `throughput` that are not keywords of `measure`.
 _SHAPE = ("mode", "batch_size", "seq_len", "new_tokens", "dtype", "compile", "loop", "device")
 
 
 class ThroughputError(AssertionError):
-    """Fewer tokens per second were measured than the marker min_tokens_per_second wants."""
+    """Throughput below the limit of the marker min_tokens_per_second."""
 
 
 def fixtures(config: pytest.Config) -> object:
-    """The fixtures: with pytest-benchmark where it is loaded, alone where it is not."""
-    # By its entry point's name, or as `-p pytest_benchmark.plugin` has it.
+    """Return the fixtures for pytest-benchmark if it is loaded, otherwise the fixtures without it."""
+    # Name of the entry point, or of the module after `-p pytest_benchmark.plugin`.
     names = ("benchmark", "pytest_benchmark.plugin")
     return WithBenchmark() if any(map(config.pluginmanager.hasplugin, names)) else Alone()
 
 
 class ReplayClock:
-    """A timer that stands still until a replayed sample moves it."""
+    """Timer that advances only when a sample is replayed."""
 
     __name__ = "replayed_samples"
 
@@ -64,10 +64,11 @@ class ReplayClock:
         return self.now
 
     def replay(self, samples: Iterable[float], calls_per_sample: int) -> Callable[[], object]:
-        """What replays one call each time: the first of a sample moves the clock by all of it.
+        """Return a function that replays one call each time.
 
-        The others, of which there may be millions, run no code of Python. After the last there are calls of
-        no time: pytest-benchmark makes one more, for its result.
+        The first call of a sample advances the clock by the whole sample. The other calls of a sample run no
+        Python code, because there may be millions. After the last sample, a call takes no time:
+        pytest-benchmark makes one more call, for its result.
         """
 
         def begin(seconds: float) -> Iterable[None]:
@@ -78,25 +79,25 @@ class ReplayClock:
 
 
 class Gated:
-    """What the gate asks of the fixtures, in a process of a side."""
+    """Methods of the fixtures that the gate calls in a process of a side."""
 
     def workload_of(
         self, request: pytest.FixtureRequest, subject: Any, arguments: dict[str, Any]
     ) -> Workload:
-        """What the fixture would measure here, for the gate, which takes the time by itself."""
+        """Return the workload that the fixture would measure. The gate measures its time instead."""
         shape = _shape(request.node, request.getfixturevalue("seq_len"), dict(arguments))
         return _workload(request.node, subject, shape)[0]
 
     def found_once(self, workload: Workload) -> Found:
-        """What the fixture hands to the test there: one call, timed, as where benchmarks are disabled."""
+        """Return the result of the fixture under the gate: one timed call, as if benchmarks were disabled."""
         return _found_once(workload)
 
 
 class WithBenchmark(Gated):
-    """Fixtures that hand every sample to pytest-benchmark, and what its files say beyond that."""
+    """Fixtures that replay every sample into pytest-benchmark, and hooks that extend its files."""
 
     def __init__(self) -> None:
-        self._measured: dict[str, str] = {}  # the device, by the name of the test
+        self._measured: dict[str, str] = {}  # node id -> device
 
     @pytest.fixture
     def stackwise_clock(self, request: pytest.FixtureRequest) -> ReplayClock:
@@ -121,22 +122,26 @@ class WithBenchmark(Gated):
             def test_training_speed(throughput):
                 throughput(spec)
 
-        Call it once with anything that `ModelSpec.of` understands, a TrainerSpec or a Workload. The mode and
-        sizes of `stackwise.benchmark.model_workload` given here win over the marker's; `peak` is that of
-        `Workload.utilization`; further keyword arguments are those of `measure`, or `measure_generation` with
-        mode "generate". `against` is the old one of two in a file: with --stackwise-against=callable the gate
-        compares `subject` with it, else it is left alone. Returns the Measurement or GenerationMeasurement.
-        Where benchmarks are disabled (--benchmark-disable, xdist) one call is made and timed, without
-        warm-up. Of pytest-benchmark's own settings min_rounds, max_time and warmup are followed; each other
-        one that was chosen is a note. max_latency takes as many calls as its percentiles do, where the call
-        does not say min_calls.
+        Call it once per test, with anything that `ModelSpec.of` understands, a TrainerSpec or a Workload. The
+        result is a Measurement or a GenerationMeasurement.
+
+        - Mode and sizes are those of `stackwise.benchmark.model_workload`. They override those of the marker.
+        - `peak` is that of `Workload.utilization`.
+        - `against` is the old implementation, if a file has an old and a new one. The gate compares `subject`
+          with it if --stackwise-against=callable is set. Otherwise it is ignored.
+        - Further keyword arguments are those of `measure`, or with mode "generate" of `measure_generation`.
+
+        If benchmarks are disabled (--benchmark-disable, xdist), one call is made and timed, without warm-up.
+        The settings min_rounds, max_time and warmup of pytest-benchmark are used. Each other setting that the
+        user chose is reported in a note. The marker max_latency raises the number of calls to the number that
+        its percentiles need, unless the call of the fixture sets min_calls.
         """
         _owe(request.node)
         is_called = False
 
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
             nonlocal is_called
-            del against  # what a gate compares with
+            del against  # only the gate uses it
             __tracebackhide__ = True
             is_called = True
             settings: dict[str, Any] = {}
@@ -157,11 +162,11 @@ class WithBenchmark(Gated):
 
         yield run
         if is_called:
-            # What was refused never came to the replay, and pytest-benchmark would warn that nobody used it.
+            # If `run` raised before the replay, pytest-benchmark would warn that its fixture was not used.
             benchmark.skipped = True
 
     def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
-        """Add the percentiles of our samples to those that pytest-benchmark has in `stats`."""
+        """Add the percentiles of the samples to the `stats` of pytest-benchmark."""
         for entry in output_json["benchmarks"]:
             if entry["fullname"] not in self._measured:
                 continue
@@ -170,7 +175,7 @@ class WithBenchmark(Gated):
                 entry["stats"][f"{name}_interval"] = [found["low"], found["high"]]
 
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
-        """Add the fingerprint, if anything of ours is to be saved: others need not wait for torch."""
+        """Add the fingerprint of the machine if `throughput` measured something: this loads torch."""
         if self._measured:
             machine_info[_MACHINE] = self._fingerprint()
 
@@ -178,28 +183,31 @@ class WithBenchmark(Gated):
     def pytest_benchmark_compare_machine_info(
         self, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
     ) -> None:
-        """Compare fingerprints where the saved run has one."""
+        """Compare the fingerprints of the machines if the saved run has one."""
         machine_info.pop(_MACHINE, None)
         if _MACHINE in compared_benchmark["machine_info"]:
             machine_info[_MACHINE] = self._fingerprint()
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What the machine is; no clock, no temperature and no load: files are compared as a whole."""
+        """Return the fingerprint of the machine.
+
+        It has no clocks, temperatures or load, because pytest-benchmark compares it as a whole.
+        """
         from stackwise.support.device import fingerprint
 
-        return fingerprint(max(self._measured.values(), default=None))  # of "cpu" and "cuda:N" a GPU
+        return fingerprint(max(self._measured.values(), default=None))  # prefer "cuda:N" to "cpu"
 
 
 class Alone(Gated):
-    """The same without pytest-benchmark: measured and summarised, not saved."""
+    """Fixtures without pytest-benchmark. Measurements appear in the summary and are not saved."""
 
     @pytest.fixture
     def throughput(self, request: pytest.FixtureRequest, seq_len: int | None) -> Callable[..., Found]:
-        """Measure a model at work, a training step, or a Workload; see the fixture of the same name above."""
+        """Measure the speed of a model, a training step or a Workload, see `WithBenchmark.throughput`."""
         _owe(request.node)
 
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Found:
-            del against  # what a gate compares with
+            del against  # only the gate uses it
             __tracebackhide__ = True
             found, record, peak = _measure(request.node, subject, seq_len, False, arguments, {})
             _hold_to_limits(request.node, found, peak, record["device"], arguments, False)
@@ -227,16 +235,17 @@ def _measure(
     settings: Mapping[str, Any],
     notes: tuple[str, ...] = (),
 ) -> tuple[Found, dict[str, Any], PeakMemory | None]:
-    """What was measured, the record of it, and where the test has a limit of memory, the peak to judge.
+    """Return the measurement, its record, and the peak memory, which is None without a limit for memory.
 
     Args:
         item: the test.
-        subject: what is measured.
-        seq_len: that the test is parametrized with.
-        disabled: whether one call is made, and timed.
-        arguments: of the call; those that are left in it are keywords of the measurement.
-        settings: more of those, over which a limit of the test and the call win.
-        notes: to be kept with what was measured.
+        subject: model, training step or workload to measure.
+        seq_len: sequence length of the test's parametrization, or None.
+        disabled: True if benchmarks are disabled, so that only one call is made and timed.
+        arguments: keyword arguments of the fixture's call. Mode, sizes and `peak` are removed from it, so
+            that only keywords of the measurement remain.
+        settings: more keywords of the measurement. Limits of the test and `arguments` override them.
+        notes: notes to add to the measurement.
     """
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
@@ -256,12 +265,12 @@ def _measure(
     with ExitStack() as held:
         own = subject.device if isinstance(subject, Workload) else None
         expected = str(own or resolve_device(str(shape.get("device") or default)))
-        if not disabled:  # one call is no measurement, which nobody can disturb
+        if not disabled:  # a single call needs no lock, as it is not a measurement
             held.enter_context(device.lock(expected))
         workload, shape = _workload(item, subject, shape)
         if not disabled and not device.same_device(expected, str(workload.device)):
-            # A loop of others puts its model where it likes. Never two at once: who has them the other way
-            # round would wait for ever.
+            # A third-party loop may use another device. The first lock is released before the second is
+            # acquired: processes that hold both in a different order would deadlock.
             held.close()
             held.enter_context(device.lock(str(workload.device)))
         how = {**settings, **_needed(item, workload, settings), **arguments}
@@ -274,7 +283,7 @@ def _measure(
         used = None if disabled else workload.utilization(found.median, rates)
         floor = None if disabled else workload.floor(rates)
         if used is not None and (used.mfu is not None or used.mbu is not None):
-            found = replace(found, notes=(*found.notes, *used.notes))  # of what is shown
+            found = replace(found, notes=(*found.notes, *used.notes))  # the report shows them
     record = {
         **shape,
         **found.to_dict(),
@@ -290,7 +299,7 @@ def _measure(
 
 
 def _needed(item: pytest.Item, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a measurement without which the test's limits of latency could not be judged."""
+    """Return the keywords of the measurement that are needed to judge the latency limits of the test."""
     latencies = markers.max_latency_of(item)
     if not latencies:
         return {}
@@ -308,14 +317,17 @@ def _found_once(workload: Workload) -> Found:
 
 
 def _shape(item: pytest.Item, seq_len: int | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Mode, sizes and the like, of the marker and of the call, which wins and from which they are taken."""
+    """Return mode, sizes and similar settings of the marker and of `arguments`, from which they are removed.
+
+    `arguments` override the marker.
+    """
     markers.refuse_other_length(seq_len, arguments)
     marked = markers.throughput_of(item) | ({"seq_len": seq_len} if seq_len else {})
     return marked | {key: arguments.pop(key) for key in tuple(arguments) if key in _SHAPE}
 
 
 def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
-    """What is to be measured, and what the record says that it is."""
+    """Return the workload to measure, and its description for the record."""
     from stackwise.benchmark.workload import Workload, check_shape, model_workload, trainer_workload
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
@@ -342,7 +354,7 @@ def _workload(item: pytest.Item, subject: Any, shape: dict[str, Any]) -> tuple[W
 
 
 def _default_length(spec: ModelSpec, shape: dict[str, Any]) -> int:
-    """Positions of a row where nobody says how many: what is to come has room behind them."""
+    """Return the default sequence length. It leaves room for the tokens that the call generates."""
     if spec.max_length is None:
         return _LONGEST
     to_come: int = {"decode": 1, "generate": shape.get("new_tokens", _NEW_TOKENS)}.get(shape["mode"], 0)
@@ -369,18 +381,18 @@ def _record(workload: Workload, name: str, shape: dict[str, Any]) -> dict[str, A
 
 
 def _dtype_of(workload: Workload) -> str | None:
-    """Of the weights, of all kinds that there are; None where no model is known."""
+    """Return the floating-point dtypes of the weights, separated by "/", or None if the model is not known."""
     weights = () if workload.model is None else workload.model.parameters()
     dtypes = {str(each.dtype).removeprefix("torch.") for each in weights if each.is_floating_point()}
     return "/".join(sorted(dtypes)) or None
 
 
 def _refuse_unknown(take: Callable[..., Found], arguments: Mapping[str, Any]) -> None:
-    """Refuse what is a keyword of nothing here, before a model is built."""
+    """Raise an error for an unknown keyword, before a model is built."""
     try:
         signature(take).bind(None, **arguments)
     except TypeError as error:
-        _, *known = signature(take).parameters  # the workload is not for the test to say
+        _, *known = signature(take).parameters  # the first parameter is the workload
         allowed = ", ".join((*_SHAPE, "peak", "against", *known))
         raise TypeError(f"throughput: {error}; allowed: {allowed}") from None
 
@@ -392,9 +404,10 @@ def _refuse(shape: dict[str, Any], allowed: tuple[str, ...], reason: str) -> Non
 
 
 def _peak_of(workload: Workload) -> PeakMemory:
-    """The peak of memory of one more call: a measurement keeps no more than a number of its own.
+    """Return the peak memory of one additional call. A measurement contains only one number for its peak.
 
-    It is no matter of time: it is judged even where none is taken.
+    Memory does not depend on time, so this also applies if benchmarks are disabled. The result is empty if
+    the workload replays a CUDA graph, whose memory cannot be measured.
     """
     from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
 
@@ -416,20 +429,20 @@ def _hold_to_limits(
     said: Mapping[str, Any],
     disabled: bool,
 ) -> None:
-    """Fail a test beyond the limits of its markers; skip it where it cannot be told.
+    """Fail a test if a limit of its markers is not met. Skip the test if a limit cannot be judged.
 
     Args:
         item: the test.
-        found: what was measured.
-        peak: what max_memory is held against; None: the test has no such marker.
-        device_name: where it was measured.
-        said: keywords of the measurement that the test itself gave.
-        disabled: whether that was one call.
+        found: the measurement.
+        peak: peak memory to compare with the marker max_memory. None: the test has no such marker.
+        device_name: device of the measurement.
+        said: keyword arguments of the measurement that the test set.
+        disabled: True if benchmarks are disabled, so that only one call was made.
 
     Raises:
-        MemoryLimitError: more memory than max_memory allows.
-        ThroughputError: fewer tokens per second than min_tokens_per_second wants.
-        LatencyError: more time than max_latency allows.
+        MemoryLimitError: the peak memory is above the limit of max_memory.
+        ThroughputError: the throughput is below the limit of min_tokens_per_second.
+        LatencyError: a latency is above the limit of max_latency, or there are too few samples to decide.
     """
     __tracebackhide__ = True
     wanted, latencies = markers.min_tokens_per_second_of(item), markers.max_latency_of(item)
@@ -440,7 +453,7 @@ def _hold_to_limits(
 
         require_within(latencies, found, said)
     if peak is not None:
-        # It skips where memory cannot be read, and with it what comes behind.
+        # If memory cannot be read, this skips the test, and the code below does not run.
         memory.require_within(item, memory.loads_of(peak, device_name))
     elif found.peak_memory_bytes is not None:
         item.user_properties.append(("stackwise.peak_memory_bytes", found.peak_memory_bytes))

@@ -24,7 +24,7 @@ Reasons = Mapping[str, str] | Callable[[Any], Mapping[str, str]]
 
 
 class CheckFailedError(AssertionError):
-    """Failure of a check. The message is the text of the result: values, their places, and what to inspect.
+    """Failure of a check. The message is the text of the result: values, their locations and advice.
 
     Attributes:
         result: the CheckResult.

@@ -295,7 +295,7 @@ def faults_of(item: pytest.Item, folder: Path | None = None) -> list[Fault]:
 
 
 def _in_folder(marker: pytest.Mark, folder: Path) -> dict[str, Any]:
-    """Return the arguments of a marker, with the path of its folder. Storage faults have step 0 by default."""
+    """Return the arguments of a marker, with the path of its folder. Storage faults default to step 0."""
     given = dict(marker.kwargs)
     of_storage = _FAULTS[marker.name] is _OF_STORAGE
     saves = marker.name == "process_signal" and given.get("moment") == "save"

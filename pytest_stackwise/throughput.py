@@ -381,7 +381,7 @@ def _record(workload: Workload, name: str, shape: dict[str, Any]) -> dict[str, A
 
 
 def _dtype_of(workload: Workload) -> str | None:
-    """Return the floating-point dtypes of the weights, separated by "/", or None if the model is not known."""
+    """Return the floating-point dtypes of the weights, separated by "/", or None for an unknown model."""
     weights = () if workload.model is None else workload.model.parameters()
     dtypes = {str(each.dtype).removeprefix("torch.") for each in weights if each.is_floating_point()}
     return "/".join(sorted(dtypes)) or None

@@ -1,4 +1,4 @@
-"""The same command as `python -m stackwise.cli`, which is how torchrun starts it."""
+"""Entry point of `python -m stackwise.cli`, the form in which torchrun starts the command."""
 
 import sys
 

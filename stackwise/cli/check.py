@@ -135,7 +135,7 @@ class Check:
         return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
 
     def _command(self, check: str, device: str) -> str:
-        """Return the shell command that runs one check again."""
+        """Return the shell command that repeats one check."""
         words = ["stackwise", "check", self.subject, "--checks", check]
         words += ["--suite", self.suite] if self.suite != "fast" else []
         words += ["--seed", str(self.seed), "--device", device]
@@ -165,7 +165,13 @@ def _remote_code_trusted() -> Iterator[None]:
 
 
 def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:
-    """The spec of what `target` names: of a model, or, by what it returns, of a training step."""
+    """Return the spec of an object or factory: a ModelSpec, or a TrainerSpec for a training step.
+
+    Args:
+        found: the object or factory that `target` names. A factory is classified by its return value.
+        target: MODULE:FACTORY, for messages and other processes.
+        declared: facts about the model that the command line declares.
+    """
     from torch import nn
 
     from stackwise.subject.spec import ModelSpec
@@ -196,12 +202,17 @@ def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | 
         return _of_training(trainer, target, declared)
     if _may_be_a_training_step(made[0], None):
         return _of_training(TrainerSpec.of(found), target, declared)
-    # Not of what remembers: a factory is called anew for each model.
+    # Without the wrapper, which stores results: the factory is called for each new model.
     return replace(spec, build=found) if spec.build is asked else spec
 
 
 def _may_be_a_training_step(made: Any, error: Exception | None) -> bool:
-    """Whether `made`, which as a model gave `error` or none, is to be asked as a training step."""
+    """Return True if an object may be a training step.
+
+    Args:
+        made: the object that the factory returned.
+        error: exception of `ModelSpec.of` for this object, or None.
+    """
     from torch import nn
 
     from stackwise.subject.lightning_run import is_lightning_module
@@ -220,6 +231,6 @@ def _of_training(spec: TrainerSpec, target: str, declared: dict[str, Any]) -> Tr
 
 
 def _absolute(target: str) -> str:
-    """The target with the whole path of its file, for another process, which may start elsewhere."""
+    """Return the target with the absolute path of its file, for a process with another working directory."""
     module, _, factory = target.rpartition(":")
     return f"{Path.cwd() / module}:{factory}" if module.endswith(".py") else target

@@ -50,7 +50,7 @@ class Gate:
     """Store the results of head: the path of an SQLite file, or postgresql://USER:PASSWORD@HOST/DATABASE."""
 
     def run(self, pytest_options: Sequence[str] = ()) -> int:
-        """Hand over to pytest, which finds the tests, and return its exit code.
+        """Compare two revisions with pytest, or two saved files directly, and return the exit code.
 
         Args:
             pytest_options: further arguments of pytest, such as options of a conftest.
@@ -62,7 +62,7 @@ class Gate:
         return self._measure(pytest_options)
 
     def _measure(self, pytest_options: Sequence[str]) -> NoReturn:
-        """Become pytest, so that a signal for this process ends the sides as well."""
+        """Replace this process by pytest, so that a signal to it also ends the processes of the sides."""
         options = {
             "against": self.base,
             "head": self.head,
@@ -79,7 +79,7 @@ class Gate:
         os.execv(sys.executable, command)  # noqa: S606
 
     def _compare_saved(self, base: Path) -> int:
-        """Compare what was saved, which knows nothing of what the machine did then."""
+        """Compare two saved files. They do not contain the state of the machine during the measurement."""
         from stackwise.gate.limit import Limits, parse_limits
         from stackwise.gate.report import publish, terminal_lines
         from stackwise.gate.stored import compare_stored

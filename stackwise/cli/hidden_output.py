@@ -1,4 +1,4 @@
-"""HiddenOutput: keeps the output of models and libraries off the terminal."""
+"""HiddenOutput: collects the output of models and libraries, and does not show it on the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HiddenOutput:
 
 @contextlib.contextmanager
 def hidden_output() -> Iterator[HiddenOutput]:
-    """Collect what Python code, C++ libraries and child processes write in the block.
+    """Collect the output of Python code, C++ libraries and child processes in the block.
 
     If the block raises, the output is shown on standard error, because it may explain the error. An error of
     the user (ValueError, OSError, ImportError) explains itself. If the process crashes, Python's traceback is

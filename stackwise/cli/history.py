@@ -47,7 +47,11 @@ class OneTest(Stored):
 
     @contextmanager
     def open(self) -> Iterator[tuple[Store, Series]]:
-        """The store and the series that is meant; exact node ids come first."""
+        """Yield the store and the series of the test. An exact node id is preferred to a part of another one.
+
+        Raises:
+            ValueError: no series or several series match.
+        """
         from stackwise.gate.history import open_store
 
         with open_store(self.store, create=False) as store:
@@ -112,7 +116,7 @@ class Show(OneTest):
     """Number of newest results to show."""
 
     def run(self) -> int:
-        """Print one line for each result, and one where the series became another."""
+        """Print one line for each result, and one line before each change point."""
         from stackwise.gate.history.change_point import change_points
 
         with self.open() as (store, series):
@@ -120,7 +124,7 @@ class Show(OneTest):
                 series.machine, series.test, series.metric, branch=self.branch, last=self.last
             )
         print(f"{series.test} ({series.metric}) on {series.machine.key}, {series.machine}")
-        # With a reference or without: their log-ratios are not alike.
+        # Log-ratios with and without a reference are not comparable. Points like the newest one are used.
         newest = points and points[-1].reference is not None
         alike = [point for point in points if (point.reference is not None) == newest]
         changes = {alike[each.index].id: each for each in change_points([p.log_ratio for p in alike])}
@@ -168,7 +172,7 @@ class Accept(OneTest):
     """Reason why the new level is correct. It is stored with the result."""
 
     def run(self) -> int:
-        """Say what was accepted."""
+        """Accept the newest result of the commit, and print it."""
         with self.open() as (store, series):
             points = store.points(series.machine, series.test, series.metric)
             meant = [point for point in points if self.commit and point.commit.startswith(self.commit)]
@@ -192,7 +196,7 @@ class Add(OneReport):
     """Branch of head, the new version; if not given: the branch that is checked out here, or of the CI."""
 
     def run(self) -> int:
-        """Say what was added."""
+        """Add the report, and print the number of its results."""
         from stackwise.gate.history import open_store
         from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.point import Run
@@ -288,7 +292,7 @@ class History:
     action: tyro.conf.OmitSubcommandPrefixes[Action]
 
     def run(self) -> int:
-        """Do it."""
+        """Run the action and return its exit code."""
         return self.action.run()
 
 

@@ -47,7 +47,7 @@ def configuration_keys() -> dict[str, Key]:
         properties = section.model_json_schema()["properties"]
         for name, field in section.model_fields.items():
             if section_in(field.annotation) is None:
-                # Of a key with a validator of its own pydantic knows no schema, but of its type.
+                # pydantic has no schema for a key with a custom validator, but has one for its type.
                 known = properties[name].keys() & {"type", "anyOf", "enum"}
                 kind: Any = field.annotation
                 schema = properties[name] if known else TypeAdapter(kind).json_schema()

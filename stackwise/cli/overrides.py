@@ -1,4 +1,4 @@
-"""Overrides: keys of a configuration that are given on the command line, over those of its file."""
+"""Overrides: keys of a configuration on the command line, which override the keys of the file."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 
 OPTIONS = ("--help", "--plan", "--print-config", "--progress", "--report")
 _COMMAND_LINE = "command line"
-_MOST_PARTS = 20  # of a key
+_MOST_PARTS = 20  # largest number of parts of a key
 
 
 class Override(NamedTuple):
-    """A key as it was given, and the text of its value; None: there was none."""
+    """Key on the command line.
+
+    Attributes:
+        key: dotted path of the key, as written.
+        text: value, as YAML text. None: no value.
+    """
 
     key: str
     text: str | None
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Take `--KEY VALUE` and `--KEY=VALUE` out of the arguments, all but the `OPTIONS` of the command itself.
+    """Separate `--KEY VALUE` and `--KEY=VALUE` from the other arguments, which include the `OPTIONS`.
 
-    What follows a key is its value, unless it begins with two dashes: `--training.schedule.min_lr -1` gives a
-    value, though one that is refused later.
+    The argument after a key is its value, unless it starts with two dashes. In
+    `--training.schedule.min_lr -1`, the value is -1, which is refused later.
     """
     others: list[str] = []
     overrides: list[Override] = []
@@ -49,17 +54,17 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[Override]
 
 
 def load_configuration(file: Path | None, overrides: Sequence[Override]) -> StackWiseConfig:
-    """The configuration of a file, with these keys in the place of its own.
+    """Return the configuration of a file with the overrides of the command line.
 
-    The command line goes before the file, and the file before the defaults. Where the command line has
-    another kind of something, the file's keys for its own kind mean nothing any more, and are left out.
+    The command line overrides the file, and the file overrides the defaults. If the command line selects
+    another kind, the file's keys for the old kind are ignored.
 
     Args:
-        file: YAML; None: all defaults.
-        overrides: their values are YAML too.
+        file: YAML file. None: all keys have their defaults.
+        overrides: keys, with values as YAML text.
 
     Raises:
-        ConfigError: every problem of file and command line, each with where its value is from.
+        ConfigError: all problems of the file and the command line, each with the origin of its value.
         OSError: the file cannot be read.
     """
     if file is None:
@@ -93,7 +98,7 @@ def load_configuration(file: Path | None, overrides: Sequence[Override]) -> Stac
 
 
 def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], list[str]]:
-    """Values by their paths, and what is wrong with the command line itself."""
+    """Return the values by their paths, and the problems of the command line itself."""
     values: dict[tuple[str, ...], Any] = {}
     problems: list[str] = []
     for key, text in overrides:
@@ -124,7 +129,7 @@ def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], li
 
 
 def _without_other_kinds(content: Mapping[Any, Any], values: Mapping[tuple[str, ...], Any]) -> Any:
-    """A copy of `content` without the keys that a value of the command line leaves no meaning."""
+    """Return a copy of `content` without keys that have no effect with the values of the command line."""
     for key, (other, allowed) in keys_of_a_kind().items():
         given = values.get(tuple(other.split(".")), allowed[0])
         if given not in allowed:
@@ -140,7 +145,7 @@ def _without(content: Any, path: tuple[str, ...]) -> Any:
 
 
 def _placed(content: Mapping[Any, Any], path: tuple[str, ...], value: Any) -> dict[Any, Any]:
-    """A copy of `content` with `value` at `path`; null on the way becomes a section."""
+    """Return a copy of `content` with `value` at `path`. A null on the path becomes a section."""
     key: str | int = int(path[0]) if path[0].isdecimal() else path[0]
     if len(path) > 1:
         section = content.get(key)
@@ -152,7 +157,7 @@ def _placed(content: Mapping[Any, Any], path: tuple[str, ...], value: Any) -> di
 
 
 def _with_origin(problem: str, file: str, content: Mapping[Any, Any], given: list[tuple[str, ...]]) -> str:
-    """A problem that says after its key where the value is from."""
+    """Return a problem with the origin of the value after its key: file, command line or default."""
     key, _, told = problem.partition(": ")
     path = tuple(key.split("."))
     if any(_is_within(path, other) for other in given):

@@ -1,4 +1,4 @@
-"""Quality: the command that asks a trained model what it knows."""
+"""Quality: the command that evaluates a trained model on tasks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Quality:
     """Write the results to this file: .md, .json, .html, or all three if the name has no suffix."""
 
     def run(self) -> int:
-        """Print every figure."""
+        """Evaluate the model, print all results and write the report."""
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
@@ -116,7 +116,7 @@ class Quality:
         return 0
 
     def _tasks(self, names: list[str]) -> Any:
-        """Tasks of ours, whose data are read before the model is."""
+        """Return a function that runs the tasks of stackwise. Data is read before the model is loaded."""
         from stackwise.quality.task import load_tasks
 
         tasks = load_tasks(names, self.data, shots=self.shots, limit=self.limit)
@@ -134,11 +134,13 @@ class Quality:
         report.add_harness(found)
 
     def _programs(self, file: Path) -> Any:
-        """HumanEval, whose problems are read and whose sandbox is tried before the model is loaded.
+        """Return a function that runs HumanEval.
+
+        The problems are read and the sandbox is created before the model is loaded.
 
         Raises:
-            ValueError: programs may not be run, or numbers out of range.
-            stackwise.quality.sandbox.SandboxError: no sandbox can be made here.
+            ValueError: generated programs are not allowed to run, or a number is out of range.
+            stackwise.quality.sandbox.SandboxError: this system cannot create a sandbox.
         """
         from stackwise.quality.human_eval import evaluate_completions, generate_completions, load_problems
         from stackwise.quality.sandbox import Sandbox
@@ -187,10 +189,11 @@ class Quality:
         return resolve_device(self.device)
 
     def _load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer.
+        """Return the model and its tokenizer.
 
         Raises:
-            ValueError: the model is neither a folder nor MODULE:FACTORY, or no tokenizer is named.
+            ValueError: the model is neither a folder nor MODULE:FACTORY, or it is MODULE:FACTORY without a
+                tokenizer.
         """
         from stackwise.subject.factory import load_factory
         from stackwise.support.arguments import require
@@ -206,7 +209,7 @@ class Quality:
 
 
 def _model_in(folder: Path) -> Any:
-    """A Rack where it is one of ours, else what transformers makes of it."""
+    """Return the model of a folder: a Rack if stackwise saved it, otherwise a model of transformers."""
     from stackwise.model import Rack
     from stackwise.model.weight_folder import read_config
 
@@ -220,9 +223,11 @@ def _model_in(folder: Path) -> Any:
 
 
 def _tokenizer_of(name: str | Path) -> Any:
-    """Of a folder as transformers has it where it says so, since that also says what begins a text.
+    """Return the tokenizer of a folder or a file, or the byte tokenizer for the name "byte".
 
-    A tokenizer.json is read as it is: that needs neither transformers nor a tokenizer's own code.
+    If the folder has a tokenizer_config.json, transformers loads the tokenizer, because this file also
+    defines the tokens at the beginning of a text. Otherwise tokenizer.json is read directly, which needs
+    neither transformers nor the code of a tokenizer.
     """
     from stackwise.data.tokenizer import create_tokenizer
 

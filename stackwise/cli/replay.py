@@ -1,4 +1,4 @@
-"""Replay: the command that computes a broken step again, from the bundle that a guard wrote."""
+"""Replay: the command that replays a training step with an alarm, from the bundle that a guard wrote."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Replay:
     """auto, cpu, cuda or cuda:N."""
 
     def run(self) -> int:
-        """Print the alarm, and what the step gives now."""
+        """Print the alarm and the result of the replay. Return 1 if the step has a problem again, else 0."""
         from stackwise.stability.guard.diagnosis import Bundle, replay
         from stackwise.subject.factory import load_factory
         from stackwise.support.device import resolve_device, threads_for
@@ -52,7 +52,7 @@ class Replay:
 
 
 def _said(found: StepReplay, alarm: Mapping[str, Any]) -> str:
-    """What breaks now."""
+    """Return the problem of the replayed step in words, or "nothing breaks"."""
     if found.spike and not found.where:
         return f"{alarm['kind']} again, above {alarm['limit']:.6g}"
     if found.broken:

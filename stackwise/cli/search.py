@@ -1,4 +1,4 @@
-"""Search: the command that looks for good architectures in a space, goes on with a search, and shows one."""
+"""Search: the command that searches a space for good architectures, resumes a search and shows results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
-_ROWS = 20  # of the table; the files have all
+_ROWS = 20  # rows of the printed table; the files have all rows
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class Search:
     """Report each trial on standard error."""
 
     def run(self) -> int:
-        """Search and print a table, the best first.
+        """Search, and print a table of the trials, the best first.
 
-        Returns 1 where no trial succeeded, 130 where it was interrupted.
+        Returns:
+            0; 1 if no trial succeeded; 130 if the search was interrupted.
         """
         from stackwise.support.arguments import require
 
@@ -97,7 +98,7 @@ class Search:
         return self._told(result)
 
     def _command(self) -> str:
-        """The command line that asks for the same, but for the password of a storage."""
+        """Return the command line with the same settings, but without the password of a storage."""
         from stackwise.prototype.search.storage import shown_place
 
         words = ["stackwise", "search", str(self.space)]
@@ -111,7 +112,7 @@ class Search:
     def _told(self, result: SearchResult) -> int:
         from rich.console import Console
 
-        # Before anything is shown, which a closed pipe may end.
+        # The files are written before the output, because a closed pipe may end the process.
         written = [] if self.output is None else result.save(self.output)
         print(result)
         console = Console(highlight=False)

@@ -168,7 +168,7 @@ def _print_units(result: TrainingResult) -> None:
 
 
 def _predicted(config: StackWiseConfig) -> str:
-    """What a loss is per: of the byte tokenizer a byte, otherwise a token."""
+    """Return the unit that the model predicts: "byte" with the byte tokenizer, otherwise "token"."""
     data = config.data
     shards = data.dataset_path is not None and Path(data.dataset_path).is_dir()
     noun = "byte" if data.task is None and data.tokenizer == "byte" and not shards else "token"

@@ -1,4 +1,4 @@
-"""Figures: plots of training runs and latencies, made from their records."""
+"""Figures: plots of training runs and latencies, from their records."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
             replayed.append(point)
         seen.add(record["step"])
     if fired := _some(run.get("fired", ()), _MOST_MARKS):
-        # One line with gaps makes a smaller file than many lines.
+        # A file with one line with gaps is smaller than a file with many lines.
         xs = [x for step in fired for x in (step, step, math.nan)]
         ys = [0.0, 1.0, math.nan] * len(fired)
         upright = axes.get_xaxis_transform()

@@ -151,7 +151,7 @@ def _finding(report: Report, section: str, row: dict[str, Any], status: Status) 
 
 
 def _alarm_texts(run: dict[str, Any]) -> list[str]:
-    """Return the first alarms of a run, and the number of the others."""
+    """Return the first alarms of a run, and the number of remaining alarms."""
     first = [alarm["text"] for alarm in run["alarms"][:_MOST_ALARMS]]
     rest = len(run["alarms"]) - len(first)
     return [*first, f"and {rest} more alarm{'' if rest == 1 else 's'}"] if rest else first

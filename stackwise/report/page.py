@@ -58,10 +58,10 @@ class Finding:
         title: name of the check or test.
         subject: name of the model or training step; "": not known.
         label: text of the badge, such as "unstable"; "": the status.
-        message: what is wrong.
+        message: description of the problem.
         where: location: a position, a module, a line of a file.
         evidence: measured value and limit.
-        advice: likely cause, and what to do.
+        advice: likely cause and next steps.
         command: shell command that repeats the finding; "": not known.
         details: further lines, such as the alarms of a run.
     """
@@ -79,7 +79,7 @@ class Finding:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Labels and texts of the lines below the message; lines without text are left out."""
+        """Labels and texts of the lines below the message, without lines that have no text."""
         texts = (("Where", self.where), ("Evidence", self.evidence), ("What to do", self.advice))
         return [(label, text) for label, text in texts if text]
 
@@ -133,10 +133,10 @@ class Section:
 
     Attributes:
         title: the heading.
-        findings: shown in full.
-        plots: shown before the tables.
-        tables: shown after the findings and plots.
-        notes: sentences between the heading and everything else.
+        findings: failures and warnings, shown in full.
+        plots: plots, shown before the tables.
+        tables: tables, shown after the findings and plots.
+        notes: sentences below the heading, before all other parts.
         folded: True: only the heading is shown until the reader opens the section.
         count: number after the heading; None: no number.
     """
@@ -156,7 +156,7 @@ class Section:
 
 
 def findings_section(title: str, findings: Sequence[Finding]) -> Section:
-    """Return a section that shows the first 300 findings in full, and names the others in a table."""
+    """Return a section that shows the first 300 findings in full, and lists the rest in a table."""
     rest = [Row([each.title, each.subject], each.status, each.label) for each in findings[_MAX_CARDS:]]
     more = f"{len(rest)} more, in full in the JSON report"
     table = Table(more, ["name", "subject"], rest, code=("name",))
@@ -168,13 +168,13 @@ class Page:
     """Content of an HTML report.
 
     Attributes:
-        title: what the report is about: "Checks of gpt", "Performance of b against a".
+        title: subject of the report, such as "Checks of gpt" or "Performance of b against a".
         verdict: the result in one word.
         status: status of the verdict, which sets the colour of the page.
         summary: the result in one line.
         sections: in display order, with unique titles.
         environment: facts about the machine, as `stackwise.support.device.fingerprint` returns them.
-        created: ISO 8601, UTC.
+        created: time of creation in UTC, as ISO 8601.
     """
 
     title: str
@@ -231,7 +231,7 @@ class Page:
 
     @property
     def has_findings(self) -> bool:
-        """True if a section has findings. Rows of tables with a finding are then not counted again."""
+        """True if a section has findings. Table rows of these findings are then not counted twice."""
         return any(section.findings for section in self.sections)
 
     def _drawings(self) -> tuple[dict[str, str], list[str]]:

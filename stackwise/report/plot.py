@@ -67,7 +67,7 @@ def svg_plot(size: tuple[float, float], draw: Callable[[Figure], object], *, fon
     Args:
         size: width and height of the figure, in inches.
         draw: function that draws on the figure.
-        font_size: in points.
+        font_size: size of the font in points.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -106,10 +106,11 @@ class Plot:
     """Drawing of a page.
 
     Attributes:
-        title: what the drawing shows. It is the heading above the drawing, and its name for screen readers.
-        draw: called once, with matplotlib's figure. Black becomes the colour of the page's text.
-        height: of the drawing, in inches. The width is 6.6 inches.
-        caption: how to read the drawing, in a sentence; "": nothing to add.
+        title: heading above the drawing, and its name for screen readers.
+        draw: function that draws on the matplotlib figure. It is called once. Black becomes the text colour
+            of the page.
+        height: height of the drawing in inches. The width is 6.6 inches.
+        caption: explanation of the drawing in a sentence; "": no explanation.
         status: status of the record that the drawing belongs to, for the filter of the page.
     """
 
@@ -123,7 +124,7 @@ class Plot:
         """Return the drawing as an `<svg>` element that can stand in an HTML page.
 
         Args:
-            prefix: unique within the page. The ids of the drawing begin with it.
+            prefix: prefix of all ids in the drawing. It must be unique within the page.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -135,11 +136,11 @@ class Plot:
         root = ET.fromstring(text)  # noqa: S314 - matplotlib's output
         for parent in list(root.iter()):
             for child in list(parent):
-                # The style of a drawing would be one of the whole page, whose style sheet has the same.
+                # A style element would apply to the entire page, and the page's style sheet has these rules.
                 if child.tag.endswith(("metadata", "style")):
                     parent.remove(child)
         for element in root.iter():
-            # A page needs no namespaces, and a name of one looks like a link.
+            # HTML needs no namespaces, and the name of a namespace looks like a link.
             element.tag = element.tag.rpartition("}")[2]
             attributes = dict(element.attrib)
             element.attrib.clear()
@@ -153,7 +154,7 @@ class Plot:
 
 
 def label_text(name: str, most: int = 44) -> str:
-    """Return a name as a label of a drawing: shortened at its beginning, and never read as a formula."""
+    """Return a name as a label of a drawing: shortened at its beginning, and never rendered as a formula."""
     name = "".join(character if character.isprintable() else " " for character in name)
     short = name if len(name) <= most else f"…{name[1 - most :]}"
     return short.replace("$", r"\$")
@@ -174,7 +175,7 @@ def draw_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]
 
 
 def style_axes(figure: Figure) -> None:
-    """Hide the top and right spines of all axes, and draw the grid behind the data."""
+    """Hide the top and right spines of all axes, and draw the grid below the data."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(MUTED)

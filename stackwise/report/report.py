@@ -52,7 +52,7 @@ class Report:
         memory: memory peaks ("peak") and growth per step ("growth"), each with its test.
         quality: task results of models, each with its test.
         training: parameters, steps, seconds, speed and losses of a training run, optionally with the
-            "records" of its steps and its "alarms"; None: there was no training.
+            "records" of its steps and its "alarms". None: no training run.
         environment: the machine's fingerprint, or None.
         failed_tests: names of all failed tests.
         errors: "where" (location) and "message" of the error, by the name of the failed test.
@@ -60,7 +60,7 @@ class Report:
         subjects: notes on each model and training loop: the facts that were inferred or assumed.
         noun: "test", or "check" if checks ran without tests.
         complete: True if the run was not interrupted.
-        created: ISO 8601, UTC.
+        created: time of creation in UTC, as ISO 8601.
     """
 
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -289,7 +289,7 @@ class Report:
         """Write Markdown, JSON or HTML, by the suffix of `path`. The write is atomic.
 
         Raises:
-            ValueError: another suffix.
+            ValueError: the suffix is none of these.
             OSError: the file cannot be written.
         """
         path = Path(path)

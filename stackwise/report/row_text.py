@@ -1,4 +1,4 @@
-"""Records of a report in words: a line of a terminal, a cell of a table."""
+"""Text for records of a report: lines of a terminal, and cells of a table."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
 _LATENCIES = ("ttft", "itl", "tpot")
 _TAILS = ("p95", "p99")
 _SHARES = ("mfu", "hfu", "mbu")
-_PROCESS = "process "  # before the bytes of a whole process
-# What `execution` says of most work, and a reader takes for granted.
+_PROCESS = "process "  # prefix of the memory of a process
+# Usual values of `execution`, which are not shown.
 _USUAL = {
     "attention": "sdpa",
     "compile": "1 graph",
@@ -50,7 +50,7 @@ MARKS = {
 
 
 def is_finding(section: str, row: dict[str, Any]) -> bool:
-    """Return True if a record shows something that a user has to look at: it makes the verdict WARN.
+    """Return True if a record needs the user's attention. The verdict of the report is then WARN.
 
     Args:
         section: "checks", "stability", "throughput", "memory" or "quality".
@@ -66,7 +66,7 @@ def is_finding(section: str, row: dict[str, Any]) -> bool:
 
 
 def says_something(section: str, row: dict[str, Any]) -> bool:
-    """Return True unless the record only says that nothing could be checked, measured or read."""
+    """Return False if a check does not apply, or if a value was not measured or could not be read."""
     return _outcome(section, row) not in ("not applicable", "not measured", "not told")
 
 
@@ -77,7 +77,7 @@ def _outcome(section: str, row: dict[str, Any]) -> str:
 
 
 def record_text(section: str, row: dict[str, Any]) -> str:
-    """Return what a record says, in one line: the subject, the result and the reasons."""
+    """Return a record as text in one line: the subject, the result and the reasons."""
     match section:
         case "checks":
             measured = f"measured {measured_text(row)}" if measured_text(row) else ""
@@ -122,7 +122,7 @@ def measured_text(row: dict[str, Any]) -> str:
 
 
 def check_text(row: dict[str, Any]) -> str:
-    """Return what is wrong, the place in brackets, and the advice."""
+    """Return the description of the problem, its location in brackets, and the advice."""
     meaning, where = row["meaning"].rstrip("."), row["where"]
     found = f"{meaning} [{where}]" if meaning and where else meaning or where
     shown = (found, row["advice"].rstrip(".") if row["status"] != "passed" else "")
@@ -140,12 +140,12 @@ def fault_text(run: dict[str, Any]) -> str:
     faults = ", ".join(run["faults"]) or "no fault"
     if run["seq_len"] is None:
         return faults
-    steps = {record["step"] for record in run["records"]}  # one that was made again has several
+    steps = {record["step"] for record in run["records"]}  # a replayed step has several records
     return f"T={run['seq_len']}, {len(steps)} steps, {faults}"
 
 
 def shape_text(row: dict[str, Any]) -> str:
-    """Mode, sizes and device of a measurement."""
+    """Return mode, sizes and device of a measurement."""
     sizes = [row["batch_size"], row["seq_len"]]
     more = f" + {row['new_tokens']}" if row.get("new_tokens") else ""
     shape = "" if None in sizes else f" {sizes[0]} x {sizes[1]}{more}"
@@ -212,35 +212,35 @@ def throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[li
 
 
 def _percentile(row: dict[str, Any], name: str) -> str:
-    """With its unit; "" where it is withheld."""
+    """Return a percentile with its unit, or "" if it is withheld."""
     return _percentile_time(row.get("percentiles"), name)
 
 
 def _latency(row: dict[str, Any], name: str, percentile: str = "p50") -> str:
-    """A percentile of a latency of generation; "" where there is none, or it is withheld."""
+    """Return a percentile of a latency of a generation, or "" if it is missing or withheld."""
     return _percentile_time((row.get("latencies") or {}).get(name), percentile)
 
 
 def _throttled(row: dict[str, Any]) -> str:
-    """What held the GPU's clocks down, and in how many readings; "" where nothing did."""
+    """Return the reasons for reduced GPU clocks, with the number of readings of each, or ""."""
     gpu = row.get("gpu") or {}
     return ", ".join(f"{why} in {n} of {gpu['readings']}" for why, n in (gpu.get("throttled") or {}).items())
 
 
 def _floor(row: dict[str, Any]) -> str:
-    """The least time that the work can take; "" where that is not known."""
+    """Return the shortest time that the work can take, or "" if it is not known."""
     seconds = row.get("floor_seconds")
     return "" if seconds is None else _time(seconds)
 
 
 def _unsteady(row: dict[str, Any]) -> str:
-    """Return the reason for an unsteady warm-up in brackets; "" where that is not known."""
+    """Return the reason for an unsteady warm-up in brackets, or "" if it is not known."""
     reason = (row.get("warmup") or {}).get("reason")
     return f" ({reason})" if reason else ""
 
 
 def _execution(row: dict[str, Any]) -> str:
-    """How the work was done, where that says more than the usual."""
+    """Return the unusual values of `execution`, or "" if all values are usual."""
     told = {key: how for key, how in (row.get("execution") or {}).items() if _USUAL.get(key) != how}
     return ", ".join(how if key == row["mode"] else f"{key}: {how}" for key, how in told.items())
 
@@ -291,7 +291,7 @@ def _rate(row: dict[str, Any]) -> str:
 
 
 def _share(row: dict[str, Any], name: str) -> str:
-    """A utilisation; "" where it is not known, and of HFU where nothing is recomputed: it is MFU then."""
+    """Return a utilization, or "" if it is not known. HFU is "" if it equals MFU (without recomputation)."""
     value = row.get(name)
     return "" if value is None or (name == "hfu" and value == row.get("mfu")) else f"{value:.1%}"
 

@@ -98,7 +98,7 @@ def _chosen(item: pytest.Item) -> dict[str, tuple[str, Any]]:
             continue
         written = written or next(iter(words[place + 1 : place + 2]), "")
         if name == "warmup" and written.strip().lower() == "auto":
-            found.pop(name, None)  # pytest-benchmark decides, so the user chose nothing
+            found.pop(name, None)  # pytest-benchmark decides, so this is no choice of the user
             continue
         found[name] = (option, config.getoption(f"benchmark_{name}"))
     marker = item.get_closest_marker("benchmark")

@@ -156,7 +156,7 @@ def _lock(path: Path) -> FileLock:
 
 
 def _holder(path: Path) -> tuple[str, int]:
-    """Return the number of the process that acquired a lock last, and the time at which it did."""
+    """Return the id of the process that last acquired a lock, and the time of the acquisition in ns."""
     return (path.read_text() or "?", path.stat().st_mtime_ns) if path.exists() else ("?", 0)
 
 

@@ -78,7 +78,7 @@ _LINE_PAUSE = 5.0  # seconds between two lines of progress
 
 
 class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
-    """A test costs more than its limit allows.
+    """Regression: a test costs more than its limit allows.
 
     Attributes:
         short: change and limit, for pytest's short summary.
@@ -90,7 +90,7 @@ class RegressionError(pytest.fail.Exception):  # type: ignore[name-defined, misc
 
 
 class GateSetupError(pytest.fail.Exception):  # type: ignore[name-defined, misc]
-    """A test cannot be measured until the test, the trees or the environment are changed.
+    """Set-up error: a test cannot be measured until the test, the trees or the environment are changed.
 
     Attributes:
         short: the reason on one line, for pytest's short summary.
@@ -497,7 +497,7 @@ class _Verdict:
         self.reported = False
 
     def __call__(self) -> None:
-        """Pass, warn, skip or fail."""
+        """Pass, warn, skip or fail, by the outcome of the comparison."""
         __tracebackhide__ = True
         self.reported = True
         from stackwise.gate.report import junit_properties, short_text, test_text

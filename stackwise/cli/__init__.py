@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise ValueError(f"argument: got {argument!r}; allowed: text without NUL characters")
         return _run(arguments)
     except BrokenPipeError:
-        # The reading process ended, like `head`. Python must not flush at exit either.
+        # The process that reads the output has exited, such as `head`. Python must not flush at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

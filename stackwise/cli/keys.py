@@ -199,6 +199,6 @@ def _code(default: str | None) -> str:
 
 def _prose(section: type[Section]) -> list[str]:
     prose = [inspect.cleandoc(section.__doc__ or "")]
-    if section is ModelConfig:  # most of its keys are those of a Block
+    if section is ModelConfig:  # most of its keys are keys of a Block
         prose += inspect.cleandoc(BlockConfig.__doc__ or "").split("\n\n")[1:]
     return prose

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stackwise.support.arguments import check_number, check_sizes, require
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Facts", "alibi_slopes", "facts_in", "value_in"]
 
@@ -118,7 +121,7 @@ def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     return tuple(slopes if n == n_heads else (slopes[1::2] + slopes[::2])[:n_heads])
 
 
-def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
+def facts_in(model: nn.Module) -> tuple[Facts, dict[str, str]]:
     """Return the facts that a model of transformers, litgpt or x-transformers states, with their sources.
 
     Models of x-transformers have no configuration. Public attributes of their modules keep some options.
@@ -137,23 +140,27 @@ def facts_in(model: Any) -> tuple[Facts, dict[str, str]]:
             value = value_in(config, key)
             stated = None if fact in found or value is None else read(value, config)
             if stated is not None:
-                found[fact], keys[fact] = stated, _source(key, value)
+                found[fact], keys[fact] = stated, _text(f"config.{key}", value)
     std = getattr(config, "initializer_range", None)
     # With a further factor, as in CLIP, each kind of weight has a formula of its own.
     is_plain = isinstance(std, float) and not hasattr(config, "initializer_factor")
     if is_plain and any(name.endswith(_QUERIES[1:]) for name, _ in model.named_parameters()):
-        found["initial_std"], keys["initial_std"] = {_QUERIES: std}, _source("initializer_range", std)
+        found["initial_std"], keys["initial_std"] = {_QUERIES: std}, _text("config.initializer_range", std)
     return Facts(**found), keys
 
 
-def _facts_of_options(model: Any) -> tuple[Facts, dict[str, str]]:
-    """Return the facts in public attributes of modules of x-transformers that have the name of an option."""
-    modules = [x for x in model.modules() if type(x).__module__.startswith("x_transformers.")]
+def _facts_of_options(model: nn.Module) -> tuple[Facts, dict[str, str]]:
+    """Return the facts in public attributes of a model of x-transformers that have the name of an option.
+
+    A model that only contains layers of x-transformers may have other layers, so nothing is inferred for it.
+    """
+    if not type(model).__module__.startswith("x_transformers."):
+        return Facts(), {}
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for fact, option, read in _ROWS_OF_X_TRANSFORMERS:
         kind, _, name = option.partition(".")
-        owners = [x for x in modules if type(x).__name__ == kind and hasattr(x, name)]
+        owners = [x for x in model.modules() if type(x).__name__ == kind and hasattr(x, name)]
         stated = {read(getattr(owner, name), owner) for owner in owners}
         if len(stated) == 1 and (value := stated.pop()) is not None:
             found[fact] = (value,) * len(owners) if fact == "windows" else value
@@ -167,10 +174,6 @@ def value_in(config: Any, key: str) -> Any:
         return getattr(config, key, None)
     except RuntimeError:  # of transformers, for a value that differs between layers
         return None
-
-
-def _source(key: str, value: Any) -> str:
-    return _text(f"config.{key}", value)
 
 
 def _text(key: str, value: Any) -> str:
@@ -306,12 +309,16 @@ _ROWS_OF_LITGPT: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
 )
 # (fact, class and attribute, (value, module) -> value of the fact, or None)
 _ROWS_OF_X_TRANSFORMERS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
-    ("attention_cap", "Attend.logit_softclamp_value", lambda value, x: value if x.softclamp_logits else None),
+    (
+        "attention_cap",
+        "Attend.logit_softclamp_value",
+        lambda value, x: value if getattr(x, "softclamp_logits", False) else None,
+    ),
     ("embedding_dropout", "TransformerWrapper.emb_dropout", lambda module, _: _rate(module.p, None)),
     ("attention_dropout", "Attend.dropout", _rate),
     ("windows", "Attention.max_attend_past", lambda n, _: None if n is None else n + 1),
     # Heads that share a key head are not consecutive.
-    ("key_heads", "Attention.kv_heads", lambda n, x: n if n in (1, x.heads) else None),
+    ("key_heads", "Attention.kv_heads", lambda n, x: n if n in (1, getattr(x, "heads", n)) else None),
     (
         "alibi_slopes",
         "AlibiPositionalBias.total_heads",

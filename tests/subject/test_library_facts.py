@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from stackwise.checks import check_model
-from stackwise.subject.facts import alibi_slopes, facts_in
+from stackwise.subject.facts import Facts, alibi_slopes, facts_in
 from stackwise.subject.rotary import RotaryClaim, rotary_by_layer, rotary_in
 from stackwise.subject.spec import ModelSpec
 from tests.zoo.declared_facts import Stated
@@ -327,3 +328,19 @@ def test_option_that_differs_between_layers_is_not_inferred():
     attends[0].dropout = 0.5
 
     assert "attention_dropout" not in facts_in(model)[1]
+
+
+def test_model_that_only_contains_layers_of_x_transformers_states_no_facts():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 8, dropout=0.1)
+            self.decoder = x_model(attn_softclamp_logits=True)().attn_layers
+
+    assert facts_in(Mixed()) == (Facts(), {})
+
+
+def test_dropout_before_a_projection_of_the_embedding_is_not_measured():
+    spec = ModelSpec.of(x_model(wrapper={"emb_dim": 16, "emb_dropout": 0.2}))
+    assert spec.facts.embedding_dropout == 0.2
+    assert ask(spec, "claimed_embedding_dropout").status == "not applicable"

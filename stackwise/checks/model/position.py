@@ -57,16 +57,15 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a model that is not declared positionless")
     exam = Examination.of(subject)
     length = exam.lengths[-1]
-    table = _absolute_table(exam.base, length)
-    if spec.inputs != "tokens" and not table:
-        return subject.not_applicable(
-            "needs token ids or a table of positions: vectors may contain positions"
-        )
     if length < 3:
         return subject.not_applicable("needs at least 3 positions")
+    sequence = exam.sequence(0, length)
+    tables = _named_tables(exam.base, length)
+    if spec.inputs != "tokens" and not (tables and sequence.ndim == 2 and len(sequence) == length):
+        return subject.not_applicable("needs token ids, or a sequence of vectors and a table of positions")
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    sequence, limit = exam.sequence(0, length), _rounding(exam)
+    limit = _rounding(exam)
     other = exam.unlike(sequence, exam.filler(1, length)[0])
     effect, order = 0.0, 0.0
     for i, j in ((length - 3, length - 2), (0, length - 2), (0, 1)):
@@ -89,29 +88,58 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
     if order > limit / 3:  # a third of the limit is three times the measured rounding
         return subject.not_applicable("needs an effect of the order that exceeds the rounding of the model")
+    idle = next((name for name in tables if _has_one_row_at_most(exam, name, sequence)), "")
+    if spec.inputs != "tokens" and not idle:
+        return subject.not_applicable("needs token ids: a set of vectors has no order")
     return subject.failed_unless(
         None
-        if table
+        if idle
         else "it has no positions on purpose, as a bag of words; if it is not causal, declare "
         "positionless=True",
         order,
         limit,
-        where=f"inputs {i} and {j} of {length}" + f"; {table}" * bool(table),
+        where=f"inputs {i} and {j} of {length}" + (f"; {idle}" if idle else ""),
         meaning="Exchanging two inputs does not change the output at other positions: the model does not "
-        "know the order of its inputs" + (", although it has a table of positions." if table else "."),
-        advice="Look for positions that are computed and not added, and for a rotation that is not applied.",
+        "know the order of its inputs"
+        + (", and at most one row of its table of positions has an effect." if idle else "."),
+        advice="Look for positions that are computed and not added, for one row that is added at all "
+        "positions, and for a rotation that is not applied."
+        + (" If the model needs no order, declare positionless=True." if idle else ""),
     )
 
 
-def _absolute_table(model: nn.Module, length: int) -> str:
-    """Return the name of a tensor with a row for each position, which is named as such; or ""."""
-    linear = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        rows = tensor.shape[-2] if tensor.ndim > 1 and tensor.is_floating_point() else 0
-        is_table = rows >= length and tensor.numel() == rows * tensor.shape[-1] and id(tensor) not in linear
-        if is_table and _TABLE_NAME.search(name):
-            return name
-    return ""
+def _named_tables(model: nn.Module, length: int) -> list[str]:
+    """Return the names of tensors with a row for each position that are named like a table of positions."""
+    return [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if _TABLE_NAME.search(name)
+        and tensor.is_floating_point()
+        and tensor.ndim > 1
+        and tensor.shape[-2] >= length
+        and tensor.numel() == tensor.shape[-2] * tensor.shape[-1]
+    ]
+
+
+@torch.no_grad()
+def _has_one_row_at_most(exam: Examination, name: str, sequence: Tensor) -> bool:
+    """Return True if at most one row of a table has an effect on the output."""
+    plain = _output(exam, exam.model(), sequence)
+
+    def has_effect(rows: list[int]) -> bool:
+        model = exam.model()
+        table = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
+        table[..., rows, :] += torch.randn_like(table[..., rows, :])
+        return float(relative_difference(plain, _output(exam, model, sequence)).max()) > _rounding(exam)
+
+    n_rows = {**dict(exam.base.named_parameters()), **dict(exam.base.named_buffers())}[name].shape[-2]
+    rows = list(range(n_rows))
+    if not has_effect(rows):
+        return True
+    while len(rows) > 1:
+        half = rows[: len(rows) // 2]
+        rows = half if has_effect(half) else rows[len(half) :]
+    return not has_effect([row for row in range(n_rows) if row != rows[0]])
 
 
 def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tensor:

@@ -72,19 +72,54 @@ def test_one_position_for_all_frames_fails(subjects):
     assert subjects.ask(ModelSpec.of(PooledFrames, **facts), "token_order").status == "passed"
 
 
-def test_order_of_a_set_of_vectors_is_not_asked(subjects):
-    class Points(PooledFrames):
+class SetOfPoints(nn.Module):
+    """Attention over points, without an order, with tensors that are named like positions."""
+
+    def __init__(self, name, part):
+        super().__init__()
+        self.projection, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.part = name
+        setattr(self, name, part)
+
+    def forward(self, points):
+        x, part = self.projection(points), getattr(self, self.part)
+        if isinstance(part, nn.Linear):
+            x = x + part(points)
+        elif isinstance(part, nn.GRUCell):
+            x = part(x.flatten(0, 1), x.flatten(0, 1)).view_as(x)
+        queries = part.expand(len(points), -1, -1) if isinstance(part, nn.Parameter) else x
+        return self.head(queries + self.attention(queries, x, x)[0]).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("query_pos", lambda: nn.Parameter(torch.randn(100, 16))),
+        ("pos_mlp", lambda: nn.Linear(6, 16)),
+        ("pos_cell", lambda: nn.GRUCell(16, 16)),
+    ],
+)
+def test_order_of_a_set_of_vectors_is_not_asked(subjects, name, make):
+    spec = ModelSpec.of(
+        lambda: SetOfPoints(name, make()), inputs="vectors", width=6, per_position=False, causal=False
+    )
+    assert subjects.ask(spec, "token_order").status == "not applicable"
+
+
+def test_order_of_images_is_not_asked(subjects):
+    class ViT(nn.Module):
         def __init__(self):
             super().__init__()
-            self.pos_mlp = nn.Linear(6, 64)
-            del self.pe
+            self.patch, self.head = nn.Conv2d(3, 32, 8, 8), nn.Linear(32, 10)
+            self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 16, 32))
+            self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
 
-        def forward(self, frames):
-            x = self.projection(frames)
-            return self.head(x + self.attention(x, x, x)[0]).mean(1)
+        def forward(self, images):
+            x = self.patch(images).flatten(2).mT + self.pos_embed
+            return self.head(self.encoder(x).mean(1))
 
-    spec = ModelSpec.of(Points, inputs="vectors", width=6, per_position=False, causal=False)
-    assert subjects.ask(spec, "token_order").status == "not applicable"
+    assert subjects.ask(ModelSpec.of(ViT), "token_order").status == "not applicable"
 
 
 def test_order_of_a_model_that_refuses_other_inputs_is_not_asked(subjects):

@@ -231,3 +231,42 @@ def test_masked_model_with_a_wrong_mean():
             return sum(super(Half, self).evaluate([batch]) for batch in batches) / len(batches)
 
     assert ask(loop_spec_of(Half), "evaluation_exact").status == "failed"
+
+
+class RandomMasks(MaskedLoop):
+    """Its loss masks random tokens, and takes the loss of these."""
+
+    def loss(self, batch):
+        ids = batch["input_ids"]
+        is_masked = torch.rand(ids.shape) < 0.5
+        is_masked[:, 0] = True
+        logits = self.model(ids.masked_fill(is_masked, 0)).logits
+        labels = batch["labels"].masked_fill(~is_masked, -100)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_random_masks_are_no_finding():
+    result = ask(loop_spec_of(RandomMasks), "evaluation_exact")
+    assert (result.status, "masks no random tokens" in result.meaning) == ("not applicable", True)
+
+
+def test_masked_model_without_a_loss_method():
+    class WithoutLoss(MaskedLoop):
+        loss = None
+
+        def step(self, batch):
+            self.loss_of(batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        def loss_of(self, batch):
+            return self.model(**batch).loss
+
+        @torch.no_grad()
+        def evaluate(self, batches):
+            self.model.eval()
+            losses = [(self.loss_of(batch).item(), int((batch["labels"] != -100).sum())) for batch in batches]
+            self.model.train()
+            return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+
+    assert ask(loop_spec_of(WithoutLoss), "evaluation_exact").status == "passed"

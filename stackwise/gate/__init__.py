@@ -1,1 +1,1 @@
-"""Did it get worse? Two revisions measured in turns, and a rule that knows how often it errs."""
+"""Performance regression gate: interleaved benchmarks of two revisions, compared by a sequential test."""

@@ -1,4 +1,4 @@
-"""Limit and Limits: how much more may head cost than base, of each metric."""
+"""Limit and Limits: allowed cost increase from base to head, per metric."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SHARE = re.compile(r"(?P<number>\d{1,30}(?:\.\d{1,30})?) ?%", re.ASCII)
 
 
 def parse_share(key: str, value: Any) -> float:
-    """A share of the base's cost: "2%" is 0.02.
+    """Parse a share of the base's cost: "2%" is 0.02.
 
     Raises:
-        ValueError: naming `key`, the value and what is allowed. A bare number is refused: 2 may mean 2 % or
-            twice as much.
+        ValueError: the value is not a percentage; the message has `key`, the value and the allowed form. A
+            number without "%" is refused: 2 may mean 2 % or a factor of 2.
     """
     match = _SHARE.fullmatch(value) if isinstance(value, str) else None
     share = float(Fraction(match["number"]) / 100) if match else 0.0
@@ -30,10 +30,10 @@ def parse_share(key: str, value: Any) -> float:
 
 
 def parse_limits(text: str) -> dict[str, str | None]:
-    """What `Limits.changed` takes, of "time=2%,memory=none,floor=50us"; "none" is None.
+    """Parse "time=2%,memory=none,floor=50us" into arguments of `Limits.changed`. The value "none" is None.
 
     Raises:
-        ValueError: a part without "=", or a key that is there twice.
+        ValueError: a part without "=", or a repeated key.
     """
     found: dict[str, str | None] = {}
     for part in text.split(","):
@@ -45,21 +45,21 @@ def parse_limits(text: str) -> dict[str, str | None]:
     return found
 
 
-# Bytes: what Python's own objects come to in a call.
+# Bytes: size of Python's own objects in a call.
 _MEMORY_FLOOR = 65536.0
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How much more head may cost.
+    """Allowed cost increase from base to head.
 
     Attributes:
-        tolerance: share of the base's cost. What is surely less passes, and a change as large as this is to
-            be found.
-        minimum_effect: share below which an estimate is never a regression, however sure it is; None: half
-            the tolerance.
-        floor: the same as the tolerance, in the metric's own unit (seconds or bytes); the larger of the two
-            counts. For costs that are so small that a share of them is nothing.
+        tolerance: share of the base's cost. A change that is significantly smaller passes. A change of this
+            size has to be found.
+        minimum_effect: share of the base's cost. A smaller estimate is never a regression, even if it is
+            significant. None: half of the tolerance.
+        floor: lower bound of the tolerance in the metric's unit (seconds or bytes), for costs so small that a
+            share of them does not matter.
     """
 
     tolerance: float = 0.02
@@ -74,10 +74,10 @@ class Limit:
             check_number("minimum_effect", self.minimum_effect, allowed, lambda v: 0 <= v <= self.tolerance)
 
     def at(self, base_level: float | None) -> tuple[float, float]:
-        """Tolerance and minimum effect as logarithms of head over base, where base costs `base_level`.
+        """Return tolerance and minimum effect as log(head / base), for a base cost of `base_level`.
 
-        A floor that is above the tolerance takes its place, and the minimum effect grows with it. Where the
-        level is not known (None) it is not known to be.
+        A floor above the tolerance replaces the tolerance, and the minimum effect grows in proportion. If the
+        level is unknown (None), the floor is not used.
         """
         tolerance = self.tolerance
         if base_level is not None:
@@ -89,13 +89,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of each metric of a test; None where a metric is not judged.
+    """Limit of each metric of a test. If a limit is None, the metric is not judged.
 
     Attributes:
         time: seconds of a call.
-        memory: bytes, the most that were held in a call.
-        ttft: seconds until the first token of a generated text.
-        tpot: seconds of each later token.
+        memory: peak of the bytes that a call holds.
+        ttft: seconds to the first token of a generated text.
+        tpot: seconds per later token.
     """
 
     time: Limit | None = field(default_factory=Limit)
@@ -105,11 +105,11 @@ class Limits:
 
     @property
     def all(self) -> tuple[Limit | None, ...]:
-        """Those of all metrics."""
+        """Limits of all metrics, in the order of `METRICS`."""
         return tuple(getattr(self, metric) for metric in METRICS)
 
     def of(self, metric: str) -> Limit | None:
-        """The limit of a metric.
+        """Return the limit of a metric.
 
         Raises:
             ValueError: an unknown metric.
@@ -119,15 +119,15 @@ class Limits:
         return limit
 
     def changed(self, **given: Any) -> Limits:
-        """The same with what a marker or an option gives.
+        """Return a copy with the values of a marker or an option.
 
         Args:
-            given: for each metric a share such as "2%", or None: it is not judged. `floor`: a time such as
-                "50us", of all metrics in seconds. `memory_floor`: "64 KiB", or bytes. A floor that is None
-                stays as it is.
+            given: for each metric a share such as "2%", or None to not judge the metric. `floor`: a time such
+                as "50us", for all metrics in seconds. `memory_floor`: "64 KiB", or a number of bytes. A floor
+                of None has no effect.
 
         Raises:
-            ValueError: an unknown key, or a value that is not understood; it names both.
+            ValueError: an unknown key or an invalid value; the message has both.
         """
         allowed = (*METRICS, "floor", "memory_floor")
         for key in given:

@@ -54,7 +54,7 @@ def overlay_parts(head: Path, tests: Sequence[Path], packages: Collection[str]) 
 def lay_over(
     head: Path, base: Path, parts: Iterable[Path], tests: Collection[Path], old: Collection[Path]
 ) -> list[Path]:
-    """Replace parts of the base by those of head, but keep the files that a build has made in the base.
+    """Replace parts of the base by parts of the head. Files that a build has created in the base remain.
 
     Args:
         head: tree of head.

@@ -20,7 +20,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def check_pointers(base: Path, head: Path, names: tuple[str, str], files: Iterable[Path]) -> tuple[str, ...]:
-    """Return a note on the files that are pointers in both trees, or an empty tuple if there are none.
+    """Return a note on the files that are pointers in both trees, or an empty tuple if no file is one.
 
     Args:
         base: tree of base.
@@ -29,7 +29,8 @@ def check_pointers(base: Path, head: Path, names: tuple[str, str], files: Iterab
         files: files to check, relative to the trees.
 
     Raises:
-        ValueError: a file is a pointer in one tree and data in the other, so the sides would read other data.
+        ValueError: a file is a pointer in one tree and data in the other, so the sides would read different
+            data.
     """
     pointers: list[str] = []
     for file in sorted(files):

@@ -1,4 +1,4 @@
-"""SideProcess: one fresh process of a side, and how it ended."""
+"""SideProcess: fresh process of one side, with its messages and its exit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from stackwise.gate.twins import Twin, Twins, by_chance, inherited_environment, 
 
 __all__ = ["SideFailedError", "SideProcess"]
 
-_PATIENCE = 5.0  # seconds that a process has to end by itself
-_LOOK = 1.0  # seconds after which it is looked whether a silent process is still there
-_TAIL = 3000  # characters of what it printed
+_PATIENCE = 5.0  # seconds for a process to exit by itself
+_LOOK = 1.0  # seconds between inspections of a silent process
+_TAIL = 3000  # characters of its output in a message
 _KILLED = (
     "the system killed it (SIGKILL), probably because the machine is short of memory: "
     "both sides run at the same time"
@@ -40,7 +40,7 @@ _SHARED_FILE = "derive its name from STACKWISE_SIDE"
 
 
 class SideFailedError(RuntimeError):
-    """A process crashed, hung, or said what it should not have.
+    """A process crashed, hung, or sent an unexpected message.
 
     Attributes:
         how: "crashed", "killed" (by the system, not by its own code), "hung" or "out of order".
@@ -52,31 +52,31 @@ class SideFailedError(RuntimeError):
 
 
 class SideProcess:
-    """A process of a side, that runs pytest on the tests it is given.
+    """Process of a side that runs pytest on a list of tests.
 
-    What is by chance in a process is by chance here: hash seed, size of the environment, and where things lie
-    in memory, of which twins have the same. It is a session of its own, so that nothing that it starts
-    outlives it, but for what begins a session itself.
+    The random properties of a process are random here too: hash seed, size of the environment and memory
+    layout. Twins share them. The process leads a session of its own. `kill` therefore includes all its
+    descendants, except processes that start a session themselves.
 
     Args:
         role: "base" or "head".
-        arguments: of pytest.
-        folder: in which it is started.
-        import_path: folders for PYTHONPATH, the first ones first.
-        tree: the folder of its files; None: both sides are the same files.
-        tests: what in the tree is of tests, relative to it.
-        foreign: folders of which it may import and use nothing.
-        own: folders beside the tree whose files are its own.
-        watch: report each file outside of these folders that it opens, see `stackwise.gate.side.used_files`.
-        log: the file for what it prints.
-        seconds: the most time between two of its messages.
-        seed: of what is by chance.
-        environment: variables beyond those of this process.
-        twins: of which it is to be one, that have the seed already; None: it is a process of its own.
+        arguments: arguments of pytest.
+        folder: working directory.
+        import_path: folders for PYTHONPATH, in order.
+        tree: folder of the files of this side; None: both sides use the same files.
+        tests: files and folders of the tests in the tree, relative to it.
+        foreign: folders with files that the process must neither import nor use.
+        own: folders outside of the tree with files that belong to this side.
+        watch: True to report each file that the process opens, see `stackwise.gate.side.used_files`.
+        log: file for the output of the process.
+        seconds: maximum time between two messages of the process.
+        seed: seed of the random properties.
+        environment: variables in addition to the environment of the current process.
+        twins: twins from which the process is taken, seeded already; None: a new interpreter is started.
 
     Attributes:
-        early: names of installed modules that it has imported, and that twins of later rounds may import
-            before they are forked; None: they may not.
+        early: names of imported installed modules that twins of later rounds may import before their fork;
+            None: they may not import any.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class SideProcess:
             theirs.close()
 
     def send(self, **message: Any) -> None:
-        """Tell it something.
+        """Send a message.
 
         Raises:
-            SideFailedError: it is gone, or does not listen.
+            SideFailedError: the process is dead, or does not read the message.
         """
         try:
             self._channel.send(message, self._seconds)
@@ -168,14 +168,14 @@ class SideProcess:
             raise self._gone() from None
 
     def receive(self) -> dict[str, Any]:
-        """What it says next.
+        """Return the next message.
 
         Raises:
-            SideFailedError: it is gone, or says nothing for too long.
+            SideFailedError: the process is dead, or is silent for too long.
         """
         deadline = real_time.monotonic() + self._seconds
         while (left := deadline - real_time.monotonic()) > 0:
-            # Children that it has left behind may hold its end of the channel open.
+            # Surviving children may hold its end of the channel open.
             ended = self._process.poll() is not None
             try:
                 message = self._channel.receive(min(left, 0.0 if ended else _LOOK))
@@ -192,7 +192,7 @@ class SideProcess:
         self.early = None if self.early is None or early is None else [*self.early, *early]
 
     def ask(self, **message: Any) -> dict[str, Any]:
-        """Tell it something, and what it answers.
+        """Send a message and return the answer.
 
         Raises:
             SideFailedError: as for `send` and `receive`.
@@ -201,29 +201,29 @@ class SideProcess:
         return self.receive()
 
     def keep_on(self, processor: int | None) -> None:
-        """Let its main thread run on this processor alone; None: on any that this process may use.
+        """Restrict the main thread to this processor; None: to the processors of the current process.
 
-        Where the system knows of no such thing, or does not allow it, nothing is done.
+        If the system does not support this or does not allow it, the call has no effect.
         """
         if not hasattr(os, "sched_setaffinity"):  # pragma: no cover - macOS
             return
-        # Of the main thread, whose number is that of the process; other threads stay where they are.
-        with contextlib.suppress(OSError):  # it is gone, or the system allows nobody to do this
+        # The process ID is the ID of the main thread. Other threads are unaffected.
+        with contextlib.suppress(OSError):  # the process is dead, or the system does not allow it
             os.sched_setaffinity(
                 self._process.pid, os.sched_getaffinity(0) if processor is None else {processor}
             )
 
     def printed(self) -> str:
-        """The end of what it printed."""
+        """Return the end of the output of the process, as part of a sentence."""
         logs = (self._log, self._process.log) if isinstance(self._process, Twin) else (self._log,)
         text = "\n".join(log.read_text(errors="replace").strip() for log in logs).strip()
         return f"it printed at the end: {text[-_TAIL:]}" if text else "it printed nothing"
 
     def kill(self) -> None:
-        """End it and all that it has started, at once.
+        """Kill the process and its descendants at once.
 
-        After the last test there is nothing that it is to do: its fixtures are torn down by then, and to put
-        an interpreter away takes longer than a round has for a test.
+        After the last test the process has no work left, since its fixtures are torn down. A regular exit of
+        the interpreter takes longer than a test in a round.
         """
         self._channel.close()
         if isinstance(self._process, Twin):

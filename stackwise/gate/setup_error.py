@@ -60,12 +60,15 @@ class SetupErrors:
     def explained(self, ended: Ended, *, first: bool = False) -> Ended:
         """Return `ended` with "refused" and advice for each side that failed because of its set-up.
 
-        There are three cases. The error names a file that `root` has and that is part of no tree. Or the
-        user's run has collected the test from the files in `root`, and a copy of these files cannot collect
-        it: then the copy is at fault, not the code. Or the test fails with the same error on both sides in
-        its first round: then the change is not at fault.
+        The set-up is the reason in three cases:
 
-        A failure of the base for want of a file that only the head has becomes "missing".
+        - The error names a file that `root` has and that is part of no tree.
+        - The user's run has collected the test from the files in `root`, and a copy of these files cannot
+          collect it. The cause is then the copy, not the code.
+        - The test fails with the same error on both sides in its first round. The cause is then not the
+          change.
+
+        If the base fails because it lacks a file that the head has, its result becomes "missing".
 
         Args:
             ended: result of a test that was not measured.

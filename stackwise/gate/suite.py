@@ -29,10 +29,10 @@ def suite_result(times: Sequence[Trial], rule: Rule) -> TestResult | None:
     """Return the regression of the whole suite, or None if no regression is proved.
 
     The difference of a round is the mean difference over all tests. Each test has the rounds up to the first
-    look, whatever its result. Only earlier rounds decide which tests have later rounds, so later rounds do
-    not bias the mean. At least one later round with half of the tests is required. A Student's t interval
-    over the rounds has to exclude 0 at `ALPHA`, and the mean difference has to exceed the tolerance of the
-    tests that it is from.
+    look, regardless of its result. Only earlier rounds decide which tests have later rounds, so later rounds
+    do not bias the mean. At least one later round with half of the tests is required. A Student's t interval
+    over the rounds has to exclude 0 at `ALPHA`, and the mean difference has to exceed the tolerance of its
+    tests.
 
     Args:
         times: trials of the metric "time", one per test.

@@ -1,7 +1,7 @@
-"""Trees: the files of both sides, in two folders whose paths are equally long.
+"""Trees: copies of the files of base and head, in two folders with paths of equal length.
 
-How long a path is moves what a process keeps in memory, and with it its speed. Nothing is registered in the
-repository: no worktree, no branch, no index of it is touched, so that nothing of it has to be cleaned up.
+The length of a path affects the memory layout of a process, and so its speed. No worktree, branch or index is
+registered in the repository, so nothing has to be cleaned up in it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ NOTHING_DIFFERS = (
 
 @dataclass(frozen=True)
 class Tree:
-    """The files of a side.
+    """Copy of the files of one side.
 
     Attributes:
-        folder: where they lie.
-        name: for people: a revision with its commit, a folder, a wheel.
-        commit: of a revision; None: it is none, or files differ from it.
-        notes: what was not done as one might expect.
-        tests: what in it is the head's on both sides: files and folders, relative to it.
-        hidden: of the base: modules that differed before the head's tests were laid over it, relative to it.
+        folder: root of the copy.
+        name: name for messages: a revision with its commit, a folder or a wheel.
+        commit: commit of the files; None if the files are not exactly a commit.
+        notes: notes for the report, for example on missing submodules.
+        tests: files and folders that both sides take from head, relative to `folder`.
+        hidden: changed modules of the base that were replaced by the head's, relative to `folder`; empty for
+            the head.
     """
 
     folder: Path
@@ -74,11 +75,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A test of the base that the head does not have.
+    """Test of the base that the head does not have.
 
     Attributes:
         old: its function, as FILE::NAME.
-        new: a function of the head, new to it, with the same body; None: there is none, or are several.
+        new: new function of the head with the same body; None if the head has no such function, or several.
     """
 
     old: str
@@ -86,7 +87,7 @@ class Renamed:
 
 
 def repository_of(folder: Path) -> Path | None:
-    """The top folder of the git repository that `folder` lies in; None where it lies in none."""
+    """Return the root of the git repository that contains `folder`, or None."""
     if shutil.which("git") is None:
         return None
     done = run_git(folder, "rev-parse", "--show-toplevel")
@@ -94,10 +95,10 @@ def repository_of(folder: Path) -> Path | None:
 
 
 def revision_name(repository: Path, revision: str) -> str:
-    """The full commit that a revision means.
+    """Return the full commit hash of a revision.
 
     Raises:
-        ValueError: there is no such revision.
+        ValueError: the revision does not exist.
     """
     done = _look_up(repository, revision)
     if done.returncode:
@@ -120,24 +121,26 @@ def both_trees(
     settings: Path | None = None,
     conftests: Sequence[Path] = (),
 ) -> Iterator[tuple[Tree, Tree, list[Renamed]]]:
-    """The trees of base and head, for as long as this lasts; and the tests that the head no longer has.
+    """Yield the trees of base and head, and the tests that the head no longer has. Then remove the trees.
 
-    The files of the tests, with all that lies in their folders and the conftests and configuration above, are
-    the head's in both trees.
+    Both trees take from head: the test files, the folders of tests that contain them, and the conftests and
+    configuration files above them.
 
     Args:
-        against: of the base: a revision, a folder, a wheel, or REVISION... for the merge base with the head.
-        root: the folder whose files the head is: the top of a git repository, or any.
-        tests: files with tests, below `root`.
-        head: of the head, a revision; None: the files as they are now, also those that git was not told of.
-        build: a command for the shell that is run in each tree, to compile extensions, say.
-        start: the folder that the name of a folder or wheel starts from; None: that of the process.
-        settings: configuration file of pytest, which is the head's in both trees; None: one of those that
-            pytest finds by itself.
-        conftests: conftests of other folders, below `root`, which are the head's in both trees.
+        against: base: a revision, a folder, a wheel, or REVISION... for the merge base with the head.
+        root: folder with the files of the head: the root of a git repository, or any other folder.
+        tests: test files, below `root`.
+        head: revision of the head; None: the current files, including untracked files that git does not
+            ignore.
+        build: shell command that runs in each tree, for example to compile extensions.
+        start: folder that a relative path of a base folder or a wheel starts from; None: the working
+            directory.
+        settings: configuration file of pytest, which both trees take from head; None: pytest finds one
+            itself.
+        conftests: conftests of other folders, below `root`, which both trees take from head.
 
     Raises:
-        ValueError: there is no such revision, folder or wheel; a command failed in one of the trees.
+        ValueError: the revision, folder or wheel does not exist, or a command failed in one of the trees.
     """
     named, against = against, _merge_base(root, against, head)
     relative = [test.relative_to(root) for test in tests]
@@ -207,7 +210,7 @@ def _not_an_ancestor(root: Path, name: str, base: str, head: str | None) -> list
 
 
 def _if_shallow(repository: Path) -> str:
-    """Return what helps if a clone does not have all commits, to end a sentence with."""
+    """Return advice for a shallow clone, as the end of a sentence; "" for a complete clone."""
     shallow = run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
     return "; this clone is shallow: fetch more (actions/checkout: fetch-depth: 0)" if shallow else ""
 
@@ -220,7 +223,7 @@ def _head(folder: Path, root: Path, revision: str | None) -> Tree:
         return Tree(folder, str(root))
     _copy_files(root, folder, _known_files(root))
     commit = run_git(root, "rev-parse", "HEAD").stdout.strip()
-    status = run_git(root, "status", "--porcelain", "--untracked-files=normal")  # whatever its settings
+    status = run_git(root, "status", "--porcelain", "--untracked-files=normal")  # regardless of its settings
     changed = bool(status.stdout.strip() or _not_looked_at(root))
     name = f"working tree at {commit[:9]}{' with changes' if changed else ''}"
     return Tree(folder, name, None if changed else commit, _submodules(root))
@@ -231,7 +234,13 @@ def _base(
 ) -> Tree:
     """Return the tree of the base, with its own tests.
 
-    `place` is that of a folder or a wheel, `like` the tree of head if it is the working tree.
+    Args:
+        folder: folder of the new tree.
+        against: base, as in `both_trees`.
+        root: folder with the files of the head.
+        head: tree of the head.
+        place: path of the base if it is a folder or a wheel.
+        like: tree of the head if the head is the working tree.
     """
     if against.endswith(".whl"):
         if not place.is_file():
@@ -260,11 +269,12 @@ def _checked_out(folder: Path, root: Path, revision: str, like: Path | None = No
     """Return the tree of a revision, as a checkout would write it.
 
     Args:
-        folder: where it is written.
+        folder: folder of the new tree.
         root: repository.
-        revision: name of it.
-        like: copy of the working tree, whose bytes a file gets if it is the same there. A filter of git (LFS,
-            line endings) may have written others, or may write none here. None: git writes all files.
+        revision: name of the revision.
+        like: copy of the working tree. A file that is unmodified in the working tree is copied from it, since
+            a filter of git (LFS, line endings) may produce other bytes in a new checkout. None: git writes
+            all files.
     """
     commit = revision_name(root, revision)
     folder.mkdir(parents=True)
@@ -285,7 +295,7 @@ def _checked_out(folder: Path, root: Path, revision: str, like: Path | None = No
 
 
 def _entries(listed: str) -> dict[str, str]:
-    """Return the mode and the blob of each file that `git ls-files --stage -z` has listed."""
+    """Return the mode and the blob of each file in the output of `git ls-files --stage -z`."""
     lines = (line.partition("\t") for line in listed.split("\0") if line)
     return {name: entry for entry, _, name in lines}
 
@@ -293,8 +303,8 @@ def _entries(listed: str) -> dict[str, str]:
 def _unmodified(root: Path, files: Mapping[str, str]) -> frozenset[str]:
     """Return the files that are the same in the working tree, according to git, by their mode and blob.
 
-    git does not look at files that have the flag assume-unchanged or skip-worktree. They are not included,
-    except those that are absent, as in a sparse checkout.
+    Files with the flag assume-unchanged or skip-worktree, which git does not inspect, are excluded. Absent
+    files, as in a sparse checkout, are included.
     """
     current = _entries(_require_git(root, "ls-files", "--stage", "-z"))
     status = _require_git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
@@ -305,7 +315,7 @@ def _unmodified(root: Path, files: Mapping[str, str]) -> frozenset[str]:
 
 
 def _not_looked_at(root: Path) -> list[str]:
-    """Return the present files that git takes for unmodified, by the letter of `git ls-files -v`."""
+    """Return the existing files that git treats as unmodified without an inspection, by `git ls-files -v`."""
     lines = _require_git(root, "ls-files", "-v", "-z").split("\0")
     names = (line[2:] for line in lines if line[:1].islower() or line[:1] == "S")
     return [name for name in names if os.path.lexists(root / name)]
@@ -318,7 +328,7 @@ def _submodules(root: Path) -> tuple[str, ...]:
 
 
 def _of_wheel(folder: Path, wheel: Path, head: Tree) -> Tree:
-    """The head's tree with the packages of a wheel in the place of its own."""
+    """Return the head's tree with its packages replaced by the packages of a wheel."""
     unpacked = folder.parent / "wheel"
     command = [
         sys.executable,
@@ -354,7 +364,7 @@ def _of_wheel(folder: Path, wheel: Path, head: Tree) -> Tree:
 
 
 def _known_files(root: Path) -> list[str]:
-    """The files of a repository as they are: what git knows, and what it was not told to leave alone."""
+    """Return the current files of a repository: tracked, or untracked and not ignored by git."""
     listed = _require_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     return sorted(set(filter(None, listed.split("\0"))))
 
@@ -366,7 +376,7 @@ def _copy_files(root: Path, folder: Path, files: Iterable[str]) -> None:
         if source.is_dir() and not source.is_symlink():
             continue  # a submodule
         if not os.path.lexists(source):
-            continue  # deleted, and git was not told yet
+            continue  # deleted, but still in the index
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
 
@@ -376,7 +386,7 @@ def _copy_folder(source: Path, folder: Path) -> None:
 
 
 def _in_wheel(wheel: Path) -> frozenset[str]:
-    """Return the names at the top of a wheel, those of its packages among them."""
+    """Return the names at the top of a wheel, including its packages."""
     with zipfile.ZipFile(wheel) as archive:
         return frozenset(name.partition("/")[0] for name in archive.namelist())
 
@@ -404,7 +414,7 @@ def _build(command: str, tree: Tree) -> None:
 
 
 def _texts(tree: Path, tests: Sequence[Path]) -> dict[str, str]:
-    """Return the text of the files that are named like tests in the folders of these tests."""
+    """Return the text of each test file in the folders of these tests."""
     return {str(file): (tree / file).read_text(errors="replace") for file in test_files(tree, tests)}
 
 
@@ -420,7 +430,7 @@ def _renamed(old_files: dict[str, str], new_files: dict[str, str]) -> list[Renam
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """What git has said, to end a sentence with: it may refuse to read what is there."""
+    """Return the error message of git as the end of a sentence, such as its refusal to read a repository."""
     said = done.stderr.strip()[-500:]
     return f"; git says: {said}" if said else ""
 

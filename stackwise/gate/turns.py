@@ -1,8 +1,8 @@
-"""Turns: who is measured first in each pair of a round.
+"""Turns: order of base and head in the pairs of a round.
 
-The first of a pair was measured up to 12 % faster than the second, which, always the same, is a regression
-that nobody made. Pairs alternate (ABBA), from a random start, so that over two pairs nobody is first more
-often.
+The first call of a pair was measured up to 12 % faster than the second. With a fixed order, identical code
+would look like a regression. So pairs alternate (ABBA) from a random start, and over two pairs both sides are
+first equally often.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from typing import Any
 __all__ = ["ORDERS", "OrderCheck", "check_order", "difference", "standard_error", "turns"]
 
 ORDERS = ("abba", "fixed")
-_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # its standard error over that of the mean, of normal values
-_OF_A_DEVIATION = 1.4826  # a standard deviation over the median deviation, of normal values
+# Standard error of a median divided by the standard error of the mean, for normal values.
+_OF_A_MEDIAN = math.sqrt(math.pi / 2)
+# Standard deviation divided by the median absolute deviation, for normal values.
+_OF_A_DEVIATION = 1.4826
 
 
 def turns(pairs: int, rng: random.Random, order: str = "abba") -> list[bool]:
-    """For each pair whether the head is first.
+    """Return for each pair True if the head is first.
 
     Args:
-        pairs: how many.
-        rng: chooses who starts.
-        order: "abba", or "fixed": the base is always first, which is wrong and is there to show it.
+        pairs: number of pairs.
+        rng: source of the random start.
+        order: "abba", or "fixed": the base is always first. "fixed" is biased and serves to demonstrate the
+            bias.
     """
     if order == "fixed":
         return [False] * pairs
@@ -36,24 +39,27 @@ def turns(pairs: int, rng: random.Random, order: str = "abba") -> list[bool]:
 
 
 def difference(logs: Sequence[float], head_first: Sequence[bool]) -> float:
-    """What the pairs of a round say: the mean of the medians of both orders.
+    """Return the difference of a round: the mean of the medians of both orders.
 
-    Being second costs what it costs on either side. The median of all pairs would lie between two heaps,
-    where it says little: of a step of 1 ms rounds differed by 1.9 % (standard deviation), now by 1.0 %.
+    Being second has the same cost on either side, so the pairs form two clusters, one per order. The median
+    of all pairs would lie between the clusters, with much noise: rounds of a step of 1 ms differed by 1.9 %
+    (standard deviation), and differ by 1.0 % with the present mean.
 
     Args:
         logs: log(head / base) of each pair.
-        head_first: who was first in it.
+        head_first: for each pair, True if the head was first.
     """
     return statistics.fmean(map(statistics.median, _orders(logs, head_first)))
 
 
 def standard_error(logs: Sequence[float], head_first: Sequence[bool]) -> float:
-    """Of `difference`, about: from the median deviations of both orders, so that single pairs do not count.
+    """Return the approximate standard error of `difference`.
+
+    It is based on the median absolute deviations of both orders, so single pairs have no influence.
 
     Args:
         logs: log(head / base) of each pair.
-        head_first: who was first in it.
+        head_first: for each pair, True if the head was first.
     """
     orders = _orders(logs, head_first)
     squares = 0.0
@@ -65,21 +71,21 @@ def standard_error(logs: Sequence[float], head_first: Sequence[bool]) -> float:
 
 
 def _orders(logs: Sequence[float], head_first: Sequence[bool]) -> list[list[float]]:
-    """What those pairs say in which the head was first, and the others; orders of which there are some."""
+    """Return the values of pairs with the head first and of pairs with the base first. Omit empty lists."""
     both = ([log for log, first in zip(logs, head_first, strict=True) if first is o] for o in (True, False))
     return [each for each in both if each]
 
 
 @dataclass(frozen=True)
 class OrderCheck:
-    """What being first was worth, over all pairs of a run.
+    """Effect of the order on all pairs of a run.
 
     Attributes:
-        pairs: that were looked at.
-        head_first: in how many of them the head was first.
-        bias: half of what log(head / base) differs by between pairs with the base first and pairs with the
-            head first: 0.01 means that the first one was measured 1 % faster.
-        balanced: whether each was first as often as the other, but for one pair of each round.
+        pairs: number of pairs.
+        head_first: number of pairs with the head first.
+        bias: half of the difference in log(head / base) between pairs with the base first and pairs with the
+            head first. 0.01 means that the first side was measured 1 % faster.
+        balanced: True if both sides were first equally often in each round, up to one pair.
     """
 
     pairs: int
@@ -88,16 +94,16 @@ class OrderCheck:
     balanced: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def check_order(rounds: Sequence[tuple[Sequence[bool], Sequence[float]]]) -> OrderCheck:
-    """Look at the order of all pairs.
+    """Return the effect of the order on all pairs.
 
     Args:
-        rounds: of each round of each test who was first in its pairs (True: the head), and log(head / base)
-            of these.
+        rounds: for each round of each test, the order of its pairs (True: head first) and their log(head /
+            base).
     """
     head_first = [value for order, logs in rounds for first, value in zip(order, logs, strict=True) if first]
     base_first = [

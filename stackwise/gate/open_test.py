@@ -1,4 +1,4 @@
-"""OpenTest: a test and its trials, round by round, until it is decided or no more rounds are made."""
+"""OpenTest: a test with its trials, from its first round until its decision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stackwise.gate.verdict import Verdict
 
 __all__ = ["OpenTest"]
 
-# What a test, or the import of its file, fails with where the base lacks what it calls.
+# Errors of a test, or of the import of its file, if the base lacks a name that it uses.
 _LACKING = ("ImportError", "ModuleNotFoundError", "AttributeError", "NameError", "TypeError", "fixture ")
 _TIME = "the time is up"
 _UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
@@ -23,28 +23,30 @@ _UNITS = {"time": "s", "ttft": "s", "tpot": "s", "memory": "B"}
 
 @dataclass
 class OpenTest:
-    """A test while it is measured.
+    """Test during its measurement.
 
     Attributes:
-        nodeid: pytest's name of it.
-        limits: that its metrics are judged by.
-        asked: metrics that its own marker names: one that has a limit and no number is INCONCLUSIVE.
-        trials: by metric; those of the first round.
-        base: of each metric what base cost in each round, in the metric's unit.
-        head: the same of head.
-        ended: what came in the place of a measurement; None: nothing yet.
-        own: whether both sides have imported code of their trees for it.
-        mixed: why the sides did not compare what they should; "": nothing is known against it.
-        watched: a round was made in which the sides reported each file that they opened.
-        disturbed: one was made whose times are not used, since this slowed them.
-        seconds: that its rounds took.
-        round_seconds: that the last of them took.
-        beside_seconds: of these what was not measuring.
-        reference: of each round the median seconds of each part of a pinned workload; [] without one.
-        tokens: that a call of base handles, and one of head; 0: the work does not say.
-        order: of each round who was first in its pairs (True: the head), and log(head / base) of the time.
+        nodeid: node ID of the test in pytest.
+        limits: limits of its metrics.
+        asked: metrics that the test's own marker names. Such a metric is INCONCLUSIVE if it has a limit and
+            cannot be measured.
+        trials: trials of the metrics of the first round, by metric.
+        base: cost of base in each round, by metric, in the metric's unit.
+        head: cost of head in each round, by metric, in the metric's unit.
+        ended: outcome if the test could not be measured; None: no such outcome so far.
+        own: True if both sides have imported code of their trees for the test.
+        mixed: reason why the comparison is not valid; "" if no reason is known.
+        watched: True if the sides have reported each file that they opened, in at least one round.
+        disturbed: True if the times of a round were discarded because these reports slowed it down.
+        seconds: duration of its rounds.
+        round_seconds: duration of its last round.
+        beside_seconds: part of `round_seconds` without measurement.
+        reference: median seconds of each part of a pinned workload, per round; [] without a reference.
+        tokens: tokens per call of base and of head; 0: unknown.
+        order: for each round, the order of its pairs (True: head first) and their log(head / base) of the
+            time.
         whole_file: True if the earlier tests of its file have to run before it.
-        warnings: RuntimeWarnings of the sides, and the sides of each.
+        warnings: RuntimeWarnings, with the sides of each.
     """
 
     nodeid: str
@@ -69,41 +71,41 @@ class OpenTest:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was heard of it."""
+        """True if any round had a result for the test."""
         return self.ended is not None or self.disturbed or bool(self.order)
 
     @property
     def open(self) -> bool:
-        """Whether it needs more rounds."""
+        """True if the test needs more rounds."""
         if self.ended is not None or self.mixed:
             return False
         return not self.order or any(not trial.decided for trial in self.trials.values())
 
     @property
     def confirming(self) -> bool:
-        """Whether it was flagged, and is in its fresh rounds."""
+        """True if the test was flagged and its fresh rounds are not decided yet."""
         return self.open and any(trial.confirming and not trial.decided for trial in self.trials.values())
 
     @property
     def wants_memory(self) -> bool:
-        """Whether the memory of its calls is still to be judged."""
+        """True if the memory of its calls is not decided yet."""
         if not self.order:
             return self.limits.memory is not None
         return "memory" in self.trials and not self.trials["memory"].decided
 
     @property
     def n_trials(self) -> int:
-        """How many trials it has that have rounds; before its first round, how many it has at most."""
+        """Number of trials with rounds. Before the first round: the maximum number of trials."""
         if self.order or self.ended is not None:
             return sum(bool(trial.differences) for trial in self.trials.values())
         return sum(limit is not None for limit in self.limits.all)
 
     def add(self, found: Paired | Ended, rule: Rule) -> None:
-        """What a round found.
+        """Add the result of a round.
 
         Args:
-            found: of this test.
-            rule: when to decide.
+            found: result of this test.
+            rule: rule of the decisions.
         """
         for role, texts in found.warnings.items():
             for text in texts:
@@ -135,27 +137,27 @@ class OpenTest:
             if trial.decided:
                 continue
             if metric not in found.differences:
-                # It could go on like this for ever.
+                # The metric might be missing in every later round too.
                 trial.conclude(f"round {len(self.order) + 1} had no {metric}{_why(metric, found)}")
                 continue
             self.base.setdefault(metric, []).append(found.base[metric])
             self.head.setdefault(metric, []).append(found.head[metric])
             trial.add(found.differences[metric], found.base[metric])
-        # Last: where Ctrl-C comes within the first round, the test is one that was not begun.
+        # Last: after Ctrl-C in the first round, the test is then treated as not begun.
         self.order.append((found.head_first, found.logs))
 
     def skip(self, reason: str) -> None:
-        """Report the test as skipped: what was measured compares nothing."""
+        """Mark the test as skipped, because its measurement compares nothing."""
         self.ended = Ended(dict.fromkeys(SIDES, "skipped"), dict.fromkeys(SIDES, reason))
         self.trials = {}
 
     def result(self, file: str = "", line: int = 0, *, interrupted: bool = False) -> TestResult:
-        """What came of it. What is open is decided with what there is.
+        """Return the result. Open trials are decided from the rounds so far.
 
         Args:
-            file: where it is written.
-            line: in `file`.
-            interrupted: why no more rounds are made; else the time is up.
+            file: file of the test.
+            line: line of the test in `file`.
+            interrupted: True if the run was interrupted; False: the time limit was reached.
         """
         where: dict[str, Any] = {"file": file, "line": line, "seconds": self.seconds}
         if self.ended is None and not self.order:
@@ -198,14 +200,14 @@ class OpenTest:
 
 
 def _why(metric: str, found: Paired) -> str:
-    """What is known of a metric that a round had no number of, as the end of a sentence."""
+    """Return the reason why a round lacks a metric, as the end of a sentence."""
     if metric in found.lacking:
         return f" on {found.lacking[metric]}"
     return ", which is not read of a single call" if metric == "memory" else ""
 
 
 def _status(ended: Ended) -> tuple[Status, str]:
-    """Return the status of a test that was not measured: what is wrong with the head comes first."""
+    """Return status and detail of a test that was not measured. Problems of the head take precedence."""
     if ended.how == dict.fromkeys(SIDES, "not measured"):
         return "unused", "it requests benchmark or throughput and calls neither"
     for role in ("head", "base"):
@@ -220,7 +222,7 @@ def _status(ended: Ended) -> tuple[Status, str]:
             case "head", "skipped":
                 return "skipped", detail
             case "head", "missing":
-                # It was collected where this run was started.
+                # The user's run has collected the test.
                 return "crashed on head", f"missing in its tree: {detail}"
             case "head", "hung":
                 return "hung on head", detail

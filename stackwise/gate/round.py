@@ -1,4 +1,4 @@
-"""Round: one fresh process of each side, and all tests measured in turns between the two."""
+"""Round: one fresh process per side, and interleaved measurements of all tests."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ __all__ = ["SIDES", "Ended", "Paired", "Sampling", "Starter", "run_round"]
 
 SIDES = ("base", "head")
 _LEAST_PAIRS = 4
-_SURROUNDED = 4.0  # how much longer than its calls alone a test may take for what surrounds them
-_REFERENCES = 8  # samples in the shortest round that there may be
-# Pairs after which it is looked whether they are enough; odd, so that it comes before either order.
+_SURROUNDED = 4.0  # maximum duration of a test relative to its calls, for the work around them
+_REFERENCES = 8  # minimum number of reference samples in a round
+# Number of pairs between checks of the precision. It is odd, so that checks alternate between both orders.
 _CHECKED = 13
-_FEWEST = 2 * _CHECKED  # pairs of a round that may end early
+_FEWEST = 2 * _CHECKED  # minimum number of pairs in a round that may stop early
 # Results of a side that do not depend on earlier tests of the file.
 _INDEPENDENT = frozenset({"hung", "missing", "not collected", "out of order", "refused"})
-_LEAST_BYTES = 1.0  # a call that holds nothing has a ratio to another one all the same
+_LEAST_BYTES = 1.0  # lower bound, so that the ratio of a call without memory is finite
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a test is measured in a round.
+    """Settings of the measurement of a test in a round.
 
     Attributes:
-        seconds: for which each side is measured.
-        longest_seconds: the same at most, where a round takes long to start: see `stackwise.gate.session`.
-        pairs: the most pairs.
-        precision: the standard error of a round's difference, as a logarithm, at which it needs no more pairs
-            (0: it makes all of them).
-        slice_seconds: shorter calls are made several times in one turn, for as long as this.
-        warm_up_seconds: for which each side makes calls before.
-        memory: whether the memory of one call is read.
-        reference: times the parts of a pinned workload once, which tells results of other days apart from
-            those of another speed of the machine; None: there is none.
-        order: "abba", or "fixed", which is there to show what it does.
+        seconds: time of the measurement per side.
+        longest_seconds: maximum of `seconds` if a round takes long to start, see `stackwise.gate.session`.
+        pairs: maximum number of pairs.
+        precision: standard error of a round's difference, as a logarithm, at which the round stops early; 0:
+            it measures all pairs.
+        slice_seconds: minimum time of a turn. A shorter call is repeated within its turn.
+        warm_up_seconds: time of the warm-up per side.
+        memory: True to measure the memory of one call.
+        reference: returns the seconds of each part of a pinned workload, which separate a change of the code
+            from a change of the machine's speed between days. None: no reference.
+        order: "abba", or "fixed" to demonstrate the bias of a fixed order.
     """
 
     seconds: float = 0.3
@@ -70,29 +70,30 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Paired:
-    """What a round measured of a test.
+    """Measurement of a test in a round.
 
     Attributes:
-        base: of each metric the median cost of the base, in the metric's unit.
-        head: the same of the head.
-        differences: of each metric log(head / base): the median over the pairs in which the base came first,
-            and over those in which the head did, and of both the mean.
-        head_first: of each pair whether the head was first.
-        logs: of each pair log(head / base) of the time.
-        seconds: that this took, with what the test does around its calls.
-        sampled: seconds of them in which its pairs were made.
-        own: whether each side has imported code of its own tree, beside the tests.
+        base: median cost of the base per metric, in the metric's unit.
+        head: median cost of the head per metric, in the metric's unit.
+        differences: log(head / base) per metric. For a time, this is the mean of two medians: over the
+            pairs with the base first, and over the pairs with the head first.
+        head_first: for each pair, True if the head was first.
+        logs: log(head / base) of the time, per pair.
+        seconds: duration, including the work of the test around its calls.
+        sampled: part of `seconds` in which the pairs were measured.
+        own: True if both sides have imported code of their own trees, apart from tests.
         imported: modules that a side has imported until the end of the test, relative to its tree.
         opened: files that a side has opened or run until the end of the test, relative to its tree.
-        watched: the sides reported each file that they opened.
-        disturbed: they were slowed by this.
-        mixed: why the sides did not compare what they should; "": nothing is known against it.
+        watched: True if both sides reported each file that they opened.
+        disturbed: True if these reports slowed down a side.
+        mixed: reason why the comparison is not valid; "" if no reason is known.
         written: files outside of the trees that both sides wrote.
-        reference: the median seconds of each part of a pinned workload, timed among the pairs; () without it.
-        tokens: that a call of base handles, and one of head; 0: the work does not say.
-        lacking: of each metric that some calls have a number of and others have not, the sides of these.
+        reference: median seconds of each part of a pinned workload, timed between the pairs; empty without a
+            reference.
+        tokens: tokens per call of base and of head; 0: unknown.
+        lacking: for each metric that is missing in some calls only, the sides of these calls.
         whole_file: True if the test was measured only after the earlier tests of its file had run.
-        warnings: RuntimeWarnings of each side, by side.
+        warnings: RuntimeWarnings by side.
     """
 
     base: dict[str, float]
@@ -118,16 +119,17 @@ class Paired:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a test in the place of a measurement, on each side where something did.
+    """Outcome of a test that could not be measured, per side.
 
     Attributes:
-        how: of a side "skipped", "failed", "not collected" (its file or class failed), "missing", "crashed",
-            "not started" (the process crashed before its first test), "killed" (by the system), "hung", "out
-            of order" (it ran another test twice), "refused" (the gate cannot measure it until its set-up is
-            changed) or "not measured" (it passed and never called what is measured).
-        detail: of the same sides, why.
-        seconds: that this took.
-        warnings: RuntimeWarnings of each side, by side.
+        how: outcome of each affected side: "skipped", "failed", "not collected" (its file or class failed),
+            "missing", "crashed", "not started" (the process crashed before its first test), "killed" (by the
+            system), "hung", "out of order" (the side ran another test instead, also after a restart),
+            "refused" (the gate cannot measure it until its set-up is changed) or "not measured" (it passed
+            and never called the measured function).
+        detail: reason for the outcome of each side.
+        seconds: duration.
+        warnings: RuntimeWarnings by side.
         by_plugin: True if a plugin skipped the test.
     """
 
@@ -139,11 +141,11 @@ class Ended:
 
 
 class _TestEndedError(Exception):
-    """A test was over while it should have answered."""
+    """A test finished although it had to answer a request."""
 
 
 class _Side:
-    """A process, and what it has said about its tests."""
+    """Process of a side, and its reports on its tests."""
 
     def __init__(self, process: SideProcess) -> None:
         self.process = process
@@ -161,7 +163,7 @@ class _Side:
         self.used = Used()
 
     def collect(self) -> None:
-        """Hear which tests there are."""
+        """Receive the names of the collected tests."""
         while True:
             message = self.process.receive()
             if "not_collected" in message:
@@ -171,7 +173,7 @@ class _Side:
                 return
 
     def lacks(self, test: str) -> bool:
-        """Whether the test was not collected, which ends it."""
+        """Return True if the test was not collected, and record its outcome."""
         if test in self.collected:
             return False
         around = itertools.accumulate(test.split("::"), "{}::{}".format)
@@ -183,7 +185,7 @@ class _Side:
         return True
 
     def come_to(self, test: str) -> bool:
-        """Hear until the test waits to be measured (True) or is over."""
+        """Wait for a test. Return True if it is ready to be measured, False if it is over."""
         while True:
             message = self.process.receive()
             if message.get("test") != test:
@@ -207,14 +209,18 @@ class _Side:
                 self.opened.update(message["files"]["tree"])
                 self.used.add(message["stray"], message["files"])
                 if self.used.stray and not self.own:
-                    # With code of its own too, the measurement is of a mixture, see `why_mixed`.
+                    # If the side has also imported its own code, the comparison is mixed, see `why_mixed`.
                     self.ended[test] = ("refused", f"it imported {self.used.stray}, {STRAY}")
                 elif not message["measured"]:
                     self.ended.setdefault(test, ("not measured", "it never called what is to be measured"))
                 return False
 
     def sample(self, test: str, **message: object) -> dict[str, float]:
-        """Ask for numbers."""
+        """Request a measurement of the waiting test and return its values by metric.
+
+        Raises:
+            _TestEndedError: the test finished instead.
+        """
         answer = self.process.ask(**message)
         if "sample" in answer:
             found: dict[str, float] = answer["sample"]
@@ -225,7 +231,7 @@ class _Side:
         raise _TestEndedError
 
     def release(self) -> None:
-        """Let the test that waits go on, to its end."""
+        """Let the waiting test continue to its end."""
         self.process.send(go_on=True)
 
 
@@ -246,31 +252,33 @@ def run_round(
 ) -> Generator[tuple[str, Paired | Ended], None, None]:
     """Measure tests and yield the name and the result of each.
 
-    A crash ends its own test only: new processes continue with the next test. A crash while the processes
-    start ends all tests that they were started for. If a side runs an earlier test again, new processes
-    continue with the same test, once.
+    A crash affects its own test only: new processes continue with the next test. A crash while the processes
+    start is the result of all tests that they were started for. If a side repeats an earlier test, new
+    processes continue with the same test, once.
 
-    A test may depend on earlier tests of its file. If one was not measured and not all of them had run in its
-    process, it is measured again at the end of the round, in new processes that run them first.
+    A test may depend on earlier tests of its file. If a test was not measured, and not all earlier tests of
+    its file had run in its process, the test is repeated at the end of the round. New processes then run the
+    earlier tests first.
 
     Args:
-        tests: names, of which each side may lack some.
-        start: for tests, what starts the process of a side with a seed.
-        sampling: how each is measured.
-        rng: chooses who starts, and seeds the processes, both alike: what a hash seed does to a test is
-            the same on both sides of a round and another in the next.
-        memory: tests of which memory is read, if `sampling` reads any: to look takes as long as a few hundred
-            calls, and is exact; None: all.
-        file_tests: of each test of the session that is measured, all tests of its file, in their order.
+        tests: names of the tests. Either side may lack some of them.
+        start: returns, for a list of tests, the function that starts the process of a side with a seed.
+        sampling: settings of each measurement.
+        rng: source of the orders and of the seeds of the processes. Both sides of a round have the same seed,
+            so a hash seed affects both in the same way. The next round has another seed.
+        memory: tests with a memory measurement if `sampling` has one; None: all tests. The measurement is
+            exact and takes as long as a few hundred calls.
+        file_tests: for each measured test of the session, all tests of its file, in their order.
         whole_file: tests before which the earlier tests of their file run from the start.
-        in_time: False if no more time is to be spent on tests that are not measured. The round ends then.
-        run_began: when the user's run began, in seconds since the epoch; None: now.
+        in_time: returns False if no more time is to be spent on tests that are not measured. The round then
+            stops.
+        run_began: start of the user's run, in seconds since the epoch; None: now.
     """
     now = real_time.time()
     times = (now if run_began is None else run_began, now)
 
     def measure(chosen: Sequence[str], whole: Container[str]) -> Iterator[tuple[str, Paired | Ended, bool]]:
-        """Yield of each test its name, its result and whether it may need the earlier tests of its file."""
+        """Yield name and result of each test, and True if it may need the earlier tests of its file."""
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
         restarted = set[str]()
         while left:
@@ -338,13 +346,13 @@ def _with_earlier(
 
 
 def _may_depend(ended: Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]) -> bool:
-    """Return True if a test may have ended because earlier tests of its file had not run.
+    """Return True if a test may have failed because earlier tests of its file had not run.
 
     Args:
         ended: result of the test.
         test: its name.
         ran: tests that had run in its process.
-        file_tests: as of `run_round`: its keys are the tests that the session measures. The first round runs
+        file_tests: as in `run_round`: its keys are the tests that the session measures. The first round runs
             these, and no other test.
     """
     absent = [each for each in _earlier(test, file_tests) if each not in ran]
@@ -370,7 +378,7 @@ class _SideLostError(Exception):
         self.role, self.error = role, error
 
     def ended(self, where: str, began: float) -> Ended:
-        """What came of a test by this."""
+        """Return the outcome of the test during which the side was lost."""
         seconds = real_time.perf_counter() - began
         return Ended({self.role: self.error.how}, {self.role: f"{where}{self.error}"}, seconds)
 
@@ -385,7 +393,7 @@ def _lost(role: str) -> Iterator[None]:
 
 @contextmanager
 def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Iterator[dict[str, _Side]]:
-    """New processes of both sides, which have said what tests they have."""
+    """Start new processes of both sides, and yield them after their collection of tests."""
     roles = list(SIDES)
     rng.shuffle(roles)
     sides: dict[str, _Side] = {}
@@ -394,7 +402,7 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
         for role in roles:
             with _lost(role):
                 sides[role] = _Side(start(role, seed))
-        for role in reversed(SIDES):  # if neither can, what is wrong with the head is told
+        for role in reversed(SIDES):  # head first: if both fail, its error is reported
             with _lost(role):
                 sides[role].collect()
         yield {role: sides[role] for role in SIDES}
@@ -474,7 +482,7 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
     fewest = min(pairs, _FEWEST) if sampling.precision else pairs
 
     def enough(made: int) -> bool:
-        # Of deviations alone, whatever their sign: where nothing has changed, this favours no side.
+        # Only the size of deviations matters, not their sign. If nothing has changed, this favours no side.
         if not sampling.precision or made < _FEWEST or made % _CHECKED:
             return False
         return all(
@@ -488,8 +496,8 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
                 break
             if sampling.reference is not None and number == next_reference:
                 references.append(sampling.reference())
-                # Odd: what it leaves behind in the caches meets both orders. Farther apart as the round goes
-                # on: nobody knows when it ends.
+                # The distance is odd, so that effects on the caches meet both orders. It grows during the
+                # round, since the end of the round is unknown.
                 next_reference += max(fewest // _REFERENCES, number // 4) | 1
             for role in reversed(SIDES) if head_first else SIDES:
                 samples[role].append(ask(role, calls=calls))
@@ -526,15 +534,15 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
 
 
 def _logs(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
-    """Of each metric that all samples have, log(head / base) of each pair."""
-    # A text that ends at its first token has no time of a later one: on either side, in any call.
+    """Return log(head / base) of each pair, for each metric that all samples have."""
+    # A text with a single token has no later tokens to time. This may happen on either side, in any call.
     metrics = [m for m in samples["base"][0] if all(s.get(m, 0) > 0 for role in SIDES for s in samples[role])]
     pairs = list(zip(samples["base"], samples["head"], strict=True))
     return {metric: [math.log(head[metric] / base[metric]) for base, head in pairs] for metric in metrics}
 
 
 def _lacking(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, str]:
-    """Of each metric that some samples have and others have not, the sides of these."""
+    """Return, for each metric that is missing in some samples only, the sides of these samples."""
     known = dict.fromkeys(m for role in SIDES for s in samples[role] for m, value in s.items() if value > 0)
     without = {
         metric: [role for role in SIDES if not all(s.get(metric, 0) > 0 for s in samples[role])]
@@ -545,11 +553,11 @@ def _lacking(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, 
 
 @contextmanager
 def _on_one_processor(sides: Mapping[str, _Side], alone: bool, rng: random.Random) -> Iterator[None]:
-    """Measure both sides on the same processor, if nothing of them computes but their main threads.
+    """Run both sides on the same processor, if only their main threads compute.
 
-    Processors have noise of their own: on a virtual machine of two, whose neighbours were busy, the
-    differences of rounds of 20 to 80 us calls had a standard deviation of 8.7 % where the system chose, which
-    kept each side where it was, and 1.5 % on one processor.
+    Processors differ in their noise. On a virtual machine with two processors and busy neighbours, the
+    differences of rounds of 20 to 80 us calls had a standard deviation of 8.7 % if the system assigned the
+    processors, since it did not move the sides. On one processor the standard deviation was 1.5 %.
     """
     if not alone or not hasattr(os, "sched_getaffinity"):
         yield
@@ -565,10 +573,10 @@ def _on_one_processor(sides: Mapping[str, _Side], alone: bool, rng: random.Rando
 
 
 def _plan(warm: Mapping[str, Mapping[str, float]], sampling: Sampling) -> tuple[int, int]:
-    """Calls in a turn, and pairs, of a test whose sides take so long for a call, and from one to the next."""
+    """Return the calls per turn and the number of pairs, from the warm-up of both sides."""
     call = [each["call"] for each in warm.values()]
     period = max(each["period"] for each in warm.values())
-    # One side may have become a thousand times as slow: the other's short calls are not its measure.
+    # One side may be a thousand times slower, so the short calls of the other side must not decide.
     bearable = sampling.seconds / (_LEAST_PAIRS * max(max(call), period / _SURROUNDED))
     calls = max(1, math.ceil(min(sampling.slice_seconds / min(call), bearable)))
     fitting = min(sampling.seconds / (calls * max(call)), _SURROUNDED * sampling.seconds / (calls * period))

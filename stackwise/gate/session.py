@@ -1,4 +1,4 @@
-"""Session: a run of the gate, which makes rounds until each test is decided or the time is up."""
+"""Session: run of the gate, with rounds until each test is decided or the time limit is reached."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from stackwise.support.temporary_folder import temporary_folder
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
-_SILENT = 10.0  # seconds after which progress of a round is told
-# Elsewhere system libraries bear no fork behind which no other program is started.
+_SILENT = 10.0  # seconds between reports of the progress in a round
+# On other systems, libraries of the system do not support a fork without an exec.
 _FORKS = sys.platform == "linux"
 # Folders of compiled code, which are in TMPDIR or the same for all versions of a project by default.
 _COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
-# Most characters of the folder in which the temporary files of both sides are: among them may be sockets,
-# whose whole path has 104 at most.
+# Maximum length of the folder for temporary files of both sides. They may include sockets, whose path is
+# limited to 104 characters.
 _LONGEST_TEMPORARY = 50
 _NOTHING_OWN = (
     "neither side imported code of its tree, apart from tests, so installed code was compared with itself. "
@@ -53,14 +53,14 @@ _INTERRUPTED = "the run was interrupted: tests that were not decided are INCONCL
 
 
 class GateError(RuntimeError):
-    """The run did not measure the code that it was to compare."""
+    """The run did not measure the code of the trees."""
 
 
 class GateInterruptedError(KeyboardInterrupt):
     """The session was interrupted.
 
     Attributes:
-        result: what was decided before; the rest is INCONCLUSIVE.
+        result: result so far. Undecided tests are INCONCLUSIVE.
     """
 
     def __init__(self, result: GateResult) -> None:
@@ -73,18 +73,19 @@ class Launch:
     """Settings with which the processes of the sides are started.
 
     Attributes:
-        arguments: of pytest, but for the tests; a path of `root` in them means the same place in the side's
-            tree. PYTEST_ADDOPTS of this process adds none.
-        root: the folder that the trees are copies of.
-        place: the folder to start in, relative to the root.
-        files: of each test its file, relative to the root. It includes the tests of `file_tests`.
-        imports: folders that packages are imported from, relative to the root, the first ones first.
-        seconds: the most time between two messages of a process; a test that takes longer hangs.
-        callables: whether both sides are the same tree, and the base measures what a test names as `against`.
-        cache: whether pytest has its cache, which then has a folder of its own on each side.
-        file_tests: of each test all tests of its file, in their order, with those that are not measured.
-        began: when the user's run began, in seconds since the epoch; None: when each round does.
-        own_head: True if the head is a copy of the files at `root` as they are, from which the tests were
+        arguments: arguments of pytest, without the tests. A path below `root` is replaced by the same path in
+            the side's tree. PYTEST_ADDOPTS of the current process is not added.
+        root: folder that the trees are copies of.
+        place: working directory, relative to `root`.
+        files: file of each test, relative to `root`, including the tests of `file_tests`.
+        imports: folders from which packages are imported, relative to `root`, in order.
+        seconds: maximum time between two messages of a process. A test that takes longer is treated as hung.
+        callables: True if both sides use the same tree, and the base measures the argument `against` of a
+            test.
+        cache: True if pytest's cache is active. Each side then has its own cache folder.
+        file_tests: for each test, all tests of its file in order, including tests that are not measured.
+        began: start of the user's run, in seconds since the epoch; None: the start of each round.
+        own_head: True if the head is a copy of the current files at `root`, from which the tests were
             collected.
     """
 
@@ -109,15 +110,15 @@ class Progress:
     """Progress of a session.
 
     Attributes:
-        round: that is over, or is going on if `passed` is a number; from 1.
-        open: tests that are begun, not decided yet, and get more rounds.
-        tests: all of them.
-        confirming: of the open ones those that were flagged, and get fresh rounds.
-        seconds: since the start.
-        waiting: tests that are not begun, since the time may not be enough for them.
-        passed: number of tests that the current round has been through; None: the round is over.
+        round: number of the finished round, or of the current round if `passed` is a number; from 1.
+        open: number of tests that are begun, undecided, and get more rounds.
+        tests: number of all tests.
+        confirming: number of open tests that were flagged and get fresh rounds.
+        seconds: seconds since the start.
+        waiting: number of tests that are not begun, since the time may be too short for them.
+        passed: number of tests that the current round has finished; None: the round is over.
         most_left: seconds until the time limit, or until the last round that the rule allows if all rounds
-            take equally long. Most runs end earlier.
+            take equally long. Most runs are shorter.
     """
 
     round: int
@@ -152,26 +153,26 @@ def run_gate(
     """Compare two trees.
 
     Args:
-        base: the old one.
-        head: the new one.
-        tests: pytest's names of the tests to be measured.
-        launch: how processes are started.
-        limits: of tests, by name; of the others the defaults.
-        asked: metrics that are asked for of a test, by its name: one that cannot be measured is INCONCLUSIVE.
-        places: file and line of tests, by name.
-        rule: when to decide.
-        sampling: how a test is measured in a round.
-        missing: how to treat a test that the base does not have.
-        most_seconds: time in which all rounds should end (see `Budget`); None: as many as the rule asks for.
-        spent: seconds of `most_seconds` that are over, such as those of the collection and of the trees.
-        seed: of all that is by chance.
-        environment: of the machine, for the result.
-        notes: for the result.
+        base: tree of the old revision.
+        head: tree of the new revision.
+        tests: node IDs of the tests to be measured.
+        launch: settings of the processes.
+        limits: limits by test. Other tests have the default limits.
+        asked: required metrics by test. A required metric that cannot be measured is INCONCLUSIVE.
+        places: file and line by test.
+        rule: rule of the decisions.
+        sampling: settings of the measurement of a test in a round.
+        missing: treatment of a test that the base does not have.
+        most_seconds: time limit of all rounds (see `Budget`); None: as many rounds as the rule needs.
+        spent: used part of `most_seconds`, for example by the collection and the trees.
+        seed: seed of all random choices.
+        environment: description of the machine, for the result.
+        notes: notes for the result.
         on_progress: called after each round, and every 10 s in a round.
 
     Raises:
         GateError: no code of the trees was measured.
-        GateInterruptedError: Ctrl-C, in the place of KeyboardInterrupt.
+        GateInterruptedError: Ctrl-C was pressed. Raised instead of KeyboardInterrupt.
         ValueError: no tests, or numbers out of range.
     """
     check_sizes(tests=len(tests))
@@ -184,8 +185,8 @@ def run_gate(
         test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
     }
     number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
-    chosen = list[OpenTest]()  # of the begun tests those of the next round
-    around = mean = 0.0  # seconds of a round that belong to no test, and of a test
+    chosen = list[OpenTest]()  # begun tests of the next round
+    around = mean = 0.0  # seconds of a round outside of tests, and mean seconds per test
     imported: set[str] = set()
     opened: set[str] = set()
     written: set[str] = set()
@@ -209,7 +210,7 @@ def run_gate(
                 round_began, tests_seconds, ended_seconds = budget.elapsed, 0.0, 0.0
                 names = [test.nodeid for test in (*chosen, *waiting)]
                 memory = {name for name in names if all_tests[name].wants_memory}
-                # Closed where it is left, so that its processes end.
+                # Closed when the loop is left, so that its processes are killed.
                 longer = replace(sampling, seconds=_seconds(sampling, chosen, around))
                 whole = {test.nodeid for test in chosen if test.whole_file}
                 with closing(
@@ -234,7 +235,7 @@ def run_gate(
                         tests_seconds += found.seconds
                         mean = tests_seconds / count
                         if isinstance(found, Ended):
-                            ended_seconds += found.seconds  # which later rounds do not take
+                            ended_seconds += found.seconds  # later rounds do not need this time
                         else:
                             imported |= found.imported
                             opened |= found.opened
@@ -247,7 +248,7 @@ def run_gate(
                         if any_measured and not budget.goes_on(another):
                             break
                         is_over = any_measured and not budget.admits(lasted, next_seconds=mean)
-                        # A code that hangs everywhere would take this long for each test.
+                        # Code that hangs in every test would take this long for each of them.
                         hangs = isinstance(found, Ended) and "hung" in found.how.values()
                         if count >= len(chosen) and (is_over or (hangs and not budget.suffices())):
                             break
@@ -272,7 +273,7 @@ def run_gate(
                 if not chosen and not begins:
                     break
     except KeyboardInterrupt:
-        # What was decided is known: to measure it took minutes.
+        # Report the decisions so far: their measurement took minutes.
         interrupted = True
     order = check_order([pair for test in all_tests.values() for pair in test.order])
     results = tuple(
@@ -306,10 +307,11 @@ def run_gate(
 
 
 def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> float:
-    """Return for how many seconds a round measures each side of a test: in all, half of its starting time.
+    """Return the seconds for which a round measures each side of a test.
 
-    What noise of the machine leaves in a round falls with this time, and where one test is left of many, a
-    round that takes 3 s to start would measure it for 0.6 s. But more rounds say more than longer ones.
+    In total this is half of the overhead of the round. The result is between `seconds` and `longest_seconds`
+    of `sampling`. The noise of a round decreases with this time. Without the adjustment, a round that takes 3
+    s to start would measure a single remaining test for 0.6 s. But more rounds are better than longer rounds.
     """
     if not begun:
         return sampling.seconds
@@ -319,11 +321,11 @@ def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> fl
 
 
 def _suite(tests: Iterable[OpenTest], results: Sequence[TestResult], rule: Rule) -> TestResult | None:
-    """Return the regression of all tests together if no test has regressed by itself."""
+    """Return the regression of all tests together if no single test has regressed."""
     if any(result.verdict is Verdict.REGRESSED for result in results):
         return None
     measured = {result.nodeid for result in results if result.status == "measured"}
-    # The differences of a test whose sides are mixed are of neither revision.
+    # The differences of a test with mixed sides belong to neither revision.
     valid = [test for test in tests if test.nodeid in measured and not test.mixed and "time" in test.trials]
     return suite_result([test.trials["time"] for test in valid], rule)
 
@@ -342,7 +344,7 @@ def _hidden(base: Tree, imported: Container[str]) -> str:
 def _compares_nothing(base: Tree, head: Tree, imported: Set[str], opened: Set[str]) -> bool:
     """Return True if both sides take every changed file that they used from head.
 
-    Files that a build has made count as well.
+    Files that a build has created are included.
     """
     if not _hidden(base, imported):
         return False
@@ -420,7 +422,7 @@ def _first(tests: Sequence[str]) -> str:
 def _starter(
     folder: Path, base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]
 ) -> Iterator[Starter]:
-    """Yield the function that starts the processes of a round. Plugin and logs of these lie in `folder`."""
+    """Yield the function that starts the processes of a round. Their plugin and logs are in `folder`."""
     trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
     shorter = ExitStack()
@@ -436,7 +438,7 @@ def _starter(
             if _FORKS and not (twins and twins[-1].left):
                 twins.append(supply.next(seed, purpose))
             own = trees[role].folder
-            # Not those of tests that are through: to import them takes time.
+            # Without the files of finished tests, since their import takes time.
             files = dict.fromkeys(str(own / launch.files[test]) for test in tests)
             other = trees["head" if role == "base" else "base"].folder
             foreign = [] if launch.callables else [launch.root, other]
@@ -447,10 +449,10 @@ def _starter(
                 fresh.mkdir()
             environment = {
                 **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
-                # For all rounds: each would compile anew otherwise.
+                # Shared by all rounds, which would otherwise compile again.
                 **{n: str(folder / f"{role}-compiled" / n) for n in _COMPILED if n not in os.environ},
                 **({CALLABLE: "1"} if launch.callables else {}),
-                "PYTEST_ADDOPTS": "",  # they are among the arguments
+                "PYTEST_ADDOPTS": "",  # already among the arguments
             }
             made = supply.sides[role] = SideProcess(
                 role,
@@ -459,7 +461,7 @@ def _starter(
                     "stackwise_side.plugin",
                     *(_moved(argument, launch.root, own) for argument in launch.arguments),
                     f"--basetemp={scratch / 'tmp'}",
-                    # Without the cache's plugin there is no such key, and --strict-config refuses it.
+                    # Without the cache plugin, this key is unknown and --strict-config refuses it.
                     *(["-o", f"cache_dir={scratch / 'cache'}"] if launch.cache else []),
                     *files,
                 ],
@@ -468,7 +470,7 @@ def _starter(
                 tree=None if launch.callables else own,
                 tests=trees[role].tests,
                 foreign=foreign,
-                # That of the twins is in the working tree if this project is compared.
+                # `source` is in the working tree if this project itself is compared.
                 own=[folder, temporaries, source, *([launch.root] if launch.callables else [])],
                 watch=_watches([all_tests[test] for test in tests if test in all_tests]),
                 log=folder / f"{role}.log",
@@ -497,7 +499,8 @@ def _starter(
 def _watches(tests: Sequence[OpenTest]) -> bool:
     """Return True if sides should report each file that they open in a round of these tests.
 
-    Each test needs one such round. One that was disturbed by it needs another round first.
+    Each test needs one such round. After a round that the reports disturbed, the test first needs a round
+    without them.
     """
     return not all(test.watched for test in tests) and all(test.order or not test.disturbed for test in tests)
 

@@ -1,9 +1,9 @@
-"""Stored baseline: runs of pytest-benchmark that were saved as JSON, compared without running base again.
+"""Stored baseline: comparison with saved JSON runs of pytest-benchmark, without a new run of base.
 
-A machine is faster in one hour than in the next by more than most changes to code, and a saved run cannot be
-measured again beside the new one. So what is compared is what suffers least, the fastest round of each run,
-and how far that differs from run to run is taken from the saved runs where there are four or more. Where
-there are fewer it is assumed, and only a large change of time is told.
+The speed of a machine changes from hour to hour by more than most changes of code do, and a saved run cannot
+be repeated next to the new one. So the fastest round of each run is compared, which has the least noise. With
+four or more saved runs, the standard deviation between runs is estimated from them. With fewer runs, it is
+assumed, and only a large change of time is found.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from stackwise.support.files import parse_json
 
 __all__ = ["compare_stored"]
 
-# From so many runs on their own spread counts.
+# Minimum number of saved runs for an estimate of their standard deviation.
 _MIN_RUNS = 4
-# Standard deviation of log(fastest round) from run to run, where it is not known: 4.1 % on a machine of two
-# cores with other work (102 runs, docs/reference/history.md). Of bytes: what an allocator leaves to chance.
+# Assumed standard deviation of log(fastest round) between runs: 4.1 % on a machine with two cores and other
+# work (102 runs, docs/reference/history.md). For bytes: random effects of an allocator.
 _ASSUMED = {"time": 0.04, "memory": 0.001}
-# As if estimated from so few that its interval is wide: another machine may be noisier.
+# Degrees of freedom of the assumed value. They are few, so that the interval is wide: another machine may be
+# noisier.
 _ASSUMED_FREEDOM = 4
-# No spread of a few runs is believed to be less: 0.55 % is what interleaved pairs have at best.
+# Minimum of the estimate from a few runs: 0.55 % is the lowest noise of interleaved pairs.
 _LEAST = {"time": 0.005, "memory": 0.0}
 _UNITS = {"time": "s", "memory": "B"}
 _NAMES = ("machine", "system", "python_implementation", "python_version")
@@ -45,7 +46,7 @@ File = str | Path
 
 @dataclass(frozen=True)
 class _Stored:
-    """One saved run: its machine and commit, and by test the level of each metric and how it was timed."""
+    """Saved run: machine, commit, and for each test the level of each metric and the timer settings."""
 
     name: str
     machine: dict[str, Any]
@@ -76,26 +77,26 @@ def compare_stored(
     missing: Missing = "warn",
     rule: Rule = ONE_LOOK,
 ) -> GateResult:
-    """Compare saved runs of pytest-benchmark (`--benchmark-json`, `--benchmark-save`) with new ones.
+    """Compare saved runs of pytest-benchmark (`--benchmark-json`, `--benchmark-save`) with new runs.
 
-    Time is the fastest round of a run, memory what `throughput` has stored as the peak. Runs of another
-    machine are left out and named in the notes; where none is left, the verdict is INCONCLUSIVE. So it is of
-    tests that were timed by another clock.
+    The time of a run is its fastest round. The memory is the peak that `throughput` has stored. Runs of
+    another machine are skipped and named in the notes. A test is INCONCLUSIVE if no saved run remains, or if
+    the runs used different clocks.
 
     Args:
         baseline: one file for each saved run.
-        current: of the new run; several runs of the same code make its level surer.
-        limits: of all tests, or by full name; None: the defaults.
-        missing: how to treat a test that the saved runs do not have.
-        rule: whose chances of error are used; that of a false alarm is divided by the number of tests, as
-            there is no second measurement to confirm one.
+        current: file of the new run. Several runs of the same code result in a more precise level.
+        limits: limits of all tests, or by full name; None: the default limits.
+        missing: treatment of a test that the saved runs do not have.
+        rule: rule with the error rates. The false-positive rate is divided by the number of tests, since no
+            second measurement confirms a regression.
 
     Returns:
-        the same as the gate gives, with a note that nothing was measured side by side.
+        result as of the gate, with a note that base and head were not measured side by side.
 
     Raises:
-        ValueError: no files, a file that is no JSON of pytest-benchmark, or new runs of several machines.
-        OSError: a file that cannot be read.
+        ValueError: no files, a file that is not JSON of pytest-benchmark, or new runs of several machines.
+        OSError: a file cannot be read.
     """
     old, new = _read("baseline", baseline), _read("current", current)
     machine = new[0].machine
@@ -142,7 +143,7 @@ def _compared(
         limit = limits.of(metric)
         base = tuple(run.levels[name][metric] for run in bases if metric in run.levels[name])
         head = tuple(run.levels[name][metric] for run in heads if metric in run.levels[name])
-        # A metric that is new has nothing to be compared with; time both have, if on another machine.
+        # A new metric has no base to be compared with. Every run has a time, possibly of another machine.
         if limit is None or (metric != "time" and not base):
             continue
         ways = {json.dumps(run.ways[name], sort_keys=True) for run in (*bases, *heads)}
@@ -202,7 +203,7 @@ def _trial(
 
 
 def _spread(metric: str, old: Sequence[float], new: Sequence[float]) -> tuple[float, int, str]:
-    """The standard deviation from run to run, its degrees of freedom, and where they come from."""
+    """Return the standard deviation between runs, its degrees of freedom, and the source of both."""
     if len(old) < _MIN_RUNS:
         assumed = _ASSUMED[metric]
         said = (
@@ -239,7 +240,7 @@ def _way(benchmark: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _machine(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides speed, of what pytest-benchmark and, where it measured, this plugin say of the machine."""
+    """Return the facts that determine the speed, from pytest-benchmark and, if stored, from this plugin."""
     found = {name: info.get(name) for name in _NAMES}
     found |= {f"cpu {name}": (info.get("cpu") or {}).get(name) for name in _CPU_NAMES}
     if info.get("stackwise"):

@@ -1,4 +1,4 @@
-"""Trial: all differences of one metric of one test, and what was decided from them."""
+"""Trial: differences of one metric of one test, and the decision from them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from stackwise.support.arguments import check_number, check_sizes
 __all__ = ["LEAST_FRESH", "Trial"]
 
 
-# Fresh rounds that have to say the same where all rounds together are what decides.
+# Minimum number of fresh rounds that have to agree if all rounds together are to confirm a flag.
 LEAST_FRESH = 1
 
 
 class Trial:
-    """One metric of one test, round by round.
+    """Sequential test of one metric of one test.
 
-    Where the rule finds it slower or faster this is a flag. Fresh rounds follow, which are judged by
-    themselves, and the flag becomes the verdict if they say the same. Where the time is up before they are
-    enough for that, all rounds are judged together, once (`conclude`).
+    If the rule finds that head is slower or faster, the trial is flagged. Fresh rounds follow and are judged
+    separately. If they agree, the flag becomes the verdict. If the time limit is reached before enough fresh
+    rounds, all rounds are judged together, once (`conclude`).
 
     Args:
-        limit: of the metric.
-        rule: when to decide.
-        n_tests: how many trials the whole run has, this one too.
+        limit: limit of the metric.
+        rule: rule of the decisions.
+        n_tests: number of trials in the whole run, including this one.
     """
 
     def __init__(self, limit: Limit, rule: Rule | None = None, n_tests: int = 1) -> None:
@@ -42,51 +42,48 @@ class Trial:
 
     @property
     def differences(self) -> tuple[float, ...]:
-        """Of every round, log(head / base)."""
+        """Paired differences log(head / base) of all rounds."""
         return tuple(self._differences)
 
     @property
     def base_level(self) -> float:
-        """The median cost of base over the rounds, in the metric's unit; NaN before the first."""
+        """Median cost of base over the rounds, in the metric's unit; NaN before the first round."""
         return statistics.median(self._levels) if self._levels else math.nan
 
     @property
     def confirming(self) -> bool:
-        """Whether it was flagged, and is in its fresh rounds or through them."""
+        """True if the trial was flagged. It stays True after the fresh rounds."""
         return self._flag is not None
 
     @property
     def decided(self) -> bool:
-        """Whether no more rounds are needed."""
+        """True if no more rounds are needed."""
         return self._decision is not None
 
     @property
     def decision(self) -> Decision | None:
-        """What was decided; None: more rounds are needed."""
+        """Decision of the trial; None: more rounds are needed."""
         return self._decision
 
     @property
     def rounds_to_look(self) -> int:
-        """How many rounds are to be made before the next decision can fall; 0 where it has fallen."""
+        """Number of rounds until the next possible decision; 0 after the decision."""
         if self.decided:
             return 0
         rounds = len(self._stage())
         return next(look for look in self._rule().looks if look > rounds) - rounds
 
     def is_one_of(self, n_tests: int) -> None:
-        """Say anew how many trials the whole run has, where that is known better by now.
-
-        A trial that was flagged stays with what was known then.
-        """
+        """Update the number of trials in the whole run. The number of a flagged trial is not changed."""
         if self._flag is None:
             self._fresh_rule = self.rule.confirmation(n_tests)
 
     def add(self, difference: float, base_level: float) -> None:
-        """One round more.
+        """Add a round.
 
         Args:
             difference: log(head / base) of the round, see `stackwise.gate.turns.difference`.
-            base_level: what base cost, in the metric's unit.
+            base_level: cost of base in the round, in the metric's unit.
 
         Raises:
             ValueError: a difference that is not finite, or a level that is not above 0.
@@ -105,14 +102,15 @@ class Trial:
             self._decision = self._final(found)
 
     def conclude(self, why: str, *, together: bool = False) -> Decision:
-        """Decide with what there is, unless it was decided before.
+        """Decide from the rounds so far, unless the trial is decided already.
 
-        What the last look proved is proved; a flag that was not confirmed is INCONCLUSIVE.
+        A PASS at the last look is valid. A regression that was not confirmed is INCONCLUSIVE.
 
         Args:
-            why: no more rounds are made, as half a sentence: "the time is up".
-            together: whether all rounds may confirm a flag, once, held to the chances of flag and
-                confirmation multiplied; where what ends the rounds has nothing to do with what was found.
+            why: reason why no more rounds follow, as half a sentence: "the time is up".
+            together: True if all rounds together may confirm a flag, once. Their error rate is the product of
+                the rates of flag and confirmation. The reason for the stop must not depend on the measured
+                differences.
         """
         if self._decision is None:
             looks = [look for look in self._rule().looks if look <= len(self._stage())]
@@ -133,12 +131,14 @@ class Trial:
         return self._decision
 
     def _together(self) -> Decision | None:
-        """What was flagged, if the fresh rounds go the same way and all rounds prove it; else None.
+        """Return the flagged verdict if all rounds together confirm it, otherwise None.
 
-        A flag that fresh rounds deny has been decided before.
+        The fresh rounds must have the same sign as the flag. A flag that fresh rounds contradict was decided
+        earlier.
         """
         fresh = self._stage()
-        # Equal differences, as of bytes, have no spread that could say how sure they are: their number does.
+        # Equal differences, for example of bytes, have no spread that measures their certainty. One more
+        # round is required instead.
         least = LEAST_FRESH + (len(set(self._differences)) == 1)
         if self._flag is None or len(fresh) < least:
             return None
@@ -159,11 +159,11 @@ class Trial:
         return self.rule if self._flag is None else self._fresh_rule
 
     def _stage(self) -> list[float]:
-        """The differences that the present rule judges."""
+        """Return the differences that the current rule judges."""
         return self._differences[self._flag.rounds if self._flag else 0 :]
 
     def _final(self, found: Decision) -> Decision:
-        """The verdict, given what was found in the first rounds or in the fresh ones."""
+        """Return the verdict from the result of the first rounds or of the fresh rounds."""
         rounds = len(self._differences)
         if self._flag is None:
             return replace(found, rounds=rounds)
@@ -174,6 +174,6 @@ class Trial:
         match self._flag.verdict, found.verdict:
             case _, Verdict.PASS:
                 return said
-            case Verdict.IMPROVED, Verdict.INCONCLUSIVE:  # that it is not slower was proved by the flag
+            case Verdict.IMPROVED, Verdict.INCONCLUSIVE:  # the flag has proved that head is not slower
                 return replace(self._flag, verdict=Verdict.PASS, rounds=rounds, reason=said.reason)
         return replace(said, verdict=Verdict.INCONCLUSIVE)

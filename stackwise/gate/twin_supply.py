@@ -1,4 +1,4 @@
-"""TwinSupply: the twins of one round after the other."""
+"""TwinSupply: twins for one round after another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from stackwise.gate.twins import Twins
 
 __all__ = ["TwinSupply"]
 
-_MOST = 4  # pairs at once: each holds what it has imported
+_MOST = 4  # maximum number of waiting pairs: each holds its imports in memory
 
 
 class TwinSupply:
-    """Twins, several pairs at once where there is much to import.
+    """Source of twins, which prepares several pairs at once if they have slow imports.
 
-    Nothing is computed while a round measures. So pairs are made between rounds, one on each processor, and
-    those that have imported what both sides of an earlier round had wait for theirs. Where a side forbids it,
-    what waits is ended: it is of rounds that had not come to the test for which nothing may be imported.
+    While a round measures, no other process may compute. So pairs are prepared between rounds, one on each
+    processor. They import the modules that both sides of an earlier round have imported, and wait for their
+    round. If a side forbids early imports, the waiting pairs are killed. They were prepared before the rounds
+    reached the test that forbids early imports.
 
     Args:
-        folder: for what they print.
+        folder: folder for their logs.
 
     Attributes:
-        sides: the processes that were started last, by role; whoever starts one puts it here.
+        sides: last started process of each role. The caller that starts a process stores it here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,11 +41,11 @@ class TwinSupply:
         self._made = 0
 
     def next(self, seed: int, purpose: Hashable) -> Twins:
-        """A pair that nobody has had.
+        """Return an unused pair.
 
         Args:
-            seed: of what is by chance in it.
-            purpose: what it is for; imports are those of earlier pairs for the same.
+            seed: seed of the random properties of the pair.
+            purpose: key of the imports. A pair imports the modules of earlier pairs with the same purpose.
         """
         found = _of_both(list(self.sides.values()))
         if found is None:
@@ -55,12 +56,12 @@ class TwinSupply:
         imports = self._imports.get(purpose, [])
         if not self._waiting:
             self._waiting, self._waiting_for = self._ahead(seed, imports), purpose
-        # What others were for says nothing of what this needs.
+        # The imports of a pair for another purpose are not valid for this purpose.
         self._learns_for = purpose if purpose == self._waiting_for else None
         return self._waiting.pop(0)
 
     def end(self) -> None:
-        """End those that nobody has had."""
+        """Kill the unused pairs."""
         while self._waiting:
             self._waiting.pop().end()
 
@@ -72,8 +73,8 @@ class TwinSupply:
                 self._waiting.append(self._new(seed + number, imports))
             for twins in self._waiting:
                 twins.pid(0)
-        except ChannelClosedError:  # sides import for themselves what this one could not
-            self._failed = True  # they would again, and may take a minute to
+        except ChannelClosedError:  # the sides then import the modules themselves
+            self._failed = True  # a second attempt would fail too, and may take a minute
             self.end()
             return [self._new(seed)]
         return self._waiting
@@ -84,7 +85,7 @@ class TwinSupply:
 
 
 def _of_both(sides: Sequence[SideProcess]) -> list[str] | None:
-    """What all have imported, in the order of the first; None: one forbids it."""
+    """Return the modules that all sides have imported, in the order of the first; None: a side forbids it."""
     told = [side.early for side in sides if side.early is not None]
     if len(told) < len(sides):
         return None

@@ -1,4 +1,4 @@
-"""Twins: processes of both sides that begin as one."""
+"""Twins: pair of processes, one per side, that are forks of the same process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from stackwise.gate.side.clock import real_time
 
 __all__ = ["Twin", "Twins", "by_chance", "inherited_environment", "interpreter"]
 
-_PADDING = 4096  # most characters that the environment is longer by
+_PADDING = 4096  # maximum length of the padding of the environment
 _COUNT = 2
-_PATIENCE = 60.0  # seconds that an interpreter has to start
-# Options that have a flag, and are handed on. Not -E and -I: a side is told by its environment what it is.
+_PATIENCE = 60.0  # seconds for the start of an interpreter
+# Options of the interpreter that are passed on as flags. Without -E and -I, since the environment configures
+# a side.
 _OPTIONS = {
     "optimize": "O",
     "bytes_warning": "b",
@@ -45,7 +46,7 @@ _TRACER_OPTIONS = frozenset({"tracemalloc", "importtime", "perf", "perf_jit"})  
 
 
 def by_chance(seed: int) -> dict[str, str]:
-    """Variables of the environment that a process has by chance: its hash seed and where its stack lies."""
+    """Return the random variables of the environment: the hash seed, and a padding that moves the stack."""
     chance = random.Random(seed)  # noqa: S311
     return {
         "PYTHONHASHSEED": str(chance.randrange(2**32)),
@@ -59,7 +60,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def interpreter() -> list[str]:
-    """Return the command of this Python, with the options that decide how code runs, without tracers."""
+    """Return the command of this Python, with the options that affect the execution, without tracers."""
     options = {key: value for key, value in sys._xoptions.items() if key not in _TRACER_OPTIONS}
     flags = [letter * int(getattr(sys.flags, name)) for name, letter in _OPTIONS.items()]
     return [
@@ -71,18 +72,18 @@ def interpreter() -> list[str]:
 
 
 class Twins:
-    """Two processes that are forks of one, which has done nothing: see `stackwise.gate.side.twin`.
+    """Two processes that are forks of one idle process: see `stackwise.gate.side.twin`.
 
-    Where one of them is ended both are, and they end when this process does.
+    If one twin is killed, both are. Both are killed when the current process exits.
 
     Args:
-        seed: of what is by chance.
-        log: for what is printed before one of them is told what to be.
-        imports: names of installed modules that they have imported as they begin.
+        seed: seed of the random properties.
+        log: file for the output before a twin has a task.
+        imports: names of installed modules that are imported before the fork.
 
     Attributes:
-        left: how many of them are still to be had.
-        log: what was printed before they were told.
+        left: number of unused twins.
+        log: file with the output before the twins had a task.
     """
 
     def __init__(self, seed: int, log: Path, imports: Sequence[str] = ()) -> None:
@@ -116,7 +117,7 @@ class Twins:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        # Of one that is gone hears whoever wants a twin.
+        # If the process is dead, the next request for a twin raises the error.
         with contextlib.suppress(ChannelClosedError, TimeoutError):
             self._parent.send({"imports": list(imports)}, _PATIENCE)
 
@@ -134,18 +135,18 @@ class Twins:
         environment: Mapping[str, str],
         log: Path,
     ) -> tuple[Twin, Channel]:
-        """Let the next of them be what `python -m MODULE` would be.
+        """Turn the next twin into the process of `python -m MODULE`.
 
         Args:
-            module: its name.
-            arguments: of the module.
-            folder: in which it runs.
-            import_path: what comes first of `sys.path`, behind the folder.
-            environment: variables beyond those of this process.
-            log: the file for what it prints.
+            module: name of the module.
+            arguments: arguments of the module.
+            folder: working directory.
+            import_path: first entries of `sys.path`, after the working directory.
+            environment: variables in addition to the environment of the twin.
+            log: file for the output of the module.
 
         Raises:
-            ChannelClosedError: it is gone.
+            ChannelClosedError: the twin is dead.
         """
         number = _COUNT - len(self._channels)
         channel = self._channels.pop(0)
@@ -166,10 +167,10 @@ class Twins:
         return Twin(self, number), channel
 
     def pid(self, number: int) -> int:
-        """The number of a process.
+        """Return the process ID of a twin.
 
         Raises:
-            ChannelClosedError: it was never there.
+            ChannelClosedError: the twin was never started.
         """
         while not self._pids:
             if not self._hear(_PATIENCE):
@@ -177,21 +178,21 @@ class Twins:
         return self._pids[number]
 
     def code(self, number: int, seconds: float = 0.0) -> int | None:
-        """With what a process has ended, below 0 the signal; None: it has not, within so many seconds."""
+        """Return the exit code of a twin, below 0 the signal; None: it is still running after `seconds`."""
         deadline = real_time.monotonic() + seconds
         try:
             while not self._ended and number not in self._codes:
                 if not self._hear(max(0.0, deadline - real_time.monotonic())):
                     break
-        except ChannelClosedError:  # what has forked them is gone
+        except ChannelClosedError:  # the parent of the twins is dead
             return self._codes.get(number, self._process.wait())
         return self._codes.get(number)
 
     def end(self) -> None:
-        """End both and all that they have started, at once."""
+        """Kill both twins and all their descendants at once."""
         if self._ended:
             return
-        self.code(0)  # hear what there is to be heard
+        self.code(0)  # receive the waiting messages
         self._ended = True
         for channel in (self._parent, *self._channels):
             channel.close()
@@ -201,7 +202,7 @@ class Twins:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.returncode != 0:  # it was ended itself, and has not ended them
+        if self._process.returncode != 0:  # the parent was killed before it could kill the twins
             for pid in self._pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
@@ -218,30 +219,30 @@ class Twins:
 
 
 class Twin:
-    """One of them, as a `subprocess.Popen`."""
+    """One of two twins, with the interface of `subprocess.Popen`."""
 
     def __init__(self, twins: Twins, number: int) -> None:
         self._twins, self._number = twins, number
 
     @property
     def log(self) -> Path:
-        """Of what was printed before it was told what to become."""
+        """File with the output before the twin had a task."""
         return self._twins.log
 
     @property
     def pid(self) -> int:
-        """Its number, which is that of its session."""
+        """Process ID, which is also the session ID."""
         return self._twins.pid(self._number)
 
     def poll(self) -> int | None:
-        """With what it has ended, below 0 the signal; None: it has not."""
+        """Return the exit code, below 0 the signal; None: the twin is still running."""
         return self._twins.code(self._number)
 
     def wait(self, timeout: float) -> int:
-        """The same, once it has.
+        """Wait for the exit and return the exit code, below 0 the signal.
 
         Raises:
-            subprocess.TimeoutExpired: it has not within so many seconds.
+            subprocess.TimeoutExpired: the twin is still running after `timeout` seconds.
         """
         code = self._twins.code(self._number, timeout)
         if code is None:
@@ -249,5 +250,5 @@ class Twin:
         return code
 
     def end(self) -> None:
-        """End it, its twin, and all that they have started."""
+        """Kill both twins and all their descendants."""
         self._twins.end()

@@ -1,16 +1,16 @@
-"""Boundary: how large a t statistic must be at each look, so that all together err with a given chance.
+"""Boundary: critical value of the t statistic at each look, for a common error rate of all looks.
 
-The statistics of successive looks at one sample are dependent, and adding up their chances of error
-(Bonferroni) asks for too much. Under no change they are a Markov chain of one variable (Jennison & Turnbull,
-Biometrika 78, 1991): the cosine u = S / (sqrt(n) R) between the sample and the direction of equal values,
-where S is its sum and R its length, is independent of R. What m more rounds make of it,
+The statistics of successive looks at one sample are dependent, so a Bonferroni correction is too strict.
+Under the null hypothesis they are a Markov chain of one variable (Jennison & Turnbull, Biometrika 78, 1991):
+the cosine u = S / (sqrt(n) R) between the sample and the direction of equal values, with the sum S and the
+length R of the sample. It is independent of R. After m more rounds, the cosine
 
     u' = sqrt(n / n') u sqrt(B) + sqrt(m / n') v sqrt(1 - B),     n' = n + m,
 
-needs only B = R^2 / R'^2, a beta variable, and v, the cosine of the new rounds by themselves. So the chance
-that any look is beyond its boundary is a chain of integrals, computed here on fixed nodes. How the chance is
-shared out between the looks follows Wang & Tsiatis (Biometrics 43, 1987): a shape of 0.5 gives every look the
-same level (Pocock), 0 leaves nearly all to the last (O'Brien & Fleming).
+depends only on u, on the beta variable B = R^2 / R'^2, and on v, the cosine of the new rounds. So the
+probability that any look exceeds its boundary is a chain of integrals, computed here at fixed nodes. The
+shape of Wang & Tsiatis (Biometrics 43, 1987) distributes the error rate among the looks: 0.5 is the same
+level at every look (Pocock), 0 leaves nearly all of the rate to the last look (O'Brien & Fleming).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["check_looks", "crossing", "quantiles"]
 
-# Nodes of the cosine between looks, of the beta variable and of the cosine of new rounds.
+# Number of nodes for the cosine between looks, the beta variable and the cosine of new rounds.
 _STATES, _BETA_NODES, _NEW_NODES = 161, 16, 16
 
 Floats = NDArray[np.float64]
 
 
 def check_looks(looks: tuple[int, ...], key: str = "looks") -> None:
-    """Refuse looks that are not numbers of rounds, from 2, which rise.
+    """Raise ValueError unless the looks are increasing numbers of rounds, from 2.
 
     Raises:
-        ValueError: naming them.
+        ValueError: the looks are not valid.
     """
     require(bool(looks), key, looks, "one or more numbers of rounds")
     for look in looks:
@@ -47,16 +47,17 @@ def check_looks(looks: tuple[int, ...], key: str = "looks") -> None:
 
 @lru_cache(maxsize=64)
 def quantiles(looks: tuple[int, ...], chance: float, shape: float) -> tuple[float, ...]:
-    """The boundary of each look: what the t statistic of so many rounds has to exceed.
+    """Return the boundary of each look: the value that the t statistic has to exceed.
 
     Args:
-        looks: numbers of rounds, rising.
-        chance: that any of them is beyond its boundary, on one side, where nothing has changed and
-            differences are normal.
-        shape: from 0 (late looks get the chance) to 0.5 (all the same) and beyond (early ones do).
+        looks: increasing numbers of rounds.
+        chance: one-sided probability that any look exceeds its boundary, under the null hypothesis and for
+            normal differences.
+        shape: distribution of this probability among the looks, from 0 (late looks) over 0.5 (same level at
+            every look) to 1 (early looks).
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an invalid argument, named in the message.
     """
     check_looks(looks)
     check_number("chance", chance, "a number above 0 and below 0.5", lambda value: 0 < value < 0.5)
@@ -69,8 +70,8 @@ def quantiles(looks: tuple[int, ...], chance: float, shape: float) -> tuple[floa
 
     if len(looks) == 1:
         return (-float(stdtrit(looks[0] - 1, chance)),)
-    # Between no correction at the look that gets the most, and one for as many looks as there are at the one
-    # that gets the least, and a little on either side for what the nodes leave out.
+    # Bracket of the root: the strictest look without a correction, and the least strict look with a
+    # Bonferroni correction, with a margin for the error of the nodes.
     low = -0.95 * float(ndtri(chance)) / max(weights)
     high = -1.05 * float(ndtri(chance / len(looks))) / min(weights)
     return bounds(
@@ -79,11 +80,11 @@ def quantiles(looks: tuple[int, ...], chance: float, shape: float) -> tuple[floa
 
 
 def crossing(looks: tuple[int, ...], bounds: tuple[float, ...]) -> float:
-    """The chance that the t statistic of any look exceeds its bound, where nothing has changed.
+    """Return the probability that the t statistic of any look exceeds its bound, under the null hypothesis.
 
     Args:
-        looks: numbers of rounds, rising.
-        bounds: of each, above 0.
+        looks: increasing numbers of rounds.
+        bounds: bound of each look, above 0.
     """
     cosines = [1 / math.hypot(1, math.sqrt(look - 1) / t) for look, t in zip(looks, bounds, strict=True)]
     beyond: Floats = np.zeros(_STATES)
@@ -96,33 +97,33 @@ def crossing(looks: tuple[int, ...], bounds: tuple[float, ...]) -> float:
 
 
 def _reach(rounds: int) -> float:
-    """The angle beyond which the cosine of so many rounds does not get, but for a chance of 1e-14."""
+    """Return the angle that the cosine of this number of rounds exceeds with a probability of only 1e-14."""
     return min(math.pi / 2, 8 / math.sqrt(rounds))
 
 
 def _angles(rounds: int) -> Floats:
-    """The states at a look, as the angles whose sines are the cosines."""
+    """Return the states at a look, as angles: their sines are the cosines."""
     return np.linspace(-_reach(rounds), _reach(rounds), _STATES)
 
 
 def _one_look_back(before: int, after: int, limit: float, beyond: Floats) -> Floats:
-    """From each state at a look, the chance that the next or a later one is beyond its bound.
+    """Return, for each state at a look, the probability that a later look exceeds its bound.
 
     Args:
-        before: rounds of the look.
-        after: rounds of the next.
-        limit: cosine of the next one's bound.
-        beyond: the chance from each state at the next look.
+        before: number of rounds of the look.
+        after: number of rounds of the next look.
+        limit: cosine of the bound of the next look.
+        beyond: for each state at the next look, the probability that a look after it exceeds its bound.
     """
     more, angles = after - before, _angles(after)
-    # sin(psi)^2 is B, which is beta-distributed; psi is next to normal.
+    # sin(psi)^2 is B, which is beta-distributed; psi is nearly normal.
     middle, spread = math.atan(math.sqrt(before / more)), 8 / (2 * math.sqrt(after / 2 + 1))
     psi, weight = _nodes(_BETA_NODES, max(0.0, middle - spread), min(math.pi / 2, middle + spread))
     log_density = (before - 1) * np.log(np.sin(psi)) + (more - 1) * np.log(np.cos(psi))
     weight = weight * 2 * np.exp(log_density - betaln(before / 2, more / 2))
     kept = math.sqrt(before / after) * np.sin(_angles(before))[:, None] * np.sin(psi)  # states x nodes of B
     added = math.sqrt(more / after) * np.cos(psi)
-    if more == 1:  # one round has no direction but the two
+    if more == 1:  # the cosine of one round is -1 or 1
         chance = np.zeros_like(kept)
         for sign in (-1.0, 1.0):
             there = np.clip(kept + sign * added, -1, 1)
@@ -141,17 +142,17 @@ def _one_look_back(before: int, after: int, limit: float, beyond: Floats) -> Flo
 
 
 def _cosine_density(angle: Floats, rounds: int) -> Floats:
-    """Of the angle whose sine is the cosine of so many normal rounds."""
+    """Return the density of the angle with the sine u, for the cosine u of this number of normal rounds."""
     return np.asarray(np.exp((rounds - 2) * np.log(np.cos(angle)) - betaln(0.5, (rounds - 1) / 2)))
 
 
 def _above(cosine: Floats, rounds: int) -> Floats:
-    """The chance that the cosine of so many normal rounds is above `cosine`."""
+    """Return the probability that the cosine of this number of normal rounds exceeds `cosine`."""
     half = (rounds - 1) / 2
     return np.asarray(betainc(half, half, (1 - cosine) / 2))
 
 
 def _nodes(count: int, low: float, high: float) -> tuple[Floats, Floats]:
-    """Nodes and weights of Gauss and Legendre from `low` to `high`."""
+    """Return nodes and weights of Gauss-Legendre quadrature from `low` to `high`."""
     nodes, weights = np.polynomial.legendre.leggauss(count)
     return low + (nodes + 1) * (high - low) / 2, weights * (high - low) / 2

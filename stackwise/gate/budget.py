@@ -21,7 +21,7 @@ class Budget:
 
     A test has no verdict before the first look of the rule, and a slowdown is confirmed one round later at
     the earliest. If the limit is too short for that many rounds of all tests, the first tests get them. The
-    last rounds go to flagged tests.
+    last rounds are for flagged tests.
 
     Args:
         seconds: time limit, after which no round should run; None: no limit.
@@ -46,7 +46,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit; infinite if there is none."""
+        """Seconds until the limit; infinite without a limit."""
         return math.inf if self._seconds is None else max(0.0, self._seconds - self.elapsed)
 
     def suffices(self, seconds: float = 0.0) -> bool:

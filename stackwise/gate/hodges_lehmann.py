@@ -1,10 +1,10 @@
-"""Hodges-Lehmann: the centre of symmetric differences, whatever their tails are, and its interval.
+"""Hodges-Lehmann: centre of symmetric differences with any tails, and its confidence interval.
 
-The estimate is the median of the means of all pairs of differences, each with itself too (Hodges & Lehmann,
-Annals of Mathematical Statistics 34, 1963). One wild round hardly moves it. Its interval inverts Wilcoxon's
-signed-rank test, so that it holds for every symmetric distribution (Hollander, Wolfe & Chicken, Nonparametric
-Statistical Methods, 2014, section 3.3), where there are rounds enough for one. The rule does not decide by
-it: see `sequential`.
+The estimate is the median of the means of all pairs of differences, including each difference with itself
+(Hodges & Lehmann, Annals of Mathematical Statistics 34, 1963). A single outlier hardly moves it. Its interval
+inverts Wilcoxon's signed-rank test, so it is valid for every symmetric distribution, if the number of rounds
+suffices (Hollander, Wolfe & Chicken, Nonparametric Statistical Methods, 2014, section 3.3). The rule does not
+use it for decisions: see `sequential`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from stackwise.support.arguments import check_number
 
 __all__ = ["HodgesLehmann", "hodges_lehmann"]
 
-# Up to here the distribution of the signed-rank statistic is counted out; above it is normal to three digits.
+# Largest number of differences with the exact distribution of the signed-rank statistic. For more differences
+# the normal distribution is accurate to three digits.
 _EXACT = 200
 
 
 @dataclass(frozen=True)
 class HodgesLehmann:
-    """The centre of differences.
+    """Centre of differences, with its confidence interval.
 
     Attributes:
-        estimate: in the unit of the differences.
-        low: the centre is not below it; -inf where the differences are too few to say so.
-        high: the centre is not above it; inf likewise.
-        level: the chance that the interval has the centre: at least what was asked for, since ranks are whole
-            numbers; 1 where it is infinite.
+        estimate: centre, in the unit of the differences.
+        low: lower end of the interval; -inf if the differences are too few.
+        high: upper end of the interval; inf if the differences are too few.
+        level: confidence level of the interval, at least the requested level, since ranks are integers; 1 for
+            an infinite interval.
     """
 
     estimate: float
@@ -45,16 +46,16 @@ class HodgesLehmann:
 
 
 def hodges_lehmann(differences: Sequence[float], level: float = 0.95) -> HodgesLehmann:
-    """The centre of `differences`, with an interval that assumes no more than symmetry about it.
+    """Return the centre of `differences`, with an interval that only assumes symmetry about the centre.
 
-    An interval at 95 % takes 6 differences, at 99 % 8.
+    An interval at 95 % needs 6 differences, at 99 % 8.
 
     Args:
-        differences: independent of each other, in any order.
-        level: of the interval.
+        differences: independent values, in any order.
+        level: requested confidence level.
 
     Raises:
-        ValueError: no differences, or one that is not finite; a level that is not between 0 and 1.
+        ValueError: no differences, a difference that is not finite, or a level that is not between 0 and 1.
     """
     check_number("level", level, "a number between 0 and 1", lambda value: 0 < value < 1)
     values = np.asarray(differences, dtype=np.float64)
@@ -69,10 +70,10 @@ def hodges_lehmann(differences: Sequence[float], level: float = 0.95) -> HodgesL
 
 
 def _cut(count: int, risk: float) -> tuple[int, float]:
-    """The rank from either end at which the interval ends, and its level; 0 where no rank is far enough out.
+    """Return the rank of the interval's ends, counted from either end, and its level; 0: too few differences.
 
-    The centre is below the mean of rank r if at most r - 1 of the means of pairs are below it, and their
-    number is Wilcoxon's statistic.
+    The centre is below the mean of rank r if at most r - 1 of the means of pairs are below the centre. The
+    number of these means is Wilcoxon's statistic.
     """
     if count > _EXACT:
         mean = count * (count + 1) / 4
@@ -85,7 +86,7 @@ def _cut(count: int, risk: float) -> tuple[int, float]:
 
 @lru_cache(maxsize=_EXACT)
 def _signed_rank(count: int) -> NDArray[np.float64]:
-    """The chance that the signed-rank statistic of so many differences is at most 0, 1, 2 and so on."""
+    """Return the cumulative distribution of the signed-rank statistic of `count` differences, from 0 on."""
     chances = np.array([1.0])
     for rank in range(1, count + 1):
         longer = np.zeros(chances.size + rank)

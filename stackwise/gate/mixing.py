@@ -29,10 +29,10 @@ class Used:
     """Absolute paths of the files outside of its tree that the process of a side has used so far.
 
     Attributes:
-        stray: module that was imported from outside the tree, with its path; "": there is none.
+        stray: module that was imported from outside the tree, with its path; "" if no module was.
         foreign: files of the other side or of the working tree that the process read or ran.
         read: other files that the process read, without installed files.
-        written: other files that the process wrote, including those of the working tree.
+        written: other files that the process wrote, including files of the working tree.
     """
 
     stray: str = ""
@@ -49,7 +49,7 @@ class Used:
 
 
 def why_mixed(sides: Mapping[str, Used], run_began: float, round_began: float) -> str:
-    """Return a sentence that says why the comparison of the sides is not valid, or "" if no reason is known.
+    """Return the reason why the comparison of the sides is not valid, or "" if no reason is known.
 
     Args:
         sides: files used by base and by head, in this order.

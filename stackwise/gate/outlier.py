@@ -1,12 +1,13 @@
-"""Outlier: a round in which the processes of one side were wholly off, which says nothing of the code.
+"""Outlier: round in which the processes of one side were disturbed, so that it does not reflect the code.
 
-On shared machines one process in some hundred is a tenth or a third slower than its like for as long as it
-lives. A round of these among ten quiet ones widens Student's interval so far that nothing can be told for
-dozens of rounds. What is left out is chosen by its distance alone, whichever side was off, so that identical
-code keeps differences that are symmetric about 0. The distance is counted in median absolute deviations,
-which outliers do not move (Hampel, JASA 69, 1974); 25 of them are 17 standard deviations of normal rounds.
-Of 8 rounds the median deviation may be half of what is usual: with 10 the long tail of skewed rounds would be
-cut as well, and their mean moved (3.9 % of identical code flagged at 3 % of noise, in place of 2.4).
+On shared machines, about one process in some hundred is a tenth or a third slower than the rest for its full
+lifetime. One such round among ten quiet ones widens Student's interval so much that no decision is possible
+for dozens of rounds. Outliers are selected by their distance only, no matter which side was disturbed, so the
+differences of identical code remain symmetric about 0. The unit of the distance is the median absolute
+deviation, which outliers do not affect (Hampel, JASA 69, 1974). A distance of 25 is 17 standard deviations of
+normal rounds. With 8 rounds, the median deviation may be half of its usual value. A limit of 10 would also
+cut the long tail of skewed rounds and shift their mean: 3.9 % of identical code was flagged at 3 % of noise,
+instead of 2.4 %.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from numpy.typing import NDArray
 
 __all__ = ["without_outliers"]
 
-# Of fewer rounds the deviations are too few to say what is usual.
+# Minimum number of rounds for an estimate of the usual deviation.
 _LEAST_ROUNDS = 8
 _DEVIATIONS = 25.0
-# What is nearer hides nothing that is to be found.
+# Minimum distance of an outlier in tolerances. A nearer round cannot hide a change that has to be found.
 _TOLERANCES = 2.0
-# More than one in so many are no outliers, but what the code does now and then.
+# Maximum share of outliers: one round in 6. A larger share is a property of the code.
 _ONE_IN = 6
-# Of exact numbers, as of bytes: what deviates by its rounding has no spread to be far from.
+# Exact numbers, such as bytes, deviate only by rounding. They have no spread as a unit of the distance.
 _ROUNDING = 1e-9
 
 
 def without_outliers(differences: Sequence[float], tolerance: float) -> NDArray[np.float64]:
-    """The differences that are not far from the others, in their order.
+    """Return the differences without outliers, in their order.
 
-    Far is 25 median absolute deviations and two tolerances off the median. All of them stay where there are
-    fewer than 8, where more than one in 6 is far off, or where more than half are equal, as numbers of bytes.
+    An outlier is more than 25 median absolute deviations and more than two tolerances from the median. No
+    difference is removed in three cases: there are fewer than 8, more than one in 6 would be removed, or more
+    than half are equal, such as numbers of bytes.
 
     Args:
-        differences: of each round, log(head / base).
-        tolerance: as a logarithm, see `Limit.at`.
+        differences: log(head / base) of each round.
+        tolerance: logarithm, see `Limit.at`.
     """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < _LEAST_ROUNDS:

@@ -92,7 +92,7 @@ def _evidence(test: TestResult, metric: str, trial: TrialResult) -> str:
 
 
 def _command(result: GateResult, test: TestResult) -> str:
-    """Return the shell command that measures a test again, or "" if both sides are files of saved results."""
+    """Return the shell command that repeats a test, or "" if both sides are files of saved results."""
     if any(note.startswith("stored:") for note in result.notes):
         return ""
     # "main (0123abcde)" is a branch and its commit. The working tree is the head without a name.
@@ -120,7 +120,7 @@ def _differences(result: GateResult) -> Section:
 
 
 def _varies(trial: TrialResult) -> bool:
-    """Return False if a plot of the rounds would show nothing: one round, or memory without any change."""
+    """Return False if a plot of the rounds would be empty: one round, or memory without any change."""
     differences = trial.differences
     return len(differences) > 1 and max(map(abs, differences)) > 1e-9
 

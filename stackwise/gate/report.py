@@ -1,4 +1,4 @@
-"""Report: what a gate found, for those who read it: a terminal, a job's summary, a forge, a program."""
+"""Report: result of a gate for a terminal, a job summary, a forge or a program."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ __all__ = [
 
 CODE_QUALITY = ".codequality.json"
 
-# GitHub shows ten annotations of a level in a step, and drops the others without a word.
+# GitHub shows ten annotations of a level per step, and silently drops the rest.
 _MOST_ANNOTATIONS = 10
 _LEAST_NAME = 20  # characters of a test's name
 _LONGEST_REASON = 300  # characters: the output of a process may have thousands
 
 
 def test_text(test: TestResult) -> str:
-    """What came of one test, a line for each metric, the worst first; of one that was not measured, why."""
+    """Return a line for each metric of a test, the worst first, or the reason why it was not measured."""
     if not test.trials:
         return f"{test.status}: {test.detail}" if test.detail else test.status
     return "\n".join(_trial_text(test, *each) for each in _worst_first(test))
 
 
-test_text.__test__ = False  # type: ignore[attr-defined] # for pytest, which takes the name for a test
+test_text.__test__ = False  # type: ignore[attr-defined] # otherwise pytest treats it as a test
 
 
 def short_text(test: TestResult) -> str:
@@ -76,12 +76,12 @@ def _change_and_limit(metric: str, trial: TrialResult) -> str:
 
 
 def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80) -> list[str]:
-    """Return a line for each test, the notes, and a line of the whole.
+    """Return a line for each test, the notes, and a summary line.
 
     Args:
-        result: what was found. Tests that were not begun are counted in the last line only.
-        verbose: a line for each metric of each test, with costs, interval and rounds, of any length.
-        width: most characters of the line of a measured test; names are shortened at their beginning.
+        result: result of the gate. Tests that were not begun are only counted in the summary line.
+        verbose: True for a line per metric of each test, with costs, interval and rounds, of any length.
+        width: maximum length of the line of a measured test. Names are shortened at their start.
     """
     tests = [test for test in result.findings if test.status != "not begun"]
     rows = [row for test in tests for row in (_rows(test) if verbose else [_short_row(test)])]
@@ -99,7 +99,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
 
 
 def markdown(result: GateResult) -> str:
-    """A page: what failed and what could not be decided first, then all tests in a table."""
+    """Return a Markdown page: failed and undecided tests first, then a table of all tests."""
     blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", summary(result)]
     titles = {
         "failed": "Failed",
@@ -128,9 +128,9 @@ def markdown(result: GateResult) -> str:
 
 
 def github_annotations(result: GateResult) -> list[str]:
-    """Workflow commands of GitHub: an error for what failed, a warning for what is open, at the test's line.
+    """Return workflow commands of GitHub at the lines of the tests: errors for failures, otherwise warnings.
 
-    GitHub shows ten of a level. Where there are more, the last one says how many are left out.
+    GitHub shows ten of a level. If a level has more, its last command has the number of omitted ones.
     """
     levels: dict[Outcome, str] = {
         "failed": "error",
@@ -156,9 +156,9 @@ def github_annotations(result: GateResult) -> list[str]:
 
 
 def junit_properties(test: TestResult) -> list[tuple[str, str]]:
-    """Names and values for `user_properties` of pytest, from where they come into a JUnit file.
+    """Return names and values for `user_properties`, which pytest writes into JUnit files.
 
-    Numbers are shares and the metric's own unit, so that a program can read them.
+    Numbers are shares or have the metric's own unit, so that a program can read them.
     """
     if not test.trials:
         return [("gate", test.status)]
@@ -186,7 +186,7 @@ def junit_properties(test: TestResult) -> list[tuple[str, str]]:
 
 
 def code_quality(result: GateResult) -> list[dict[str, Any]]:
-    """The findings in the form of GitLab's code quality reports, for the view of a merge request."""
+    """Return the findings in the format of GitLab's code quality reports, for the view of a merge request."""
     severities: dict[Outcome, str] = {
         "failed": "major",
         "error": "major",
@@ -197,7 +197,7 @@ def code_quality(result: GateResult) -> list[dict[str, Any]]:
         {
             "description": f"{test.nodeid}: {_finding(test)}",
             "check_name": "stackwise gate",
-            # The same as long as the same is wrong, so that GitLab knows a finding again.
+            # Constant while the problem persists, so that GitLab recognizes the finding.
             "fingerprint": hashlib.sha256(f"{test.nodeid}\n{test.status}".encode()).hexdigest(),
             "severity": severities[outcome],
             "location": {"path": test.file or test.nodeid.partition("::")[0], "lines": {"begin": line}},
@@ -208,15 +208,15 @@ def code_quality(result: GateResult) -> list[dict[str, Any]]:
 
 
 def write_report(result: GateResult, path: Path) -> None:
-    """Write the result by the ending of `path`. The write is atomic.
+    """Write the result in the format of the suffix of `path`. The write is atomic.
 
     Args:
-        result: the result of the gate.
-        path: `.md`, `.html`, `.codequality.json` (for GitLab), or any other `.json` (everything, as
+        result: result of the gate.
+        path: `.md`, `.html`, `.codequality.json` (for GitLab), or any other `.json` (the complete result, as
             `GateResult.from_dict` reads it).
 
     Raises:
-        ValueError: another ending.
+        ValueError: another suffix.
         OSError: the file cannot be written.
     """
     allowed = f".md, .json, .html, {CODE_QUALITY}"
@@ -235,14 +235,14 @@ def write_report(result: GateResult, path: Path) -> None:
 
 
 def publish(result: GateResult, paths: Iterable[Path] = ()) -> list[str]:
-    """Write the reports that were asked for, and in a job of GitHub its summary too.
+    """Write the requested reports and, in a job of GitHub, its summary.
 
     Args:
-        result: what was found.
-        paths: of reports, see `write_report`.
+        result: result of the gate.
+        paths: paths of reports, see `write_report`.
 
     Returns:
-        lines for the output: what was written, and the annotations, which GitHub reads there.
+        lines for the output: the written files, and the annotations, which GitHub reads from the output.
     """
     lines = []
     for path in paths:
@@ -284,7 +284,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _finding(test: TestResult) -> str:
-    """In one line what is wrong with a test: not what is right with its other metrics."""
+    """Return the problems of a test in one line, without its metrics that passed."""
     wrong = [(metric, trial) for metric, trial in _worst_first(test) if not trial.decision.verdict.ok]
     return _one_line("; ".join(_trial_text(test, *each) for each in wrong) or test_text(test))
 
@@ -302,7 +302,7 @@ def _shortened(name: str, width: int) -> str:
 
 
 def _rows(test: TestResult) -> list[tuple[str, str, str, str, str]]:
-    """Verdict, test, metric, levels, and the rest."""
+    """Return verdict, test, metric, costs, and the remaining text of each metric."""
     if not test.trials:
         return [(test.status, test.nodeid, "", "", _one_line(test.detail))]
     return [
@@ -349,13 +349,13 @@ def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
 
 
 def _level(level: float) -> str:
-    """With so many digits that what is nearly sure is not told as sure."""
+    """Return the level in percent, with enough digits that a high level is not shown as 100 %."""
     doubt = max(100 * (1 - level), 1e-9)
     return f"{level:.{max(1, -math.floor(math.log10(doubt)))}%}"
 
 
 def _unlike(trial: TrialResult) -> str:
-    """A warning where the centre of all rounds is not where the decision has it."""
+    """Return a warning if the robust centre of all rounds is outside of the interval of the decision."""
     robust = trial.robust
     if robust is None:
         return ""
@@ -371,13 +371,13 @@ def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
 
 
 def _levels(trial: TrialResult) -> str:
-    """Return the costs of both sides, or an empty string if there is a change without costs."""
+    """Return the costs of both sides, or an empty string for a change without costs."""
     return " -> ".join(filter(None, _each_level(trial)))
 
 
 def _each_level(trial: TrialResult) -> tuple[str, str]:
     if trial.levels is None:
-        # All tests together have a change and no costs; nor have sides that were mixed.
+        # All tests together have a change but no costs. The same applies to mixed sides.
         known = math.isfinite(trial.decision.estimate)
         return ("", "") if known else ("not known", "not known")
     base, head = trial.levels
@@ -394,13 +394,13 @@ def each_cost(test: TestResult, metric: str, trial: TrialResult) -> list[str]:
 
 
 def _rates(test: TestResult, metric: str) -> str:
-    """Tokens per second of both sides; "" where they are not known."""
+    """Return the tokens per second of both sides; "" if they are unknown."""
     rates = _each_rate(test, metric)
     return f"{' -> '.join(rates)} tokens/s" if rates else ""
 
 
 def _each_rate(test: TestResult, metric: str) -> list[str]:
-    """Tokens per second of base and head, beside the time that they are of; [] elsewhere."""
+    """Return the tokens per second of base and head for the metric "time"; [] for another metric."""
     rates = test.tokens_per_second if metric == "time" else None
     return [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates or ()]
 
@@ -433,7 +433,7 @@ def _rounds(trial: TrialResult) -> str:
 
 
 def _command(level: str, message: str, **properties: str) -> str:
-    """A workflow command; what would end it or one of its properties is escaped."""
+    """Return a workflow command. Characters that would terminate the command or a property are escaped."""
     texts = [f"{key}={_escaped(value, ':,')}" for key, value in properties.items()]
     return f"::{level} {','.join(texts)}::{_escaped(message)}"
 

@@ -1,4 +1,4 @@
-"""GateResult: everything that a comparison of two revisions came to, as data."""
+"""GateResult: complete result of the comparison of two revisions, as data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Outcome = Literal["passed", "warned", "inconclusive", "error", "failed"]
 Headline = Literal["PASS", "IMPROVED", "REGRESSED", "FAILED", "ERROR", "INCONCLUSIVE"]
 
 _VERSION = 1
-# What an outcome is of: the one farthest to the right.
+# Outcomes from best to worst. The worst outcome of its findings is that of a run.
 _ORDER: tuple[Outcome, ...] = get_args(Outcome)
 _OUTCOMES: dict[Verdict, Outcome] = {
     Verdict.PASS: "passed",
@@ -60,16 +60,16 @@ _OUTCOMES: dict[Verdict, Outcome] = {
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One metric of one test.
+    """Result of one metric of one test.
 
     Attributes:
-        decision: what was decided.
-        unit: of the levels: "s" or "B".
-        tolerance: the share that head may cost more, as it was judged by (a floor may have raised it).
-        minimum_effect: the share below which no estimate is a regression, likewise.
-        differences: of each round log(head / base), the median over its pairs.
-        base: what base cost in each round, in `unit`.
-        head: what head cost in each round, in `unit`.
+        decision: decision of the trial.
+        unit: unit of the levels: "s" or "B".
+        tolerance: applied tolerance, as a share of the base's cost. A floor may have raised it.
+        minimum_effect: applied minimum effect, as a share of the base's cost.
+        differences: log(head / base) of each round.
+        base: cost of base in each round, in `unit`.
+        head: cost of head in each round, in `unit`.
     """
 
     decision: Decision
@@ -82,10 +82,10 @@ class TrialResult:
 
     @property
     def levels(self) -> tuple[float, float] | None:
-        """What base costs, the median of rounds, and what head does by the estimate; None without both.
+        """Costs of base and head: base is the median of the rounds, head is base changed by the estimate.
 
-        The median of head's own rounds would say something else beside the estimate: sides are compared
-        within rounds, and the machine is not equally fast in all of them.
+        None if base or head has no rounds. The median of head's own rounds would contradict the estimate:
+        sides are compared within rounds, and the machine is not equally fast in all of them.
         """
         if not self.base or not self.head:
             return None
@@ -94,14 +94,15 @@ class TrialResult:
 
     @property
     def robust(self) -> HodgesLehmann | None:
-        """The centre of the differences of all rounds, which no wild one moves, at 95 %; None without rounds.
+        """Hodges-Lehmann centre of all differences, with its 95 % interval; None without rounds.
 
-        Where it is far from the estimate of the decision, some rounds are unlike the others.
+        Single outliers do not move it. If it is not close to the estimate of the decision, some rounds differ
+        from the rest.
         """
         return hodges_lehmann(self.differences) if self.differences else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, with `robust` as relative changes."""
+        """Return plain values, for JSON, with `robust` as relative changes."""
         robust = self.robust
         ends = ("estimate", "low", "high")
         return {
@@ -113,7 +114,7 @@ class TrialResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also where it went through JSON."""
+        """Create the result from the values of `to_dict`, also after a round trip through JSON."""
         rows = {key: tuple(values[key]) for key in ("differences", "base", "head")}
         kept = {key: value for key, value in values.items() if key != "robust"}
         return cls(**{**kept, **rows, "decision": Decision.from_dict(values["decision"])})
@@ -121,26 +122,26 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TestResult:
-    """One test.
+    """Result of one test.
 
     Attributes:
-        nodeid: pytest's name of the test, or another that is unique.
-        status: "measured", or what came instead of a measurement, and on which side. "not begun": there was
-            no time for it. "not measured": a side did not run the tests in their order, the system killed a
-            side, or only one side called `benchmark` or `throughput`. "unused": neither side did. "set-up
-            error": it cannot be measured until the test, the trees or the environment are changed; `detail`
-            says how.
-        trials: by metric ("time", "memory", "ttft", "tpot"); none where it was not measured.
-        detail: the end of what a side wrote before it crashed, the new name of a test, and the like.
-        file: where the test is, relative to the project; "": not known.
-        line: in `file`, counted from 1; 0: not known.
-        seconds: that its rounds took, without the start of their processes.
-        reference: of each round the seconds of each part of the pinned workload that was timed among its
-            pairs; none without it.
-        tokens: that a call of base handles, and one of head; 0: the work does not say.
+        nodeid: node ID of the test in pytest, or another unique name.
+        status: "measured", or the reason why the test was not measured, with the side. "not begun": the time
+            limit was too short. "not measured": a side did not run the tests in their order, the system
+            killed a side, or only one side called `benchmark` or `throughput`. "unused": neither side called
+            them. "set-up error": the test cannot be measured until the test, the trees or the environment are
+            changed; `detail` has the remedy.
+        trials: results by metric ("time", "memory", "ttft", "tpot"); empty if the test was not measured.
+        detail: more information, such as the last output of a side before a crash, or the new name of a test.
+        file: path of the test, relative to the project; "": unknown.
+        line: line of the test in `file`, from 1; 0: unknown.
+        seconds: duration of its rounds, without the start of their processes.
+        reference: seconds of each part of the pinned workload in each round, timed between the pairs; empty
+            without a reference.
+        tokens: tokens per call of base and of head; 0: unknown.
     """
 
-    __test__ = False  # for pytest, which takes the name for a test
+    __test__ = False  # otherwise pytest treats the class as a test
 
     nodeid: str
     status: Status = "measured"
@@ -163,9 +164,9 @@ class TestResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of its metrics; INCONCLUSIVE where it was not measured.
+        """Worst verdict of its metrics; INCONCLUSIVE if the test was not measured.
 
-        IMPROVED takes one metric that is, and none that is INCONCLUSIVE or REGRESSED.
+        IMPROVED requires an improved metric, and no metric that is INCONCLUSIVE or REGRESSED.
         """
         verdicts = {trial.decision.verdict for trial in self.trials.values()}
         for verdict in (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS):
@@ -175,9 +176,9 @@ class TestResult:
 
     @property
     def tokens_per_second(self) -> tuple[float, float] | None:
-        """Of base and of head, by the time of a call, whose verdict is theirs.
+        """Tokens per second of base and of head, from the time of a call. The verdict of the time applies.
 
-        None where a side does not say how many tokens it handles, or the time is not judged.
+        None if a side does not report its number of tokens, or if the time is not judged.
         """
         time = self.trials.get("time")
         levels = None if time is None else time.levels
@@ -186,9 +187,9 @@ class TestResult:
         return self.tokens[0] / levels[0], self.tokens[1] / levels[1]
 
     def outcome(self, missing: Missing) -> Outcome:
-        """What it is to the run.
+        """Return the outcome of the test for the run.
 
-        A test that is broken on head has failed. One that is broken on base has nothing to be compared with.
+        A test that is broken on head fails the run. A test that is broken on base cannot be compared.
         """
         match self.status:
             case "measured":
@@ -207,7 +208,7 @@ class TestResult:
                 return "failed" if missing == "fail" else "warned" if missing == "warn" else "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         rates = self.tokens_per_second
         return {
             **asdict(self),
@@ -220,7 +221,7 @@ class TestResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also where it went through JSON."""
+        """Create the result from the values of `to_dict`, also after a round trip through JSON."""
         kept = {key: value for key, value in values.items() if key not in ("verdict", "tokens_per_second")}
         trials = {metric: TrialResult.from_dict(trial) for metric, trial in values["trials"].items()}
         reference = tuple(tuple(each) for each in values["reference"])
@@ -230,22 +231,24 @@ class TestResult:
 
 @dataclass(frozen=True)
 class GateResult:
-    """A comparison of head with base.
+    """Comparison of head with base.
 
     Attributes:
-        base: the name of the old side: a revision, a folder, a wheel.
-        head: the name of the new one.
-        tests: all of them, in their order.
-        seconds: that the comparison took, the start of processes and what came before (`spent`) included.
-        rounds: that were made.
-        missing: what a test that is not on base is: "fail" a failure, "warn" a warning, "create" no matter.
-        environment: of the machine and its software (`stackwise.support.device.fingerprint`).
-        seed: of the random orders.
-        order_bias: what being first in a pair was worth: 0.01 means 1 % faster; None: not known. The turns
-            take it out; it tells of a machine on which order matters.
-        balance: the share of pairs in which base came first; 0.5 is balanced. None: not known.
-        notes: what a reader has to know beside.
-        suite: regression of all tests together (`stackwise.gate.suite`); None: none was found.
+        base: name of the old side: a revision, a folder or a wheel.
+        head: name of the new side.
+        tests: results of all tests, in their order.
+        seconds: duration of the comparison, including the start of processes and the time before it
+            (`spent`).
+        rounds: number of rounds.
+        missing: treatment of a test that base does not have: "fail" (a failure), "warn" (a warning) or
+            "create" (a pass).
+        environment: description of the machine and its software (`stackwise.support.device.fingerprint`).
+        seed: seed of the random orders.
+        order_bias: effect of being first in a pair: 0.01 means 1 % faster; None: unknown. Alternating turns
+            cancel it. A large value shows that the order matters on this machine.
+        balance: share of the pairs with base first; 0.5 is balanced. None: unknown.
+        notes: notes for the reader.
+        suite: regression of all tests together (`stackwise.gate.suite`); None: no such regression.
     """
 
     base: str
@@ -268,14 +271,14 @@ class GateResult:
 
     @property
     def findings(self) -> tuple[TestResult, ...]:
-        """All tests, and the suite at the end if it is slower as a whole."""
+        """All tests. If the suite is slower as a whole, it is the last finding."""
         return self.tests if self.suite is None else (*self.tests, self.suite)
 
     @property
     def compared(self) -> bool:
-        """Whether anything was: a metric of a test has an estimate, or new tests are to pass ("create").
+        """True if a metric of a test has an estimate, or if new tests are to pass ("create").
 
-        Nothing was where all tests are skipped or broken, say, or no saved run is of the head's machine.
+        False, for example, if all tests are skipped or broken, or if no saved run is from the head's machine.
         """
         if self.missing == "create" and any(test.status == "missing on base" for test in self.tests):
             return True
@@ -284,7 +287,7 @@ class GateResult:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of its findings; "inconclusive" at best if nothing was compared."""
+        """Worst outcome of its findings; at best "inconclusive" if no metric was compared."""
         outcomes = [test.outcome(self.missing) for test in self.findings]
         if not self.compared:
             outcomes.append("inconclusive")
@@ -294,8 +297,8 @@ class GateResult:
     def verdict(self) -> Headline:
         """Verdict of the run: that of its worst finding.
 
-        REGRESSED takes a metric that got worse. A test that crashes on head is FAILED, and one that could not
-        be set up an ERROR.
+        REGRESSED requires a regressed metric. A test that crashes on head is FAILED, and a test with a set-up
+        error is an ERROR.
         """
         verdicts = {test.verdict for test in self.findings}
         match self.outcome:
@@ -309,12 +312,12 @@ class GateResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the run: 0 passed, 1 failed, 4 set-up error, 5 nothing compared, 7 undecided."""
+        """Exit code of the run: 0 passed, 1 failed, 4 set-up error, 5 without a comparison, 7 undecided."""
         undecided = EXIT_INCONCLUSIVE if self.compared else EXIT_NOTHING
         return {"failed": 1, "error": EXIT_SETUP, "inconclusive": undecided}.get(self.outcome, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `version` is that of their form."""
+        """Return plain values, for JSON. `version` is the version of the format."""
         return {
             "version": _VERSION,
             **asdict(self),
@@ -330,10 +333,10 @@ class GateResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also where it went through JSON.
+        """Create the result from the values of `to_dict`, also after a round trip through JSON.
 
         Raises:
-            ValueError: the values have another form.
+            ValueError: the values have another version of the format.
         """
         require(values.get("version") == _VERSION, "version", values.get("version"), str(_VERSION))
         derived = {"version", "verdict", "outcome", "exit_code"}

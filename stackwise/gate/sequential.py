@@ -1,22 +1,26 @@
-"""Rule: when the rounds so far are enough to decide, and what they say.
+"""Rule: sequential test of the paired differences of the rounds.
 
-A round gives one difference, log(head / base). Calls within a process are not independent, rounds of fresh
-processes are: so the differences of rounds are what is counted (Kalibera & Jones, ISMM 2013). At looks fixed
-beforehand their mean gets a repeated confidence interval (Jennison & Turnbull, JRSS B 51, 1989): t quantiles,
-corrected for all looks together by `boundary`. Its two ends answer two questions, each with a chance of error
-that is known however early it stops: is head surely less than the tolerance slower, and is it surely slower
-at all? A flag needs fresh rounds to become a verdict; they are independent, and chances multiply.
+A round has one difference, log(head / base). Calls within a process are dependent, but rounds of fresh
+processes are independent. So the sample consists of the differences of rounds (Kalibera & Jones, ISMM 2013).
+At looks that are fixed in advance, their mean has a repeated confidence interval (Jennison & Turnbull, JRSS B
+51, 1989): t quantiles, corrected for all looks together by `boundary`. Its two ends answer two questions,
+each at an error rate that does not depend on the time of the decision. Is the slowdown significantly below
+the tolerance? Is it significantly above 0? A flag needs fresh rounds to become a verdict. They are
+independent, so the error rates are multiplied.
 
-Why this one: both sides are started alike and in random order, so that identical code gives differences that
-are symmetric about 0, and Student's t errs less often than it says where symmetric tails are heavy
-(Benjamini, Technometrics 25, 1983). Tests that assume nothing but symmetry need many rounds, as so few signs
-can only be so unlikely. In simulation at 0.55 % per round, with the same chances of error, identical code
-passed after 4.5 rounds with t, 7.0 with an e-process (Vovk & Wang, arXiv 2208.08925) and 9.0 with Wilcoxon or
-signs, and 5 % were flagged after 4.7, 9 and 13. Flags are shared out between the looks with the shape 0.4,
-since skewed differences deceive t most where rounds are few; passes with 0.5 (Pocock), since most tests end
-there. Looks are close together where most tests end: with 4, 6, 9, 13 and more, 2 % at 0.6 % per round were
-confirmed within 12 rounds in 46 of 100 runs, with these in 90. tests/gate/test_error_rates.py holds these
-numbers, and what skewed and dependent differences cost.
+Reasons for this test: both sides are started alike and in random order, so the differences of identical code
+are symmetric about 0. For heavy symmetric tails, the error rate of Student's t is below its nominal rate
+(Benjamini, Technometrics 25, 1983). Tests that assume only symmetry need many rounds, since the signs of a
+few rounds are never improbable enough. In simulations with a noise of 0.55 % per round and the same error
+rates, identical code passed after 4.5 rounds with t, 7.0 with an e-process (Vovk & Wang, arXiv 2208.08925)
+and 9.0 with Wilcoxon or signs, and a change of 5 % was flagged after 4.7, 9 and 13 rounds.
+
+The error rate of flags is distributed among the looks with the shape 0.4, since skewed differences mislead t
+most if rounds are few. The error rate of passes has the shape 0.5 (Pocock), since most tests pass at an early
+look. Looks are close together at the numbers of rounds at which most tests are decided. With looks at 4, 6,
+9, 13 and more rounds, a change of 2 % at a noise of 0.6 % per round was confirmed within 12 rounds in 46 of
+100 runs, with the present looks in 90. tests/gate/test_error_rates.py checks these numbers, and the effect of
+skewed and dependent differences.
 """
 
 from __future__ import annotations
@@ -40,18 +44,18 @@ _FLAG_SHAPE, _PASS_SHAPE = 0.4, 0.5
 
 @dataclass(frozen=True)
 class Rule:
-    """When to decide.
+    """Sequential decision rule.
 
     Attributes:
-        alpha: the chance that a test of which nothing has changed is flagged as slower, over all looks; the
-            same for faster.
-        looks: the numbers of rounds after which it is decided or goes on. After the last it is INCONCLUSIVE.
-        fresh_looks: the same in the fresh rounds of a flagged test, which have to say less by themselves.
-        miss: the chance that a change as large as the tolerance passes, over all looks. In the fresh rounds
-            of a flagged test it is a third of this, so that it passes with 4/3 of `miss` in all.
-        confirm: in place of `alpha`, in the fresh rounds.
-        run_alpha: the chance that in a run of which nothing has changed any test is found slower. Where many
-            tests would exceed it, the fresh rounds are held to less than `confirm`.
+        alpha: probability that an unchanged test is flagged as slower, over all looks; the same for faster.
+        looks: numbers of rounds after which a test may be decided. After the last look, an undecided test is
+            INCONCLUSIVE.
+        fresh_looks: looks in the fresh rounds of a flagged test, which need less evidence.
+        miss: probability that a change as large as the tolerance passes, over all looks. In the fresh rounds
+            of a flagged test it is a third of this, so the total probability is 4/3 of `miss`.
+        confirm: replaces `alpha` in the fresh rounds.
+        run_alpha: probability that any test of an unchanged run is found slower. If a run has many tests, the
+            fresh rounds have a smaller error rate than `confirm` for this reason.
     """
 
     alpha: float = 0.0025
@@ -70,10 +74,10 @@ class Rule:
             check_looks(getattr(self, key), key)
 
     def confirmation(self, n_tests: int) -> Rule:
-        """The rule of the fresh rounds, where `n_tests` trials are made in the run.
+        """Return the rule of the fresh rounds in a run with `n_tests` trials.
 
-        Of identical code `alpha * n_tests` flags are to be expected, and each is confirmed with the alpha of
-        this rule: together at most `run_alpha`.
+        For identical code, `alpha * n_tests` flags are expected, and each is confirmed with the alpha of this
+        rule. Together these are at most `run_alpha`.
         """
         check_sizes(n_tests=n_tests)
         alpha = min(self.confirm, self.run_alpha / (self.alpha * n_tests))
@@ -82,13 +86,13 @@ class Rule:
     def look(
         self, differences: Sequence[float], tolerance: float, minimum_effect: float, *, last: bool = False
     ) -> Decision | None:
-        """What the rounds so far say; None: more of them are needed, or this is no number to look at.
+        """Return the decision after the rounds so far; None: more rounds are needed, or this is not a look.
 
         Args:
-            differences: of each round, log(head / base).
-            tolerance: as a logarithm, see `Limit.at`.
-            minimum_effect: likewise.
-            last: no more rounds will be made, so that what is undecided is INCONCLUSIVE.
+            differences: log(head / base) of each round.
+            tolerance: logarithm, see `Limit.at`.
+            minimum_effect: logarithm, see `Limit.at`.
+            last: True if no more rounds follow. An undecided test is then INCONCLUSIVE.
         """
         rounds = len(differences)
         if rounds not in self.looks:
@@ -98,7 +102,7 @@ class Rule:
         values = without_outliers(differences, tolerance)
         after = _after(rounds, rounds - len(values))
         mean, spread = float(values.mean()), float(values.std(ddof=1))
-        # Equal differences have a spread of their rounding.
+        # The standard deviation of equal differences is only their rounding error.
         if float(np.ptp(values)) <= 1e-12 * abs(mean):
             spread = 0.0
         error = spread / math.sqrt(len(values))
@@ -121,7 +125,7 @@ class Rule:
                 1 - 2 * self.alpha,
                 f"significantly lower cost {after}",
             )
-        if passes and mean < -minimum_effect and not last:  # it may be faster, which more rounds can tell
+        if passes and mean < -minimum_effect and not last:  # perhaps faster, which more rounds can prove
             return None
         if passes:
             why = f"below the tolerance {after}"
@@ -143,9 +147,10 @@ class Rule:
 def surely_differs(
     differences: Sequence[float], tolerance: float, chance: float
 ) -> tuple[float, float, float] | None:
-    """Mean and ends of the t interval that is wrong on either side with `chance`; None: it has 0 in it.
+    """Return mean and ends of the t interval with the error rate `chance` per side; None: it contains 0.
 
-    One look only, without outliers: at more looks it would be wrong more often.
+    The interval is computed without outliers. It is valid for one look only: more looks would increase the
+    error rate.
     """
     values = without_outliers(differences, tolerance)
     mean = float(values.mean())

@@ -1,4 +1,4 @@
-"""Verdict and Decision: what came of a comparison, and how far it can be believed."""
+"""Verdict and Decision: result of a comparison, with its confidence interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Decision", "Verdict"]
 
 
 class Verdict(StrEnum):
-    """What a comparison of head with base came to."""
+    """Verdict of a comparison of head with base."""
 
     PASS = "PASS"  # noqa: S105 - no password
     IMPROVED = "IMPROVED"
@@ -22,27 +22,27 @@ class Verdict(StrEnum):
 
     @property
     def ok(self) -> bool:
-        """Whether head may stay as it is: PASS and IMPROVED."""
+        """True for PASS and IMPROVED: the head needs no change."""
         return self in (Verdict.PASS, Verdict.IMPROVED)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict, with what it was decided from.
+    """Verdict with its evidence.
 
     Attributes:
-        verdict: what it is.
-        estimate: relative change of the cost from base to head: 0.02 is 2 % more. NaN where there was no
-            round to estimate it from.
-        low: the change is not below it; -inf where too few rounds were made to say so.
-        high: the change is not above it; inf likewise.
-        level: the chance that the interval has the true change, whatever the number of rounds it took; 0
-            where there is none.
-        rounds: that were made, those of the confirmation too.
-        confirmed: whether the verdict was found a second time, in fresh rounds. The estimate and the interval
-            are then of these alone, as the first ones were chosen for being large; where the time was up
-            before they were enough, of all rounds together, which were held to more.
-        reason: why it is this verdict, in one sentence.
+        verdict: the verdict.
+        estimate: relative change of the cost from base to head: 0.02 is 2 % more. NaN without any round.
+        low: lower end of the confidence interval; -inf if the rounds are too few.
+        high: upper end of the confidence interval; inf if the rounds are too few.
+        level: confidence level of the interval, which does not depend on the number of rounds; 0 without an
+            interval.
+        rounds: number of rounds, including the confirmation.
+        confirmed: True if fresh rounds have confirmed the verdict. The estimate and the interval are then
+            from the fresh rounds only, because the first rounds were selected for a large difference. If the
+            time limit was reached before enough fresh rounds, they are from all rounds together, at a
+            stricter level.
+        reason: reason for the verdict, in one sentence.
     """
 
     verdict: Verdict
@@ -59,7 +59,7 @@ class Decision:
         require(sound, "estimate", self.estimate, f"a number from low to high ({self.low} to {self.high})")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what is not finite, which JSON has no numbers for, is None."""
+        """Return plain values, for JSON. JSON has no NaN and no infinity, so these become None."""
         values = asdict(self)
         for key in ("estimate", "low", "high"):
             values[key] = values[key] if math.isfinite(values[key]) else None
@@ -67,7 +67,7 @@ class Decision:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also where it went through JSON.
+        """Create the decision from the values of `to_dict`, also after a round trip through JSON.
 
         Raises:
             ValueError: an unknown verdict.

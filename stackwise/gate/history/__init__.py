@@ -1,4 +1,4 @@
-"""What was measured before: a store of results, their change points, and new results judged by old ones."""
+"""History of gate results: a store, its change points, and the judgement of new results by stored ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["HistoryError", "open_store"]
 
 
 def open_store(place: str | Path, *, create: bool = True, timeout_seconds: float = 60.0) -> Store:
-    """The store at a path or URL; see `stackwise.gate.history.store.Store`.
+    """Open the store at a path or URL; see `stackwise.gate.history.store.Store`.
 
     Raises:
-        ValueError: `place` names no store.
-        HistoryError: it cannot be opened, or SQLAlchemy is not installed, which it needs.
+        ValueError: `place` is not the path or URL of a store.
+        HistoryError: the store cannot be opened, or SQLAlchemy is not installed.
     """
     try:
         from stackwise.gate.history.store import Store

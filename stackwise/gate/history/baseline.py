@@ -1,9 +1,9 @@
-"""Baseline: which results later ones are judged by.
+"""Baseline: selection of the results by which later results are judged.
 
-Only a PASS moves the baseline on. A result that was found slower or faster never counts: what a regression
-costs must not become what is usual by being measured often enough. One that was undecided counts when a later
-one of its branch has passed: if only those counted that passed, they would be the faster ones of many that
-are equal. A level that is meant to be new is accepted by a person, who says why, and counts from then on.
+Only a PASS extends the baseline. A slower or faster result is never part of it: a regression must not become
+the usual level because it was measured often enough. An undecided result is included after a later result of
+its branch has passed. With passed results only, the baseline would contain the faster ones of many equal
+results. A person can accept an intended new level, with a reason. Results are then used from this level on.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Baseline", "Standing"]
 
 
 class Standing(StrEnum):
-    """Whether later results are judged by one."""
+    """Use of a result in the judgement of later results."""
 
-    ACCEPTED = "accepted"  # they are
-    PENDING = "pending"  # when a later one is accepted
-    EXCLUDED = "excluded"  # never, unless a person accepts it
+    ACCEPTED = "accepted"  # used
+    PENDING = "pending"  # used after a later result is accepted
+    EXCLUDED = "excluded"  # not used, unless a person accepts it
 
     @classmethod
     def of(cls, verdict: Verdict | None) -> Standing:
-        """Of a verdict; None: nothing was decided."""
+        """Return the standing for a verdict; None: the result is undecided."""
         match verdict:
             case Verdict.PASS:
                 return cls.ACCEPTED
@@ -37,12 +37,12 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class Baseline:
-    """From where on the results of a series count on a branch.
+    """Start of the results of a series that are used on a branch.
 
     Attributes:
-        since: results of this time and later count.
-        commit: of the result that somebody accepted.
-        reason: why, in their words.
+        since: time of the first result that is used.
+        commit: commit of the accepted result.
+        reason: reason of the person who accepted it.
     """
 
     since: datetime

@@ -1,11 +1,10 @@
-"""Change points: where a series of results became another, by E-divisive means with a permutation test.
+"""Change points: places at which a series changes, by E-divisive means with a permutation test.
 
 Matteson and James, "A nonparametric approach for multiple change point analysis of multivariate data"
-(Journal of the American Statistical Association 109, 2014), for one dimension and distances |x - y|: the
-split of a segment in two parts that are farthest apart in energy distance, where the second part may end
-before the segment does. Whether the best split of all segments is more than chance is asked of the same
-series with each segment shuffled. A p-value of a t test would not know that the split was chosen to be the
-best.
+(Journal of the American Statistical Association 109, 2014), for one dimension and distances |x - y|. The best
+split of a segment has the largest energy distance between its two parts. The second part may stop before the
+end of the segment. A permutation test, which shuffles each segment of the series, shows if the best split of
+all segments is more than chance. The p-value of a t test would ignore that the best split was selected.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from stackwise.support.arguments import check_number, check_sizes, require
 __all__ = ["ChangePoint", "change_points", "latest_segment"]
 
 _Floats = NDArray[np.float64]
-# Of a statistic: what two orders of the same sums differ by.
+# Relative difference of a statistic between two orders of the same sums.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """Where a series became another.
+    """Place at which a series changes.
 
     Attributes:
-        index: of the first value that is of the new kind.
-        p: the share of shuffled series, this one among them, that can be split as well or better.
+        index: index of the first value after the change.
+        p: share of the series, shuffled or original, with a split at least as good.
     """
 
     index: int
@@ -48,21 +47,22 @@ def change_points(
     permutations: int = 99,
     seed: int = 0,
 ) -> list[ChangePoint]:
-    """All change points of a series, in its order.
+    """Return all change points of a series, in order.
 
-    The search goes on until the best split that is left may be chance. Of a series that never changes, a
-    change point is found with a chance of at most `alpha`, where its values do not depend on each other;
-    values that wander are taken for changes, as they are for any such test.
+    The search continues until the best remaining split may be chance. If the values are independent and the
+    series never changes, the probability of a change point is at most `alpha`. Values that drift are reported
+    as changes, as by any such test.
 
     Args:
-        values: in their order.
-        alpha: the largest p-value of a change point.
-        min_size: of a segment, at least 2.
-        permutations: of each test, at most: it ends early where p cannot become as small as `alpha`.
-        seed: of the permutations.
+        values: values in order.
+        alpha: largest p-value of a change point.
+        min_size: minimum size of a segment, at least 2.
+        permutations: maximum number of permutations per test. A test stops early if p can no longer be as
+            small as `alpha`.
+        seed: seed of the permutations.
 
     Raises:
-        ValueError: numbers out of range, or so few permutations that no p-value can be as small as `alpha`.
+        ValueError: numbers out of range, or too few permutations for a p-value as small as `alpha`.
     """
     check_number("alpha", alpha, "a number between 0 and 1", lambda value: 0 < value < 1)
     check_sizes(2, min_size=min_size)
@@ -89,11 +89,11 @@ def change_points(
 
 
 def latest_segment(values: Sequence[float], **options: float) -> int:
-    """The index from which on a series is of one kind: of its last change point, or 0.
+    """Return the start of the latest segment of a series: the index of its last change point, or 0.
 
     Args:
-        values: in their order.
-        options: of `change_points`.
+        values: values in order.
+        options: options of `change_points`.
     """
     changes = change_points(values, **options)  # type: ignore[arg-type]
     return changes[-1].index if changes else 0
@@ -107,9 +107,9 @@ def _p_value(
     permutations: int,
     alpha: float,
 ) -> float:
-    """The share of series with shuffled segments whose best split is as good, this one counted.
+    """Return the share of series with shuffled segments, and this one, with a best split at least as good.
 
-    Where so many are as good that the share can no longer be `alpha`, the rest need not be tried: Besag and
+    If the share can no longer be as small as `alpha`, the remaining permutations are skipped: Besag and
     Clifford, "Sequential Monte Carlo p-values" (Biometrika 78, 1991).
     """
     as_good = 1
@@ -122,17 +122,17 @@ def _p_value(
 
 
 def _best_split(values: _Floats, min_size: int) -> tuple[float, int | None]:
-    """The largest statistic of a split, and its place; -1 and None where the segment is too short for any."""
+    """Return the largest statistic of a split and its place; -1 and None if the segment is too short."""
     count = len(values)
     if count < 2 * min_size:
         return -1.0, None
     of_across, of_first, of_all = _weights(count, min_size)
-    # sums[i, j], for i <= j: of |a - b| over the first i + 1 values a and the first j + 1 values b.
+    # sums[i, j], for i <= j: sum of |a - b| over the first i + 1 values a and the first j + 1 values b.
     sums = np.abs(values[:, None] - values[None, :]).cumsum(axis=1)
-    # Row by row, since cumsum would go down one column after the other.
+    # Row by row, since cumsum would process the columns one after another.
     for row in range(1, count):
         sums[row, row:] += sums[row - 1, row:]
-    within = sums.diagonal().copy()  # every pair twice
+    within = sums.diagonal().copy()  # each pair counts twice
     sums *= of_across
     sums -= of_first * within[:, None]
     sums -= of_all * within[None, :]
@@ -142,16 +142,16 @@ def _best_split(values: _Floats, min_size: int) -> tuple[float, int | None]:
 
 @functools.lru_cache(maxsize=8)
 def _weights(count: int, min_size: int) -> tuple[_Floats, _Floats, _Floats]:
-    """What three sums weigh in the statistic of each split of a segment.
+    """Return the weights of three sums in the statistic of each split of a segment.
 
-    The statistic of x, the first n values, and y, the m after them, is n m / (n + m) times their energy
-    distance: 2 E|x - y| - E|x - x'| - E|y - y'|, with means over pairs of different values. With S(a, b) the
-    sum of all distances between the first a and the first b values, the sum between x and y is
-    S(n, n + m) - S(n, n), and that within y is S(n + m, n + m) + S(n, n) - 2 S(n, n + m).
+    The statistic of x, the first n values, and y, the next m values, is n m / (n + m) times their energy
+    distance: 2 E|x - y| - E|x - x'| - E|y - y'|, with means over pairs of different values. S(a, b) is the
+    sum of all distances between the first a and the first b values. The sum between x and y is then S(n, n +
+    m) - S(n, n). The sum within y is S(n + m, n + m) + S(n, n) - 2 S(n, n + m).
 
     Returns:
-        the weights of S(n, n + m), of -S(n, n) and of -S(n + m, n + m), at [n - 1, n + m - 1]: 0 where x or y
-        is shorter than `min_size`. float64, [count, count] each.
+        weights of S(n, n + m), of -S(n, n) and of -S(n + m, n + m), at [n - 1, n + m - 1]: 0 if x or y is
+        shorter than `min_size`. float64, [count, count] each.
     """
     n = np.arange(1, count + 1, dtype=np.float64)[:, None]
     both = n.T

@@ -1,4 +1,4 @@
-"""Checkout: which commit of which branch a folder has, as git and the CI say."""
+"""Checkout: commit and branch of a folder, from git and the CI."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stackwise.gate.git import run_git
 
 __all__ = ["Checkout"]
 
-# A CI has checked out a commit without its branch, and says here which one it is. The branch of a pull
-# request comes before the one that it is to be merged into.
+# Variables with the name of the branch, since a CI checks out a commit without its branch. The branch of a
+# pull request precedes its target branch.
 _BRANCHES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME")
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """What is checked out.
+    """Commit and branch of a folder.
 
     Attributes:
-        commit: its hash, with "-dirty" where files were changed; "" outside of a repository.
-        branch: its name; "" where nobody says.
+        commit: commit hash, with "-dirty" if tracked files have changed; "" outside of a repository.
+        branch: name of the branch; "" if unknown.
     """
 
     commit: str
@@ -30,7 +30,7 @@ class Checkout:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Of a folder."""
+        """Return the checkout of a folder."""
         commit = _git(folder, "rev-parse", "HEAD")
         if commit and _git(folder, "status", "--porcelain", "--untracked-files=no"):
             commit += "-dirty"

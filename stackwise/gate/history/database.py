@@ -1,4 +1,4 @@
-"""Database: transactions of a history, what is refused as none, and errors without passwords."""
+"""Database: transactions of a history, checks of its tables, and errors without passwords."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from stackwise.support.arguments import check_number
 
 __all__ = ["Database"]
 
-# "swhi": PostgreSQL's advisory locks are told apart by a number.
+# "swhi": a number identifies an advisory lock of PostgreSQL.
 _LOCK = 0x73_77_68_69
 _WRITES = "stackwise_writes"
 
 
 class Database:
-    """A history's database, opened and looked at.
+    """Database of a history, opened and checked.
 
     Args:
-        where: it is.
-        create: make the tables where there are none.
-        timeout_seconds: how long to wait for another that writes, or for a server.
+        where: location of the database.
+        create: True to create missing tables.
+        timeout_seconds: maximum wait for another writer, or for a server.
 
     Raises:
-        HistoryError: it cannot be opened, is something else, is damaged, or has tables of another version.
-            It is left as it is.
+        HistoryError: the database cannot be opened, is not a history, is damaged, or has tables of another
+            version. It is not changed.
     """
 
     def __init__(self, where: StoreUrl, *, create: bool, timeout_seconds: float) -> None:
@@ -54,15 +54,15 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """Where it is, without a password."""
+        """Location without a password."""
         return self._where.shown
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Yield a connection to read with, of one moment of the database. Rows are converted within.
+        """Yield a connection for reading a snapshot of the database. Convert rows inside of the context.
 
         Raises:
-            HistoryError: the database reports an error, told without a password, or a value that was read is
+            HistoryError: the database reports an error, shown without a password, or a value that was read is
                 not one that `Store.add` writes.
         """
         with self._told(), self._engine.connect() as connection:
@@ -75,10 +75,10 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A connection to write with: all of it at the end, or nothing; it waits for others that write.
+        """Yield a connection for one atomic write transaction. Wait for other writers first.
 
         Raises:
-            HistoryError: what the database says, without a password.
+            HistoryError: the database reports an error, shown without a password.
         """
         writer = self._engine.execution_options(**{_WRITES: True})
         with self._told(), writer.begin() as connection:
@@ -87,14 +87,14 @@ class Database:
     def enter(
         self, connection: Connection, table: Table, values: dict[str, Any], unique: list[str]
     ) -> int | None:
-        """Enter a row and say its number; None where one with the same `unique` is there."""
+        """Insert a row and return its ID; None if a row with the same `unique` columns exists."""
         dialect = postgresql if self._where.path is None else sqlite
         statement = dialect.insert(table).values(**values).on_conflict_do_nothing(index_elements=unique)
         found = connection.execute(statement.returning(table.c.id)).scalar_one_or_none()
         return None if found is None else int(found)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the database."""
         self._engine.dispose()
 
     def _damaged(self, why: str) -> HistoryError:
@@ -121,7 +121,7 @@ class Database:
         with self.writing() as connection:
             if self._where.path is None:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-            # Another may have been quicker.
+            # Another process may have created them.
             if not self._has_tables(connection):
                 schema.metadata.create_all(connection)
                 connection.execute(schema.version.insert().values(schema_version=schema.SCHEMA_VERSION))
@@ -155,12 +155,12 @@ class Database:
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
             said = self._where.clean(" ".join(str(cause).split()))
-            # The error that it comes from has the URL in its frames.
+            # The original error has the URL in its frames.
             raise HistoryError(f"{self.shown}: {said}") from None
 
 
 def _engine(where: StoreUrl, timeout_seconds: float) -> Engine:
-    # No pool: a connection that is kept cannot be shared with a process that is forked.
+    # No pool: a forked process must not share an open connection.
     if where.path is None:
         try:
             import psycopg  # noqa: F401
@@ -173,8 +173,8 @@ def _engine(where: StoreUrl, timeout_seconds: float) -> Engine:
     arguments = {"timeout": timeout_seconds}
     engine = create_engine(where.url, poolclass=NullPool, connect_args=arguments, hide_parameters=True)
 
-    # The driver begins transactions only before some statements, and those only as readers: two that both
-    # read and then write would stop each other. So it begins none, and writers say at once that they are.
+    # The driver begins transactions before some statements only, and always as a reader. Two transactions
+    # that read and then write would block each other. So the driver begins none, and a writer locks at once.
     @event.listens_for(engine, "connect")
     def _begin_nothing(connection: Any, _record: Any) -> None:
         connection.isolation_level = None

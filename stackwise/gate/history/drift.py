@@ -1,4 +1,4 @@
-"""Drift: whether the machine itself is as fast as it was, by the reference's time."""
+"""Drift: change of the machine's speed, detected by the time of the reference."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from stackwise.support.arguments import check_number
 
 __all__ = ["MIN_RUNS", "Band"]
 
-# Of fewer runs it is not known how far they differ.
+# Minimum number of runs for an estimate of their spread.
 MIN_RUNS = 8
-# No band is narrower: a machine that repeated itself eight times is still allowed this much.
+# Minimum distance of the limits from the mean, even if eight runs were equal.
 _NARROWEST = math.log1p(0.02)
 _PARTS = {"gemm": "the product of matrices", "copy": "the copy of memory"}
 
 
 @dataclass(frozen=True)
 class Band:
-    """Between what the reference's times are expected in the next run.
+    """Expected times of the reference in the next run.
 
-    Slow drift moves the band with it, and the ratios to the reference do not know it. What is outside came at
-    once: another clock, a neighbour, memory that is slower while the processor is not. There the ratio of a
-    test to the reference may be another as well, and nothing is said about the test.
+    Slow drift moves the band, and the ratios to the reference cancel it. A time outside of the band is a
+    sudden change: another clock rate, a busy neighbour, or memory that became slower while the processor did
+    not. The ratio of a test to the reference may then be different too, so the test is not judged.
 
     Attributes:
-        gemm: seconds of the product of matrices, least and most.
-        copy: seconds of the copy of memory, least and most.
-        runs: that it is made of.
+        gemm: minimum and maximum seconds of the matrix product.
+        copy: minimum and maximum seconds of the memory copy.
+        runs: number of runs from which the band is computed.
     """
 
     gemm: tuple[float, float]
@@ -42,14 +42,16 @@ class Band:
 
     @classmethod
     def of(cls, references: Sequence[ReferenceTime], *, alpha: float = 0.001) -> Self | None:
-        """The prediction interval of the next run by Student's t, of logarithms, at least 2 % to each side.
+        """Return the prediction interval of the next run.
+
+        It is Student's t interval of the logarithms, and at least 2 % to each side.
 
         Args:
-            references: of the runs before, one each.
-            alpha: the chance that a run of the same machine is outside, of each part.
+            references: reference times of the previous runs, one each.
+            alpha: probability that a run of the same machine is outside of the band, per part.
 
         Returns:
-            None where there are fewer than 8 runs.
+            the band; None with fewer than 8 runs.
         """
         check_number("alpha", alpha, "a number between 0 and 1", lambda value: 0 < value < 1)
         count = len(references)
@@ -65,7 +67,7 @@ class Band:
         return cls(**found, runs=count)
 
     def outside(self, reference: ReferenceTime) -> str:
-        """What of the reference is outside of the band, in words; "" where nothing is."""
+        """Return a sentence on the parts of the reference that are outside of the band; "" if none is."""
         said = []
         for part, name in _PARTS.items():
             (low, high), seconds = getattr(self, part), getattr(reference, part)

@@ -1,4 +1,4 @@
-"""Interval: a verdict over a difference whose error is known by Student's t, without rounds to look again."""
+"""Interval: verdict on a difference with a known standard error, from a single look."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stackwise.gate.verdict import Decision, Verdict
 
 __all__ = ["ONE_LOOK", "decide"]
 
-# The chances of error where a difference is looked at once; the looks themselves are not used.
+# Error rates of a single look. The looks of this rule are not used.
 ONE_LOOK = Rule(alpha=0.01, miss=0.01, confirm=0.05, run_alpha=0.01)
 
 
@@ -28,19 +28,19 @@ def decide(
     doubt: str,
     source: str,
 ) -> Decision:
-    """A verdict by the rules of the gate: see `stackwise.gate.sequential.Rule.look`.
+    """Return a decision by the criteria of the gate: see `stackwise.gate.sequential.Rule.look`.
 
     Args:
         difference: log(head / base).
-        error: its standard error; 0 for what is always the same.
-        freedom: degrees of freedom of the error.
-        tolerance: as a logarithm.
-        minimum_effect: as a logarithm.
-        alpha: the chance that what has not changed is found slower; the same for faster.
-        miss: the chance that a change as large as the tolerance passes.
-        rounds: for the Decision.
-        doubt: why nothing can be told where nothing can, as half a sentence.
-        source: what the interval was made of, as half a sentence.
+        error: standard error of the difference; 0 for exact values.
+        freedom: degrees of freedom of the standard error.
+        tolerance: logarithm of the tolerance.
+        minimum_effect: logarithm of the minimum effect.
+        alpha: probability that an unchanged cost is found slower; the same for faster.
+        miss: probability that a change as large as the tolerance passes.
+        rounds: number of rounds, for the Decision.
+        doubt: reason for an INCONCLUSIVE verdict, as half a sentence.
+        source: source of the interval, as half a sentence.
     """
     flag, above = (-float(stdtrit(freedom, chance)) * error for chance in (alpha, miss))
     if difference + flag < 0 and difference < -minimum_effect:

@@ -1,4 +1,4 @@
-"""Judgement: a new result held to those before it."""
+"""Judgement: comparison of a new result with its history."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["MIN_POINTS", "WINDOW", "Judgement", "judge"]
 
-# Of fewer it is not known how far two runs differ.
+# Minimum number of results for an estimate of their spread.
 MIN_POINTS = 8
-# Results that are looked at: what is longer ago says nothing of today, and the search takes its square.
+# Maximum number of results. Older ones are not relevant, and the time of the search is quadratic.
 WINDOW = 128
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What history says of a result.
+    """Judgement of a result by its history.
 
     Attributes:
-        decision: its verdict; `rounds` are the runs of the new revision.
-        standing: whether later results are judged by it.
-        points: results of the latest segment, which it was judged by.
+        decision: decision; its `rounds` are the runs of the new revision.
+        standing: use of the result in the judgement of later results.
+        points: number of results in the latest segment, by which the result was judged.
     """
 
     decision: Decision
@@ -49,31 +49,32 @@ def judge(
     n_tests: int = 1,
     seed: int = 0,
 ) -> Judgement:
-    """Hold the runs of a new revision to the latest segment of those before.
+    """Compare the runs of a new revision with the latest segment of its history.
 
-    The difference of the first run to the mean of the segment has an interval: Student's prediction
-    interval, mean +- t s sqrt(1 + 1/n), of the values of the segment, which are one per run and so know how
-    far runs differ. Whole above 0 and above the minimum effect: REGRESSED. Whole below the tolerance: PASS. A
-    run that is flagged is to be followed by a second one, which is judged by itself, and whose verdict is the
-    verdict; the two share the segment's mean, so that they are not quite independent.
+    The difference between the first run and the mean of the segment has Student's prediction interval, mean
+    +- t s sqrt(1 + 1/n). The segment has one value per run, so it measures the spread between runs. If the
+    interval is above 0 and the difference is above the minimum effect, the verdict is REGRESSED. If the
+    interval is below the tolerance, the verdict is PASS. A flagged run should be followed by a second run.
+    The second run is judged separately, and its verdict is final. If the two runs contradict each other, the
+    verdict is INCONCLUSIVE. Both use the mean of the segment, so they are not quite independent.
 
     Args:
-        history: that counts (`Store.points` with `counted`), the oldest first.
-        new: runs of the revision, in their order: one, and a second where the first was flagged.
-        limit: of the metric.
-        drifted: why the machine is not as it was (`Band.outside`); "": it is.
-        rule: whose chances of error are used.
-        n_tests: results that are judged in the whole run.
-        seed: of the search for change points.
+        history: results to compare with (`Store.points` with `counted`), oldest first.
+        new: runs of the revision in order: one, and a second one if the first was flagged.
+        limit: limit of the metric.
+        drifted: reason why the machine has changed (`Band.outside`); "": it has not changed.
+        rule: rule with the error rates.
+        n_tests: number of judged results in the whole run.
+        seed: seed of the search for change points.
 
     Raises:
-        ValueError: no new run, or not all of them with a reference or without.
+        ValueError: no new run, or runs both with and without a reference.
     """
     require(len(new) > 0, "new", len(new), "one run or more")
     referenced = new[0].reference is not None
     require(all((run.reference is not None) == referenced for run in new), "new", "both", "runs of one kind")
     check_sizes(n_tests=n_tests)
-    # With a reference or without: their log-ratios are not alike.
+    # Log-ratios with and without a reference are not comparable.
     points = [point for point in history if (point.reference is not None) == referenced][-WINDOW:]
     values = [point.log_ratio for point in points]
     start = latest_segment(values, seed=seed)
@@ -86,7 +87,7 @@ def judge(
         reason = f"{count} results since the last change, and {MIN_POINTS} are needed"
         return Judgement(_undecided(values, new, reason), Standing.ACCEPTED, count)
     at = limit.at(statistics.median(point.level for point in points))
-    # A flag that no second run will look at stands for itself, among as many as are judged.
+    # Without a second run a flag is final, so its error rate is divided by the number of judged results.
     alpha = rule.alpha if len(new) > 1 else min(rule.alpha, rule.run_alpha / n_tests)
     decision = _decide(values, new[0], at, alpha, rule.miss)
     if decision.verdict in (Verdict.REGRESSED, Verdict.IMPROVED) and len(new) > 1:

@@ -1,4 +1,4 @@
-"""Machine: what of hardware and software decides how fast code runs, and the key of it."""
+"""Machine: facts of hardware and software that determine the speed of code, and their key."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ _OF_GPU = ("name", "memory_bytes", "capability", "cuda", "driver")
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine: results of two are never compared.
+    """Kind of machine. Results of two kinds are never compared.
 
     Attributes:
-        facts: processor, processors, threads, versions, GPU and driver, and the version of the reference
-            workload, whose time is in every log-ratio.
+        facts: processor, number of processors, threads, versions, GPU and driver, and the version of the
+            reference workload, which affects every log-ratio.
     """
 
     facts: dict[str, Any]
 
     @classmethod
     def of(cls, fingerprint: Mapping[str, Any]) -> Self:
-        """From what `stackwise.support.device.fingerprint` says: what decides speed, and nothing else of it.
+        """Return the machine of a fingerprint (`stackwise.support.device.fingerprint`).
+
+        Only the facts that determine the speed are used.
 
         Raises:
-            ValueError: it does not name the processor.
+            ValueError: the fingerprint does not name the processor.
         """
         require(bool(fingerprint.get("cpu")), "fingerprint", dict(fingerprint), "one that names the cpu")
         facts: dict[str, Any] = {name: fingerprint.get(name) for name in _FACTS}
         facts["reference"] = fingerprint.get("reference", REFERENCE_VERSION)
         gpu = fingerprint.get("gpu")
         facts["gpu"] = None if gpu is None else {name: gpu.get(name) for name in _OF_GPU}
-        # As they come back from JSON, so that a machine that was stored is equal to itself.
+        # Converted by JSON, so that a stored machine is equal to the original.
         return cls(json.loads(json.dumps(facts)))
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> Self:
-        """What runs this, with the threads that torch has now.
+        """Return the current machine, with the current number of threads of torch.
 
         Args:
-            device: that is measured on, where there are several GPUs.
+            device: measured device, if the machine has several GPUs.
         """
         from stackwise.support.device import fingerprint
 
@@ -68,7 +70,7 @@ class Machine:
 
     @property
     def key(self) -> str:
-        """Equal for equal facts: 16 hexadecimal digits."""
+        """Key of 16 hexadecimal digits. Equal facts have equal keys."""
         text = json.dumps(self.facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -84,7 +86,7 @@ class Machine:
         )
 
     def differences(self, other: Machine) -> list[str]:
-        """What is not the same of two: "torch: 2.12.0, 2.13.0"."""
+        """Return the facts that differ between two machines, such as "torch: 2.12.0, 2.13.0"."""
         names = sorted(self.facts.keys() | other.facts.keys())
         pairs = [(name, self.facts.get(name), other.facts.get(name)) for name in names]
         return [f"{name}: {mine}, {theirs}" for name, mine, theirs in pairs if mine != theirs]

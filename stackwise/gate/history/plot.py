@@ -1,4 +1,4 @@
-"""Plot: a series as an SVG, with its change points, its verdicts, and the reference below."""
+"""Plot: SVG of a series, with its change points and verdicts, and with the reference below."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _COLOURS = {
 
 
 def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed: int = 0) -> str:
-    """A series as an SVG, the same text each time.
+    """Return a series as an SVG. The same series has the same text.
 
-    Above, the cost of each result against the median of all, by the log-ratio to the reference where there is
-    one; a line is the mean of a segment between change points, a dashed one a change point. Below, how long
-    the reference took, against its median.
+    The upper plot has the cost of each result relative to the median of all, by the log-ratio to the
+    reference if there is one. A line is the mean of a segment between change points, and a dashed line is a
+    change point. The lower plot has the time of the reference relative to its median.
 
     Args:
-        points: of one series, the oldest first.
-        title: what they are of.
-        last: only so many, the newest.
-        seed: of the search for change points.
+        points: results of one series, oldest first.
+        title: title of the plot.
+        last: maximum number of results; the newest are shown.
+        seed: seed of the search for change points.
 
     Raises:
         ValueError: no points.

@@ -1,4 +1,4 @@
-"""Point: one result of one test in the history, and the run that it came from."""
+"""Point: stored result of a test, with its run and its series."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Point", "Result", "Run", "Series"]
 
 @dataclass(frozen=True)
 class Run:
-    """One job that measured tests.
+    """Job that measured tests.
 
     Attributes:
-        machine: what it ran on.
-        commit: the revision that was measured; "" where there is none.
-        branch: that it belongs to; "" where there is none.
-        created: when, with a time zone.
-        identity: of the run: one that is stored already is not stored again.
-        source: what measured: "gate", "pytest-benchmark", or a name of one's own.
-        notes: what a reader must know.
+        machine: machine of the job.
+        commit: measured revision; "" without a revision.
+        branch: branch of the revision; "" without a branch.
+        created: time of the run, with a time zone.
+        identity: unique ID of the run. A run that is stored already is not stored twice.
+        source: tool that measured: "gate", "pytest-benchmark", or a user-defined name.
+        notes: notes for the reader.
 
     Raises:
-        ValueError: a time without a zone.
+        ValueError: a time without a time zone.
     """
 
     machine: Machine
@@ -49,22 +49,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found of one metric of one test.
+    """Result of a run for one metric of one test.
 
     Attributes:
-        test: its node id.
-        metric: "time", "memory", "ttft", "tpot".
-        level: the cost, in the metric's unit: seconds or bytes.
-        log_ratio: log(test / reference), the median over turns; without a reference log(level).
-        reference: the level of the reference's parts; None where there was none, as of memory.
-        verdict: what was decided of it; None: nothing was.
-        decision: the whole of that as plain values.
-        standing: whether later results are judged by it; None: as the verdict says.
-        samples: raw, in their order.
-        reference_samples: of the reference, in the same turns.
+        test: node ID of the test.
+        metric: "time", "memory", "ttft" or "tpot".
+        level: cost in the metric's unit: seconds or bytes.
+        log_ratio: log(test / reference), the median over turns; log(level) without a reference.
+        reference: level of the reference's parts; None without a reference, as for memory.
+        verdict: verdict on the result; None: not judged.
+        decision: complete decision as plain values.
+        standing: use in the judgement of later results; None: as the verdict implies.
+        samples: raw samples in order.
+        reference_samples: samples of the reference in the same turns.
 
     Raises:
-        ValueError: a level that is no positive number, a ratio or sample that is no number, or an empty name.
+        ValueError: a level that is not a positive number, a ratio or sample that is not finite, or an empty
+            name.
     """
 
     test: str
@@ -87,7 +88,7 @@ class Result:
 
     @classmethod
     def timed(cls, test: str, found: Referenced, *, metric: str = "time", **others: Any) -> Self:
-        """Of a test that was timed in turns with the reference."""
+        """Return the result of a test that was interleaved with the reference."""
         return cls(
             test,
             metric,
@@ -101,7 +102,10 @@ class Result:
 
     @classmethod
     def counted(cls, test: str, metric: str, samples: tuple[float, ...], **others: Any) -> Self:
-        """Of what no machine makes slower, as bytes are: the largest of the samples, without a reference."""
+        """Return the result of a metric that does not depend on the machine's speed, such as bytes.
+
+        The level is the largest of the samples. The result has no reference.
+        """
         level = max(samples)
         return cls(test, metric, level, math.log(level), samples=samples, **others)
 
@@ -111,15 +115,15 @@ class Series:
     """All results of one metric of one test on one kind of machine.
 
     Attributes:
-        id: in the store.
-        machine: what they were measured on.
-        test: node id.
-        metric: which cost.
-        n_points: how many there are.
-        last: when the newest was measured.
-        last_commit: which revision that was.
-        last_level: its cost.
-        last_verdict: what was decided of it.
+        id: ID in the store.
+        machine: kind of machine.
+        test: node ID of the test.
+        metric: name of the metric.
+        n_points: number of results.
+        last: time of the newest result.
+        last_commit: revision of the newest result.
+        last_level: cost of the newest result.
+        last_verdict: verdict on the newest result, or None.
     """
 
     id: int
@@ -138,19 +142,19 @@ class Point:
     """One result in its series.
 
     Attributes:
-        id: in the store, by which its samples are found.
-        created: when it was measured.
-        commit: the revision.
-        branch: of the run.
-        level: the cost, in the metric's unit.
-        log_ratio: what is compared; see `Result`.
-        reference: the level of the reference's parts, or None.
-        verdict: what was decided of it, or None.
-        standing: whether later results are judged by it.
+        id: ID in the store, which also identifies its samples.
+        created: time of the measurement.
+        commit: measured revision.
+        branch: branch of the run.
+        level: cost in the metric's unit.
+        log_ratio: value that is compared; see `Result`.
+        reference: level of the reference's parts, or None.
+        verdict: verdict on the result, or None.
+        standing: use in the judgement of later results.
 
     Raises:
-        ValueError: a level that is no positive number, or a ratio that is no number.
-        TypeError: one of them is not even a number.
+        ValueError: a level that is not a positive number, or a ratio that is not finite.
+        TypeError: a level or a ratio that is not a number.
     """
 
     id: int

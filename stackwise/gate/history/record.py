@@ -1,4 +1,4 @@
-"""Record: what a run found, judged by the history and put into it."""
+"""Record: results of a gate in the form of the history, and their judgement by the history."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["judge_run", "judged_results", "results_of"]
 def results_of(
     gate: GateResult, references: Mapping[str, Sequence[ReferenceTime]] | None = None
 ) -> list[Result]:
-    """What a gate found of head, for the history. What was not measured is left out.
+    """Return the results of head in a gate, for the history. A metric without a measurement is skipped.
 
     Args:
-        gate: the result.
-        references: by node id, the reference's time in each round of the test; None: as the tests say.
-            Without any the history has levels alone, which know every drift of the machine.
+        gate: result of the gate.
+        references: reference time in each round of each test, by node ID; None: as stored in the tests.
+            Without a reference the history has levels only, which include every drift of the machine.
 
     Raises:
-        ValueError: a test whose reference was not timed in each of its rounds.
+        ValueError: a test without a reference time in each of its rounds.
     """
     found = []
     for test in gate.tests:
@@ -40,7 +40,7 @@ def results_of(
         for metric, trial in test.trials.items():
             if not trial.head:
                 continue
-            # A metric that was decided early has no more rounds, though the test has.
+            # A metric that was decided early has fewer rounds than its test.
             times = () if trial.unit == "B" else tuple(given[: len(trial.head)])
             require(
                 not times or len(times) == len(trial.head),
@@ -76,20 +76,20 @@ def judge_run(
     again: Sequence[Result] = (),
     seed: int = 0,
 ) -> dict[tuple[str, str], Judgement]:
-    """Hold what a run found to the history of its machine. Nothing is stored.
+    """Judge the results of a run by the history of its machine, and return the judgements. Store no results.
 
     Args:
         store: the history.
-        machine: that the run was on; no other's results are looked at.
-        results: what it found.
-        limits: of all tests, or by node id.
-        branch: whose results count.
-        commit: that was run: what is stored of it already is no history of it; "": not known.
-        again: what a second run found of tests that the first had flagged.
-        seed: of the search for change points.
+        machine: machine of the run. Results of another machine are not used.
+        results: results of the run.
+        limits: limits of all tests, or by node ID.
+        branch: branch of the results that are used.
+        commit: commit of the run. Its stored results are not part of its history; "": unknown.
+        again: results of a second run for tests that the first one had flagged.
+        seed: seed of the search for change points.
 
     Returns:
-        by test and metric, for those metrics that have a limit.
+        judgements by test and metric, for metrics with a limit.
 
     Raises:
         ValueError: a test without limits.
@@ -115,7 +115,7 @@ def judge_run(
 def judged_results(
     results: Sequence[Result], judgements: Mapping[tuple[str, str], Judgement]
 ) -> list[Result]:
-    """The results with what the history said of them, to be stored."""
+    """Return the results with their judgements, for the store."""
     found = []
     for each in results:
         said = judgements.get((each.test, each.metric))
@@ -129,7 +129,7 @@ def judged_results(
 
 
 def _drifted(store: Store, machine: Machine, results: Sequence[Result]) -> str:
-    """Why the machine is not as it was; "" where it is, where nothing is known, or without a reference."""
+    """Return the reason why the machine has changed; "" if it has not, or without a reference or a band."""
     times = [each.reference for each in results if each.reference is not None]
     band = Band.of(store.references(machine)) if times else None
     if band is None:

@@ -1,10 +1,11 @@
-"""Reference: a pinned workload, timed in turns with a test, so that a machine may drift without an alarm.
+"""Reference: pinned workload that is interleaved with a test, so that drift of the machine raises no alarm.
 
-A product of two matrices and a copy of memory, of sizes that never change. What slows all of a machine down
-slows both, and the ratio of a test to them does not know it. What is stored is the time of each by itself, so
-that a machine whose memory alone became slower is seen; see `drift`.
+The workload is a product of two matrices and a copy of memory, of fixed sizes. A slowdown of the complete
+machine affects both, and the ratio of a test to them cancels it. The times of both parts are stored
+separately, so that a machine with slower memory only is detected; see `drift`.
 
-A reference cancels what it shares with the test, and no more: of a test that waits for a disk, nothing.
+A reference cancels only effects that it shares with the test. For a test that waits for a disk, it cancels
+none.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["REFERENCE_VERSION", "Reference", "ReferenceTime", "Referenced", "log_ratio", "referenced"]
 
-# Part of the key of a machine: a change to what follows is another reference, whose ratios are others.
+# Part of the key of a machine. A change of the workload requires a new version, since its ratios differ.
 REFERENCE_VERSION = 1
-# Double precision on the CPU: no setting of torch makes it faster. The copy is larger than a core's caches.
+# Double precision on the CPU: no setting of torch speeds it up. The copy is larger than a core's caches.
 _CPU_SIZE, _CPU_BYTES = 256, 32 * 2**20
 _CUDA_SIZE, _CUDA_BYTES = 4096, 256 * 2**20
 
 
 @dataclass(frozen=True)
 class ReferenceTime:
-    """Seconds of the reference's two parts.
+    """Seconds of the two parts of the reference.
 
     Attributes:
-        gemm: of the product of two matrices.
-        copy: of the copy of memory.
+        gemm: seconds of the matrix product.
+        copy: seconds of the memory copy.
 
     Raises:
-        ValueError: no positive numbers.
+        ValueError: a time that is not a positive number.
     """
 
     gemm: float
@@ -52,17 +53,17 @@ class ReferenceTime:
 
     @property
     def seconds(self) -> float:
-        """What a test is compared with: the geometric mean of both, so that neither weighs more."""
+        """Time that tests are compared with: the geometric mean of both parts, with equal weights."""
         return math.sqrt(self.gemm * self.copy)
 
 
 @dataclass(frozen=True)
 class Referenced:
-    """A test that was timed in turns with the reference.
+    """Samples of a test that was interleaved with the reference.
 
     Attributes:
         samples: seconds of a call, one per turn.
-        reference: the reference's time in the same turns.
+        reference: reference time in the same turns.
     """
 
     samples: tuple[float, ...]
@@ -85,10 +86,10 @@ class Referenced:
 
 
 class Reference:
-    """The pinned workload on a device, ready to be timed.
+    """Pinned workload on a device, ready to be timed.
 
     Args:
-        device: where the test does its work; its tensors stay there: about 65 MiB on a CPU, 610 MiB on a GPU.
+        device: device of the test. It holds the tensors: about 65 MiB on a CPU, 610 MiB on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,10 +115,10 @@ class Reference:
             self.sample()
 
     def sample(self) -> ReferenceTime:
-        """Time each part once, from an idle device to an idle device again."""
+        """Time each part once, from an idle device to an idle device."""
         import torch
 
-        # What a test has switched on around itself is not to reach the reference.
+        # Modes that a test has enabled must not affect the reference.
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
             gemm = self._clock.sample(self._multiply, 1)[0]
             copy = self._clock.sample(self._copy, 1)[0]
@@ -135,15 +136,15 @@ class Reference:
 def referenced(
     take: Callable[[], float], reference: Reference, *, turns: int = 24, seed: int = 0
 ) -> Referenced:
-    """Time a test and the reference in turns.
+    """Time a test and the reference in interleaved turns.
 
-    Who begins is drawn by chance, and the turn after has the order reversed: nobody is first more often.
+    The order of a turn is random, and the next turn has the reverse order. So both are first equally often.
 
     Args:
-        take: takes one sample of the test, warmed up: seconds of a call.
-        reference: on the test's device.
-        turns: how many; an even number is balanced.
-        seed: of the order.
+        take: takes one sample of the test after its warm-up: seconds of a call.
+        reference: reference on the test's device.
+        turns: number of turns; an even number is balanced.
+        seed: seed of the order.
     """
     check_sizes(turns=turns)
     draw = random.Random(seed)  # noqa: S311
@@ -160,14 +161,14 @@ def referenced(
 
 
 def log_ratio(samples: Sequence[float], reference: Sequence[ReferenceTime]) -> float:
-    """Median over turns of log(test / reference): dimensionless.
+    """Return the median over turns of log(test / reference), which has no unit.
 
     Args:
         samples: seconds of the test, one per turn.
-        reference: the reference's time in the same turns.
+        reference: reference time in the same turns.
 
     Raises:
-        ValueError: no turns, not as many of both, or a sample that is no positive number.
+        ValueError: no turns, different numbers of both, or a sample that is not a positive number.
     """
     require(len(samples) == len(reference) > 0, "samples", len(samples), f"one per turn, of {len(reference)}")
     for value in samples:
@@ -177,6 +178,6 @@ def log_ratio(samples: Sequence[float], reference: Sequence[ReferenceTime]) -> f
 
 
 def median_time(times: Sequence[ReferenceTime]) -> ReferenceTime:
-    """The median of each part."""
+    """Return the median of each part."""
     gemm, copy = (statistics.median(getattr(each, name) for each in times) for name in ("gemm", "copy"))
     return ReferenceTime(gemm, copy)

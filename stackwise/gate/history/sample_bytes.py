@@ -1,4 +1,4 @@
-"""Sample bytes: raw samples as the store keeps them: float64, lowest byte first, deflated by zlib."""
+"""Sample bytes: storage format of raw samples: little-endian float64, compressed by zlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["packed", "unpacked"]
 
 
 def packed(samples: Sequence[float]) -> bytes:
-    """Samples as bytes."""
+    """Encode samples as bytes."""
     numbers = array("d", samples)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -19,10 +19,10 @@ def packed(samples: Sequence[float]) -> bytes:
 
 
 def unpacked(data: bytes) -> tuple[float, ...]:
-    """Samples of bytes.
+    """Decode samples from bytes.
 
     Raises:
-        ValueError: the bytes are damaged, which zlib's checksum shows.
+        ValueError: the bytes are damaged, according to zlib's checksum.
     """
     try:
         plain = zlib.decompress(data)

@@ -1,4 +1,4 @@
-"""Schema: the tables of a history, as SQLite and PostgreSQL have them."""
+"""Schema: tables of a history in SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
     "version",
 ]
 
-# Raised with every change below; a store of another version is refused, not guessed at.
+# Incremented with every change below. A store of another version is refused.
 SCHEMA_VERSION = 1
 
 metadata = MetaData()
-# SQLite counts by itself only in a column that it calls INTEGER.
+# SQLite generates IDs only in a column of the type INTEGER.
 _Id = BigInteger().with_variant(Integer(), "sqlite")
 
 version = Table("stackwise_history", metadata, Column("schema_version", Integer, nullable=False))
@@ -65,7 +65,7 @@ series = Table(
     metadata,
     Column("id", _Id, primary_key=True),
     Column("machine_id", _Id, ForeignKey("stackwise_machine.id"), nullable=False),
-    # Of test and metric: a node id may be longer than an index takes.
+    # Digest of test and metric, since a node ID may be too long for an index.
     Column("digest", String(64), nullable=False),
     Column("test", Text, nullable=False),
     Column("metric", String(32), nullable=False),
@@ -78,7 +78,7 @@ results = Table(
     Column("id", _Id, primary_key=True),
     Column("series_id", _Id, ForeignKey("stackwise_series.id"), nullable=False),
     Column("run_id", _Id, ForeignKey("stackwise_run.id"), nullable=False),
-    # Of the run, repeated here for the index.
+    # Copied from the run, for the index.
     Column("branch", Text, nullable=False),
     Column("created", BigInteger, nullable=False),
     Column("level", Double, nullable=False),
@@ -92,7 +92,7 @@ results = Table(
     Index("stackwise_result_by_time", "series_id", "created", "id"),
 )
 
-# By itself, so that reading a series does not read its samples.
+# Separate table, so that reading a series does not read its samples.
 samples = Table(
     "stackwise_samples",
     metadata,

@@ -1,8 +1,8 @@
-"""Store: the history of results, in an SQLite file or a PostgreSQL database.
+"""Store: history of results, in an SQLite file or a PostgreSQL database.
 
-Every write is one transaction: a run is there with all of its results or not at all, and two jobs that write
-at the same time wait for each other. While nobody writes the file has no companions, so that a cache may
-carry it from job to job.
+Every write is one transaction: a run is stored with all of its results or not at all. Two jobs that write at
+the same time wait for each other. Except during a write, an SQLite store is a single file, so that a cache
+can transfer it from job to job.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Store:
-    """The history.
+    """History of results.
 
     Args:
-        place: an SQLite file, or a URL; see `StoreUrl`.
-        create: make it where there is none.
-        timeout_seconds: how long to wait for another that writes, or for a server.
+        place: path of an SQLite file, or a URL; see `StoreUrl`.
+        create: True to create a missing history.
+        timeout_seconds: maximum wait for another writer, or for a server.
 
     Raises:
-        ValueError: `place` names no store.
-        HistoryError: it cannot be opened, is not a history, is damaged, or has the tables of another version.
-            It is left as it is.
+        ValueError: `place` is not the path or URL of a store.
+        HistoryError: the store cannot be opened, is not a history, is damaged, or has tables of another
+            version. It is not changed.
     """
 
     def __init__(self, place: str | Path, *, create: bool = True, timeout_seconds: float = 60.0) -> None:
@@ -60,22 +60,22 @@ class Store:
         return f"Store({self._database.shown!r})"
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the store."""
         self._database.close()
 
     def add(self, run: Run, results: Sequence[Result]) -> bool:
-        """Store a run with all its results, at once or not at all.
+        """Store a run with all its results, in one transaction.
 
         Args:
-            run: what ran where.
-            results: of its tests, each metric of each test once.
+            run: the run.
+            results: results of the run, each metric of each test once.
 
         Returns:
-            whether it was stored: False for a run that is there already.
+            True if the run was stored, False if it was stored before.
 
         Raises:
-            ValueError: a metric of a test twice.
-            HistoryError: it cannot be written; nothing of it is there then.
+            ValueError: a metric of a test occurs twice.
+            HistoryError: the run cannot be written. No part of it is then stored.
         """
         names = [(each.test, each.metric) for each in results]
         twice = [name for name, count in Counter(names).items() if count > 1]
@@ -117,7 +117,7 @@ class Store:
         return True
 
     def machines(self) -> list[Machine]:
-        """All kinds of machines that results are of."""
+        """Return all kinds of machines with results."""
         with self._database.reading() as connection:
             m = schema.machines
             rows = connection.execute(select(m.c.key, m.c.facts).order_by(m.c.id)).all()
@@ -126,12 +126,12 @@ class Store:
     def series(
         self, *, machine: str | None = None, test: str | None = None, metric: str | None = None
     ) -> list[Series]:
-        """What there are results of, by test, metric and machine.
+        """Return the series, sorted by test, metric and machine.
 
         Args:
-            machine: the beginning of a machine's key; None: all.
-            test: what the node id contains; None: all.
-            metric: which; None: all.
+            machine: prefix of a machine's key; None: all machines.
+            test: part of the node ID; None: all tests.
+            metric: name of the metric; None: all metrics.
         """
         s, m, r, runs = schema.series, schema.machines, schema.results, schema.runs
         newest = (
@@ -188,16 +188,16 @@ class Store:
         counted: bool = False,
         last: int | None = None,
     ) -> list[Point]:
-        """The results of one metric of one test on one kind of machine, the oldest first.
+        """Return the results of one metric of one test on one kind of machine, oldest first.
 
         Args:
-            machine: whose results; those of another are another series.
-            test: node id.
-            metric: which.
-            branch: of the runs; None: all.
-            counted: only those by which later ones are judged: since the branch's baseline, to the newest
-                that is accepted, and none that is excluded.
-            last: only so many, the newest; None: all.
+            machine: kind of machine. Results of another kind are another series.
+            test: node ID of the test.
+            metric: name of the metric.
+            branch: branch of the runs; None: all branches.
+            counted: True for only the results by which later ones are judged: from the branch's baseline to
+                the newest accepted result, without excluded results.
+            last: maximum number of results, the newest ones; None: all.
         """
         r, runs = schema.results, schema.runs
         if last is not None:
@@ -234,7 +234,7 @@ class Store:
             ]
 
     def samples(self, point: Point) -> tuple[tuple[float, ...], tuple[ReferenceTime, ...]]:
-        """The raw samples of a point, and those of the reference in the same turns.
+        """Return the raw samples of a point, and the samples of the reference in the same turns.
 
         Raises:
             HistoryError: the store does not have the point, or its samples are damaged.
@@ -252,11 +252,11 @@ class Store:
             raise HistoryError(f"{self._database.shown}: result {point.id}: {error}") from None
 
     def references(self, machine: Machine, *, last: int = 64) -> list[ReferenceTime]:
-        """How long the reference took in the newest runs of a machine: the mean of each, the oldest first.
+        """Return the mean reference time of each of the newest runs of a machine, oldest first.
 
         Args:
-            machine: whose.
-            last: only so many runs.
+            machine: kind of machine.
+            last: maximum number of runs.
         """
         check_sizes(last=last)
         r, m, runs = schema.results, schema.machines, schema.runs
@@ -277,7 +277,7 @@ class Store:
             return [ReferenceTime(gemm, copy) for gemm, copy in connection.execute(query)]
 
     def baseline(self, machine: Machine, test: str, metric: str, branch: str) -> Baseline | None:
-        """From where on the results of a series count on a branch; None: all of them do."""
+        """Return the baseline of a series on a branch; None: all of its results are used."""
         b, s, m = schema.baselines, schema.series, schema.machines
         query = (
             select(b.c.since, b.c.commit_id, b.c.reason)
@@ -291,14 +291,14 @@ class Store:
             return None if row is None else Baseline(_time(row[0]), row[1], row[2])
 
     def accept(self, machine: Machine, test: str, metric: str, point: Point, reason: str) -> None:
-        """Accept a point, whatever its verdict was: later results of its branch are judged from it on.
+        """Accept a point regardless of its verdict. Later results of its branch are judged from it on.
 
         Args:
-            machine: of the series.
-            test: node id.
-            metric: which.
-            point: of the series.
-            reason: why, for those who come later.
+            machine: machine of the series.
+            test: node ID of the test.
+            metric: name of the metric.
+            point: point of the series.
+            reason: reason for later readers.
 
         Raises:
             ValueError: a point of another series, or no reason.
@@ -367,18 +367,18 @@ class Store:
     def _series_ids(
         self, connection: Any, machine_id: int, names: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], int]:
-        """The numbers of series; those that are new are entered."""
+        """Return the IDs of series. Insert new series."""
         table = schema.series
         query = select(table.c.digest, table.c.id).where(table.c.machine_id == machine_id)
         known: dict[str, int] = {row.digest: row.id for row in connection.execute(query)}
         found = {}
-        # In one order, so that two jobs with the same new tests do not each wait for the other.
+        # Sorted, so that two jobs with the same new tests do not block each other.
         for test, metric in sorted(names):
             digest = _digest(test, metric)
             if digest not in known:
                 values = {"machine_id": machine_id, "digest": digest, "test": test, "metric": metric}
                 entered = self._database.enter(connection, table, values, ["machine_id", "digest"])
-                # PostgreSQL shows what another has entered only when that is committed, which is waited for.
+                # PostgreSQL has waited for the commit of the other job, so its row is visible now.
                 again = query.where(table.c.digest == digest)
                 known[digest] = entered if entered is not None else connection.execute(again).one().id
             found[test, metric] = known[digest]

@@ -1,4 +1,4 @@
-"""Store URL: where a history is, said without its password."""
+"""Store URL: location of a history, shown without its password."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ALLOWED = "the path of an SQLite file, sqlite:///PATH, or postgresql://USER:PAS
 
 
 class HistoryError(ValueError):
-    """A history cannot be read or written; says which, and why, without a password."""
+    """A history cannot be read or written. The message names it and the reason, without a password."""
 
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Where a history is.
+    """Location of a history.
 
     Attributes:
-        path: of the SQLite file; None for a server.
-        shown: the same for people: no password, and no parameters, which may hold one.
+        path: path of the SQLite file; None for a server.
+        shown: location for messages, without a password and without parameters, which may contain one.
     """
 
     path: Path | None
@@ -34,15 +34,16 @@ class StoreUrl:
 
     @classmethod
     def of(cls, text: str | Path) -> Self:
-        """What a path or URL names.
+        """Parse a path or URL.
 
         Raises:
-            ValueError: no URL, or one of another database. The text is not repeated: a password may be in it.
+            ValueError: an invalid URL, or the URL of another database. The message omits the text, which may
+                contain a password.
         """
         from sqlalchemy import make_url
         from sqlalchemy.exc import ArgumentError
 
-        # What is meant as a URL and is none is not taken for a path, which would be shown with its password.
+        # An invalid URL is not treated as a path, which would be shown with its password.
         scheme = "" if isinstance(text, Path) or ":" not in text else text.partition(":")[0].lower()
         if isinstance(text, Path) or ("://" not in text and not scheme.startswith(("postgres", "sqlite"))):
             return cls._of_file(Path(text))
@@ -60,18 +61,18 @@ class StoreUrl:
         if not url.database:
             raise ValueError(f"store: got a URL without a database; allowed: {_ALLOWED}")
         if "@" in (url.host or ""):
-            # A password with an @ that is not written %40: what follows it is taken for the host, and shown.
+            # An @ in a password is not written %40. The text after it would be parsed as the host, and shown.
             raise ValueError(f"store: got a URL with more than one @; allowed: {_ALLOWED}, @ in it as %40")
         shown = url.set(drivername="postgresql", password=None, query={}).render_as_string()
         return cls(None, shown, url.set(drivername="postgresql+psycopg"))
 
     @property
     def url(self) -> URL:
-        """For SQLAlchemy, with its password."""
+        """URL for SQLAlchemy, with its password."""
         return self._url
 
     def clean(self, text: str) -> str:
-        """`text` without whatever of the URL is secret, however it is written there."""
+        """Return `text` without the secrets of the URL, also if they are percent-encoded."""
         secrets = [self._url.password or "", *(_values(self._url) if self.path is None else [])]
         written = {form(each) for each in secrets if each for form in (str, quote, quote_plus)}
         for each in sorted(written, key=len, reverse=True):
@@ -88,7 +89,7 @@ class StoreUrl:
 
 
 def _values(url: URL) -> list[str]:
-    """Parameters that are secret by their names, as `?password=` and `?sslpassword=` are."""
+    """Return the values of parameters with names of secrets, such as `?password=` and `?sslpassword=`."""
     found = []
     for name, value in url.query.items():
         if any(part in name.lower() for part in ("pass", "secret", "token", "key")):

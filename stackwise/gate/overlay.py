@@ -1,4 +1,4 @@
-"""Overlay: test files of head that replace those of the base, and the changes that this hides."""
+"""Overlay: test files of the head that replace the base's test files, and the changes that this hides."""
 
 from __future__ import annotations
 

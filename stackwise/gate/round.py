@@ -329,7 +329,7 @@ def run_round(
 
 
 def _earlier(test: str, file_tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the tests of the same file that come before a test."""
+    """Yield the tests of the same file that precede a test."""
     return itertools.takewhile(lambda other: other != test, file_tests.get(test, ()))
 
 

@@ -414,7 +414,7 @@ def _warned(tests: Iterable[OpenTest]) -> Iterator[str]:
 
 
 def _first(tests: Sequence[str]) -> str:
-    """Return the name of the first test and the number of the others."""
+    """Return the name of the first test and the number of further tests."""
     return f"{tests[0]} and {len(tests) - 1} more" if len(tests) > 1 else tests[0]
 
 

@@ -156,7 +156,7 @@ class SetupErrors:
             yield from (found.relative_to(self.root) for found in with_suffix if found.suffix in _COMPILED)
 
     def _command(self, role: str, path: Path) -> str:
-        """Return advice with the command that makes a file in both trees."""
+        """Return advice with the command that creates a file in both trees."""
         if path.suffix in _COMPILED:
             build = "python setup.py build_ext --inplace"
             return (
@@ -189,7 +189,7 @@ def _paths(detail: str) -> Iterator[Path]:
 
 
 def _exists(path: Path) -> bool:
-    """Return False also for a text that is too long for a path, where `Path.exists` raises OSError."""
+    """Return True if a path exists. For a text that is too long for a path, `Path.exists` raises OSError."""
     return os.path.exists(path)  # noqa: PTH110
 
 

@@ -179,7 +179,7 @@ def both_trees(
 
 
 def _merge_base(root: Path, against: str, head: str | None) -> str:
-    """Return the commit that `A...B` names, where B is the head if it is empty; otherwise `against`.
+    """Return the merge base of `A...B`, with the head for an empty B; for other texts return `against`.
 
     Raises:
         ValueError: the revisions have no common ancestor that this clone knows.

@@ -55,7 +55,7 @@ def by_chance(seed: int) -> dict[str, str]:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the variables of this process without those that would start a tracer in a side."""
+    """Return the variables of this process, except variables that would start a tracer in a side."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_TRACERS)}
 
 

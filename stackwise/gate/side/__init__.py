@@ -1,4 +1,4 @@
-"""What runs inside the process of a side. It is copied beside both trees: it imports nothing of stackwise.
+"""Code inside the process of a side. It is copied outside of both trees and imports no part of stackwise.
 
-The side whose code is measured may be an older stackwise, or none at all.
+The measured side may have an older stackwise, or none.
 """

@@ -1,4 +1,4 @@
-"""Alone: whether nothing of this process computes but its main thread."""
+"""Alone: check that only the main thread of this process computes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ except ImportError:  # pragma: no cover - Windows has none
 
 __all__ = ["Alone"]
 
-_SHARE = 0.02  # of the time of the main thread: what others may compute beside it
-_CLOCKS = 0.002  # seconds that two clocks, read one after the other, may differ by
+_SHARE = 0.02  # maximum time of other threads and processes, as a share of the main thread's time
+_CLOCKS = 0.002  # maximum difference in seconds between two clocks that are read in succession
 
 
 class Alone:
-    """What other threads and processes compute, from now on. To be made and asked in the main thread."""
+    """Processor time of other threads and processes since the creation. Use it in the main thread."""
 
     def __init__(self) -> None:
         self._own, self._others = real_time.thread_time(), _of_others()
 
     def holds(self) -> bool:
-        """Whether the main thread alone has computed, and no process waits that this one has started."""
+        """Return True if only the main thread has computed, and this process has no child processes."""
         if threading.current_thread() is not threading.main_thread():
             return False
         own = real_time.thread_time() - self._own
@@ -33,7 +33,7 @@ class Alone:
 
 
 def _of_others() -> float:
-    """Seconds of processors: of other threads, those that have ended too, and of children that have ended."""
+    """Return the processor seconds of other threads, including finished ones, and of finished children."""
     ended = 0.0
     if resource is not None:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -42,7 +42,7 @@ def _of_others() -> float:
 
 
 def _children() -> bool:
-    """Whether any process is there that this one has started."""
+    """Return True if this process has child processes."""
     if not hasattr(os, "waitid"):  # pragma: no cover - Windows
         return False
     try:

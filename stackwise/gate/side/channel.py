@@ -1,4 +1,4 @@
-"""Channel: messages between the gate and the process of a side, one JSON object a line."""
+"""Channel: messages between the gate and the process of a side, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "ChannelClosedError",
 ]
 
-# Variables of the environment that say what a process of a side is.
+# Environment variables that configure the process of a side.
 DESCRIPTOR, TREE, TESTS, OWN, FOREIGN, WATCH, CALLABLE, SEED = (
     f"STACKWISE_GATE_{name}"
     for name in ("CHANNEL", "TREE", "TESTS", "OWN", "FOREIGN", "WATCH", "CALLABLE", "SEED")
@@ -35,14 +35,14 @@ _CHUNK = 65536
 
 
 class ChannelClosedError(ConnectionError):
-    """The other end is gone."""
+    """The other end of the channel is closed."""
 
 
 class Channel:
     """One end of a pair of sockets.
 
     Args:
-        end: a connected stream socket, which belongs to the channel from now on.
+        end: connected stream socket, which the channel owns from now on.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -51,20 +51,20 @@ class Channel:
 
     @classmethod
     def of_descriptor(cls, descriptor: int) -> Channel:
-        """The channel of an inherited socket."""
+        """Return the channel of an inherited socket."""
         return cls(socket.socket(fileno=descriptor))
 
     def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
         """Send a message.
 
         Args:
-            message: what can be written as JSON.
-            seconds: that the other end has to take it, if it is more than lies between two processes; None:
-                as long as it does.
+            message: values that JSON can encode.
+            seconds: time limit for the other end to read the message, if it exceeds the buffer of the socket;
+                None: no limit.
 
         Raises:
-            ChannelClosedError: the other end is gone.
-            TimeoutError: it has not taken it; nothing can be sent any more.
+            ChannelClosedError: the other end is closed.
+            TimeoutError: the other end has not read the message. The channel cannot send any more.
         """
         try:
             self._end.settimeout(seconds)
@@ -76,10 +76,10 @@ class Channel:
             raise ChannelClosedError(str(error)) from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """The next message; None if there was none within `seconds`.
+        """Return the next message; None if no message arrives within `seconds`.
 
         Raises:
-            ChannelClosedError: the other end is gone.
+            ChannelClosedError: the other end is closed.
         """
         deadline = None if seconds is None else real_time.monotonic() + seconds
         while b"\n" not in self._rest:

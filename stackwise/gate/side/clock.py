@@ -10,7 +10,8 @@ __all__ = ["real_time"]
 class _RealTime:
     """Original functions of `time`: this file is imported before any conftest or test.
 
-    Tests replace attributes of `time`, and freezegun those of all loaded modules. Neither changes a class.
+    Tests replace attributes of `time`, and freezegun replaces attributes of all loaded modules. Neither
+    changes a class.
     """
 
     monotonic = staticmethod(time.monotonic)

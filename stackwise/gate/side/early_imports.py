@@ -1,4 +1,4 @@
-"""EarlyImports: what a process of a side may have imported before it is one."""
+"""EarlyImports: modules that a process may import before it becomes a side."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from .imports import file_of
 
 __all__ = ["EarlyImports"]
 
-# They take seconds to import, and start no thread by that which a fork would miss.
+# Packages with slow imports that start no threads. A fork would lose threads.
 _SLOW = frozenset({"mpmath", "networkx", "numpy", "scipy", "sympy", "torch", "transformers", "triton"})
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
-# What pytest and the gate themselves change, and torch where it compiles, which reads it only then.
+# Variables that pytest and the gate change, and variables that torch changes when it compiles. Torch reads
+# these only then.
 _OWN = ("PYTEST_", "STACKWISE_GATE_", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-# Where some of these look for their device as they are imported, no fork can use it.
+# Devices of accelerators. If one exists, some of the packages may open it during the import, and a fork
+# cannot use it.
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 
 
 class EarlyImports:
-    """Which installed modules of this process the twins of later rounds may import before they are forked.
+    """Installed modules of this process that twins of later rounds may import before their fork.
 
-    Made before any code of the tests or their plugins is loaded, which may set variables that libraries read
-    as they are imported: what they set and leave set is seen.
+    Create it before any code of the tests or their plugins is loaded. Such code may set variables that
+    libraries read during their import. Variables that remain changed are detected.
     """
 
     def __init__(self) -> None:
         self._began = _environment()
-        # Where twins look for them; folders of PYTHONPATH are among them where they are of this kind.
+        # Search path of the twins: installation folders, including folders of PYTHONPATH of this kind.
         self._places = [place for place in sys.path if not _INSTALLED.isdisjoint(Path(place).parts)]
         self._told: set[str] = set()
         self._never = any(Path(device).exists() for device in _DEVICES)
 
     def forbid(self) -> None:
-        """None of them from now on: an import may be what is measured."""
+        """Forbid early imports from now on, since an import may be the measured call."""
         self._never = True
 
     def new(self) -> list[str] | None:
-        """Names that were not told before, in the order of their import; None: there are to be none."""
+        """Return names that were not reported before, in import order; None: early imports are forbidden."""
         if self._never or _environment() != self._began or self._hide_installed():
             return None
         found = [
@@ -51,7 +53,7 @@ class EarlyImports:
         return found
 
     def _hide_installed(self) -> bool:
-        """Whether one of them is from elsewhere, and what is imported ahead could find another one."""
+        """Return True if a module is not installed, but an early import could find an installed one."""
         others = [n for n in _SLOW if n in sys.modules and not self._is_installed(sys.modules[n])]
         return any(PathFinder.find_spec(name, self._places) for name in others)
 

@@ -1,4 +1,4 @@
-"""Imports: whether what is measured is the code of this side."""
+"""Imports: check that the measured code belongs to this side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PREFIXES = {
 
 
 def is_installed(path: Path, project: Path | None = None) -> bool:
-    """Return True if a path is of Python or of an environment, which may be inside of a project.
+    """Return True if a path belongs to Python or to an environment, which may be inside of a project.
 
-    A prefix that the project is in, such as that of a project in /usr/src and of the Python of the system,
-    says nothing of the files of the project.
+    A prefix that contains the project is ignored for the files of the project. For example, a project in
+    /usr/src is inside of the prefix of the system's Python.
     """
     if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
         return True
@@ -34,21 +34,23 @@ def is_installed(path: Path, project: Path | None = None) -> bool:
 def file_of(module: object) -> str | None:
     """Return the `__file__` of a value of `sys.modules`, or None if it has none.
 
-    No code of the module runs: a lazy module may raise any error, or import its files, if it is asked for an
-    attribute.
+    No code of the module runs: on access to an attribute, a lazy module may raise any error or import its
+    files.
     """
     file = inspect.getattr_static(module, "__file__", None)
     return file if isinstance(file, str) else None
 
 
 class Imports:
-    """Where the modules of this process come from.
+    """Origin of the modules of this process.
 
     Args:
-        tree: the folder of this side's files; None: both sides are the same files.
-        tests: what in it is of the tests, and the same on both sides: files or folders, relative to it.
-        foreign: folders out of which nothing may come: the other side's, and the project's own.
-        own: folders in them out of which something may: the program of a side is in that of this project.
+        tree: folder of the files of this side; None: both sides use the same files.
+        tests: files and folders of the tests, which are the same on both sides, relative to the tree.
+        foreign: folders whose modules must not be imported: the tree of the other side, and the project
+            itself.
+        own: folders inside of these whose modules may be imported, such as the program of a side in this
+            project.
     """
 
     def __init__(
@@ -64,7 +66,12 @@ class Imports:
         self._new: list[str] = []
 
     def look(self) -> tuple[bool, str]:
-        """Whether any module but those of tests is this side's, and why one should have been and is not."""
+        """Inspect new modules for code of this side and for stray modules.
+
+        Returns:
+            True if a module apart from tests belongs to this side; a text on a module that should belong to
+            this side and does not, or "".
+        """
         if self._tree is None:
             return True, ""
         for name, module in list(sys.modules.items()):
@@ -88,11 +95,11 @@ class Imports:
         elif name in self._packages and not self._of_python(path):
             self._stray = f"{name} from {path}, although its tree has {name}"
         elif any(path.is_relative_to(folder) for folder in self._ours):
-            return  # this package; trees may lie below the project, where TMPDIR does
+            return  # this package; trees may be inside of the project if TMPDIR is
         elif any(path.is_relative_to(f) and not is_installed(path, f) for f in self._foreign):
             self._stray = str(path)
 
     def _of_python(self, path: Path) -> bool:
-        """Whether it is of the standard library, which a file of the project may share a name with."""
+        """Return True if a path is of the standard library, which may share a name with the project."""
         standard = Path(sysconfig.get_paths()["stdlib"]).resolve()
         return path.is_relative_to(standard) and "site-packages" not in path.parts

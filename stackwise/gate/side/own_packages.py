@@ -1,4 +1,4 @@
-"""Own packages: names of the packages that a tree has, including those of the projects of a monorepo."""
+"""Own packages: names of the packages of a tree, including the projects of a monorepo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["own_packages"]
 _PACKAGING = frozenset({"pyproject.toml", "setup.cfg", "setup.py"})
 _SOURCES = ("src", "python", "lib")
 _DEEPEST = 4  # levels of folders in which projects are searched
-# Folders whose projects and packages are copies or examples, or are not what an installation has.
+# Folders with projects and packages that are copies or examples, or that an installation does not have.
 _OTHER = frozenset(
     {
         *("benchmark", "benchmarks", "doc", "docs", "example", "examples", "test", "testing", "tests"),
@@ -25,10 +25,10 @@ _OTHER = frozenset(
 def own_packages(tree: Path, tests: Sequence[Path] = ()) -> frozenset[str]:
     """Return the names by which the packages and modules of a tree are imported.
 
-    They lie in the root of the tree and in its `src`, in folders of `sys.path` inside of the tree, and in
-    each project below the tree: a folder with a packaging file. Of a project, the packages in the folder
+    They are in the root of the tree and in its `src`, in folders of `sys.path` inside of the tree, and in
+    each project below the tree: a folder with a packaging file. For a project, the packages in its folder
     count, and the packages and modules in its `src`, `python` and `lib`. A folder without a packaging file
-    counts for nothing, since its packages may be copies: docs, vendored packages, data.
+    does not count, since its packages may be copies: docs, vendored packages, data.
 
     Args:
         tree: absolute path of the root.
@@ -52,7 +52,7 @@ def own_packages(tree: Path, tests: Sequence[Path] = ()) -> frozenset[str]:
 
 
 def _projects(folder: Path, tests: Sequence[Path], depth: int = 0) -> Iterator[Path]:
-    """Yield the folder and those below it that have a packaging file, but none inside of a package."""
+    """Yield all folders with a packaging file, from `folder` down, but none inside of a package."""
     files, folders = _listed(folder)
     if not _PACKAGING.isdisjoint(files):
         yield folder

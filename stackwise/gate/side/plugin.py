@@ -1,7 +1,8 @@
-"""The pytest plugin inside the process of a side: its benchmarks do not time themselves, but when told to.
+"""Pytest plugin in the process of a side: its benchmarks are timed on request of the gate.
 
-It says when a test has come to its measured call, makes calls as it is asked to, and lets the test go on when
-it is told to. Loaded after all other plugins, so that its `benchmark` and `throughput` win over theirs.
+The plugin reports when a test reaches its measured call, runs calls on request, and lets the test continue on
+request. It is loaded after all other plugins, so that its `benchmark` and `throughput` override their
+fixtures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .channel import (  # beside this file, wherever it was copied to
+from .channel import (  # copied together with this file
     CALLABLE,
     CONFTEST,
     DESCRIPTOR,
@@ -40,14 +41,14 @@ from .used_files import UsedFiles
 
 __all__ = ["SidePlugin"]
 
-_OUTSIDE = 3  # exit code of a process whose gate is gone
-_LONGEST = 4000  # characters of what went wrong
+_OUTSIDE = 3  # exit code of a process after its gate has exited
+_LONGEST = 4000  # characters of an error
 _LONGEST_WARNING = 300  # characters
 _MOST_WARNINGS = 5  # of a test
 _AT_ONCE = "both sides run at the same time: "
 _PORT = f"{_AT_ONCE}take a free port, or derive it from STACKWISE_SIDE"
 _FILE = f"{_AT_ONCE}use tmp_path, or derive the name of the file from STACKWISE_SIDE"
-# Parts of messages of errors that both sides raise if they share something, and what to do.
+# Parts of error messages that show that both sides use the same port or file, and the advice.
 _SHARED = {
     "address already in use": _PORT,
     "database is locked": _FILE,  # SQLite
@@ -59,24 +60,24 @@ _SHARED = {
     "could not set lock on file": _FILE,  # DuckDB
 }
 _EARLY = EarlyImports()
-_SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws anything
+_SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws numbers
 
 
 class OneCallError(RefusedError):
-    """A test calls what it measures twice."""
+    """A test measures two calls."""
 
 
 class TracedError(RefusedError):
-    """A tracer or a profiler is active when a test comes to its measured call."""
+    """A tracer or a profiler is active when a test reaches its measured call."""
 
 
 class SidePlugin:
-    """Serves the gate.
+    """Plugin that serves the gate.
 
     Args:
-        channel: to the gate.
+        channel: channel to the gate.
         role: "base" or "head".
-        imports: what of its modules are its own.
+        imports: origin of the modules of this process.
     """
 
     def __init__(self, channel: Channel, role: str, imports: Imports) -> None:
@@ -90,21 +91,21 @@ class SidePlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Select the tests in the order of the gate, whatever plugins made of it, and send their names."""
+        """Select the tests in the order of the gate, regardless of other plugins, and send their names."""
         found = {item.nodeid: item for item in session.items}
         session.items[:] = [found[test] for test in self.tests if test in found]
-        # By its entry point's name, or as `-p pytest_timeout` has it.
+        # Name of its entry point, or its name with `-p pytest_timeout`.
         has_timeout = any(map(session.config.pluginmanager.hasplugin, ("timeout", "pytest_timeout")))
         for item in session.items:
             _remove_reruns(item)
             if has_timeout:
-                # A test waits here while the other side is measured: pytest-timeout would end it.
+                # A test waits here while the other side is measured. pytest-timeout would abort it.
                 item.add_marker(pytest.mark.timeout(0), append=False)
         self._send(collected=[item.nodeid for item in session.items])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run all tests: a plugin that ends the session, at a timeout for example, would end the round."""
+        """Run all tests, even if a plugin stops the session early, for example at a timeout."""
         for item, following in zip(session.items, [*session.items[1:], None], strict=True):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             _FILES.look()
@@ -133,31 +134,31 @@ class SidePlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Run a test once, in this process: plugins that run it again or in a child process come later."""
+        """Run a test once, in this process, before plugins that would repeat or fork it."""
         runner: Any = item.config.pluginmanager.get_plugin("runner")
         return runner.pytest_runtest_protocol(item, nextitem)
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Give the import of a file the same seeds on both sides, whatever was drawn before."""
+        """Set the same seeds on both sides for the import of a file, regardless of earlier random numbers."""
         _SEEDS.start(collector.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Give the fixtures and the call of a test the same seeds on both sides.
+        """Set the same seeds on both sides for the fixtures and the call of a test.
 
-        There are no new seeds before the call: they would replace the seeds that fixtures have set.
+        The call itself gets no new seeds, since they would replace the seeds that fixtures have set.
         """
         _SEEDS.start(item.nodeid)
 
     def pytest_exception_interact(
         self, call: pytest.CallInfo[Any], report: pytest.CollectReport | pytest.TestReport
     ) -> None:
-        """Say which files cannot be collected, and with what: no report has the exception."""
+        """Send the name of a file that cannot be collected, with the exception, which no report contains."""
         if not isinstance(report, pytest.CollectReport):
             return
         assert call.excinfo is not None, "called of an exception"
         error = call.excinfo.value
-        # pytest tells of an import that fails, and of its syntax, in words of its own.
+        # pytest replaces the message of an import error or a syntax error by its own text.
         cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else None
         reason = _reason(report) if cause is None else f"{type(cause).__name__}: {cause}"
         self._send(not_collected=report.nodeid, detail=f"{reason[:_LONGEST]}{_advice_on_sharing(report)}")
@@ -166,13 +167,13 @@ class SidePlugin:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Tell tests that give up, and those that the gate refuses, from others that fail.
+        """Record tests that call `pytest.xfail`, and tests that the gate refuses.
 
-        Plugins that judge the duration see none: the test has waited while the other side was measured.
+        The duration is set to 0, so that no plugin judges it: it includes the wait for the other side.
         """
         call.duration = 0.0
         report = yield
-        # A subtest has the name and the phase of its test, and its report comes first.
+        # A subtest has the name and the phase of its test, and its report precedes that of the test.
         phase = (report.nodeid, report.when)
         self._gave_up.discard(phase)
         self._refused.pop(phase, None)
@@ -184,10 +185,10 @@ class SidePlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send how a phase of a test ended if it did not pass.
+        """Send the outcome of a phase of a test unless it passed.
 
-        The report of a subtest (a subclass of TestReport) is sent only if the subtest failed or was refused:
-        its test goes on. A skip after the measurement does not remove the measurement.
+        The report of a subtest (a subclass of TestReport) is sent only if the subtest failed or was refused,
+        since its test continues. A skip after the measurement does not discard the measurement.
         """
         gave_up = (report.nodeid, report.when) in self._gave_up
         ended = "skipped" if gave_up else _ended(report)
@@ -208,19 +209,19 @@ class SidePlugin:
 
     @pytest.fixture
     def benchmark(self, request: pytest.FixtureRequest) -> Benchmark:
-        """pytest-benchmark's fixture, in whose place the gate measures."""
+        """Return the replacement of pytest-benchmark's fixture, which measures for the gate."""
         return _benchmark_type()(request.node, self.serve)
 
     @pytest.fixture
     def throughput(self, request: pytest.FixtureRequest) -> Callable[..., Any]:
-        """The fixture of the same name, in whose place the gate measures."""
+        """Return the replacement of the fixture `throughput`, which measures for the gate."""
 
         def run(subject: Any, *, against: Any = None, **arguments: Any) -> Any:
             if os.environ.get(CALLABLE):
                 if against is None:
                     raise RefusedError("throughput got no `against`: there is nothing to compare with")
                 subject = against if self.role == "base" else subject
-            # That of this side, which may be another stackwise than what has started this process.
+            # The plugin of this side's stackwise, which may differ from the stackwise of the gate.
             fixtures = request.config.pluginmanager.get_plugin("stackwise-throughput")
             workload_of = getattr(fixtures, "workload_of", None)
             if workload_of is None:
@@ -231,21 +232,21 @@ class SidePlugin:
                 self.serve(request.node.nodeid, Streamed(workload.each_token), tokens)
             else:
                 self.serve(request.node.nodeid, Repeated(workload.call, workload.prepare), tokens)
-            found_once = getattr(fixtures, "found_once", None)  # older ones have none
+            found_once = getattr(fixtures, "found_once", None)  # missing in older versions
             return None if found_once is None else found_once(workload)
 
         return run
 
     def serve(self, nodeid: str, subject: Subject, tokens: int = 0) -> list[float]:
-        """Do what the gate asks for until it asks for no more.
+        """Answer the requests of the gate until it releases the test.
 
         Args:
-            nodeid: of the test.
-            subject: what is measured.
-            tokens: that a call handles; 0: nobody says.
+            nodeid: node ID of the test.
+            subject: subject of the measurement.
+            tokens: tokens per call; 0: unknown.
 
         Returns:
-            seconds of one call, for each turn that was measured.
+            seconds of one call, for each measured turn.
         """
         if nodeid in self._served:
             raise OneCallError("a test that is gated measures one call; parametrize the test for more")
@@ -266,7 +267,7 @@ class SidePlugin:
                 case {"warm_up": seconds}:
                     self._send(sample=warm_up(subject, seconds))
                 case {"calls": calls}:
-                    # The warm-up makes the same calls, but one that is made only once has none.
+                    # The files of other calls are noted in the warm-up, which a single call does not have.
                     with _FILES.timed(noting=subject.only_once):
                         sample = subject.seconds(calls)
                     taken.append(sample["time"])
@@ -276,7 +277,7 @@ class SidePlugin:
                         memory = peak_memory(subject)
                     self._send(sample=memory)
                 case _:
-                    _FILES.look()  # while fixtures have their children
+                    _FILES.look()  # while the child processes of fixtures exist
                     self._measured.add(nodeid)
                     return taken
 
@@ -290,27 +291,27 @@ class SidePlugin:
         try:
             message = self.channel.receive()
         except ChannelClosedError:
-            # Nobody is left to be told, and nobody waits for what a test would still do.
+            # The gate has exited, so the rest of the test is not needed.
             os._exit(_OUTSIDE)
         assert message is not None, "waited for without a limit"
         return message
 
 
 class Benchmark:
-    """What tests use of pytest-benchmark's fixture.
+    """Interface of pytest-benchmark's fixture that tests use.
 
     Attributes:
-        stats: pytest-benchmark's own, of this side's turns in this process, one number a turn; None before
-            the call, and where pytest-benchmark is not installed.
-        extra_info: for the test to write to; nobody reads it here.
-        group: the same.
-        name: of the test.
+        stats: statistics of pytest-benchmark over the turns of this side in this process; None before the
+            call, and without pytest-benchmark.
+        extra_info: dictionary for the test. Its content is ignored.
+        group: group of the benchmark. It is ignored.
+        name: name of the test.
         disabled: False.
         enabled: True.
     """
 
     disabled, enabled = False, True
-    has_error, cprofile_stats = False, None  # which its statistics ask for
+    has_error, cprofile_stats = False, None  # required by its statistics
 
     def __init__(self, item: pytest.Item, serve: Callable[[str, Subject], list[float]]) -> None:
         self._item, self._serve_turns = item, serve
@@ -336,7 +337,7 @@ class Benchmark:
             self.stats.update(each)
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Measure `target(*args, **kwargs)`; returns what it returns."""
+        """Measure `target(*args, **kwargs)` and return its result."""
         call = partial(target, *args, **kwargs) if args or kwargs else target
         self._serve(Repeated(call))
         return call()
@@ -352,10 +353,10 @@ class Benchmark:
         warmup_rounds: int = 0,
         iterations: int = 1,
     ) -> Any:
-        """The same with what is done around each call.
+        """Measure a call with a setup before and a teardown after each call, and return its result.
 
-        How often it is called is for the gate to say, but for a single call without a setup, which may be one
-        that cannot be made again.
+        The gate decides how often the call runs. The exception is a single call without a setup, which runs
+        once, since it may not be repeatable.
         """
         if setup is None and rounds * iterations == 1 and not warmup_rounds:
             return self._single(partial(target, *args, **(kwargs or {})))
@@ -382,7 +383,7 @@ class Benchmark:
         return result
 
     def _single(self, call: Callable[[], Any]) -> Any:
-        """Measure a call that is made once in each process, and return what it returns."""
+        """Measure a call that runs once in each process, and return its result."""
         results: list[Any] = []
 
         def once() -> object:
@@ -393,7 +394,7 @@ class Benchmark:
         return results[0] if results else call()
 
     def weave(self, *_: Any, **__: Any) -> None:
-        """Refuse the test: the gate measures calls that the test makes itself.
+        """Refuse the test: the gate measures only direct calls of the test.
 
         Raises:
             RefusedError: always.
@@ -407,7 +408,7 @@ class Benchmark:
 
 
 def _remove_reruns(item: pytest.Item) -> None:
-    """Hide the marker `flaky`, which pytest-retry reads after the call of a test that failed."""
+    """Hide the marker `flaky`, which pytest-retry reads after the call of a failed test."""
     marker_of = item.get_closest_marker
 
     def closest(name: str, default: Any = None) -> Any:
@@ -417,12 +418,12 @@ def _remove_reruns(item: pytest.Item) -> None:
 
 
 def _is_of_subtest(report: pytest.TestReport) -> bool:
-    """Return True if a report is that of a subtest, of pytest or of the plugin pytest-subtests."""
+    """Return True if a report is for a subtest, of pytest or of the plugin pytest-subtests."""
     return type(report) is not pytest.TestReport
 
 
 def _ended(report: pytest.TestReport) -> str:
-    """The outcome of a phase as if nothing were expected: what is, is for the gate to know."""
+    """Return the outcome of a phase without regard to an expected failure, which the gate handles itself."""
     if hasattr(report, "wasxfail") and report.when == "call":
         return "failed" if report.outcome == "skipped" else "passed"
     if isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]"):
@@ -431,13 +432,14 @@ def _ended(report: pytest.TestReport) -> str:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a phase ended, on a line or a few."""
+    """Return the reason for the outcome of a phase, in one or a few lines."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         return f"{crash.message} ({Path(crash.path).name}:{crash.lineno})"
-    # Of a fixture that is not there pytest tells where it is asked for first, and then which ones there are.
+    # The text of a missing fixture begins with the code that requests it. Its error string has the fixture in
+    # the first line, and then all available fixtures.
     fixture = getattr(report.longrepr, "errorstring", None)
     return str(report.longrepr) if fixture is None else str(fixture).partition("\n")[0]
 
@@ -449,15 +451,15 @@ def _by_plugin(report: pytest.TestReport) -> bool:
 
 
 def _advice_on_sharing(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return what to do if a test failed on a port or a file that both sides use; "": it did not."""
-    # An error may have it as its cause, or a server in a child process may have printed it.
+    """Return advice if a test failed on a port or a file that both sides use, otherwise ""."""
+    # The text may be the cause of an error, or the output of a server in a child process.
     text = f"{report.longreprtext}{report.capstderr}".lower() if report.failed else ""
     causes = (f"; {cause}: {advice}" for cause, advice in _SHARED.items() if cause in text)
     return next(causes, "")
 
 
 def _benchmark_type() -> type[Benchmark]:
-    """Benchmark, as a kind of pytest-benchmark's fixture where that is there: it asks for one."""
+    """Return `Benchmark`, as a subclass of pytest-benchmark's fixture if installed: it checks the type."""
     try:
         from pytest_benchmark.fixture import BenchmarkFixture
     except ImportError:
@@ -487,7 +489,7 @@ def pytest_configure(config: pytest.Config) -> None:
     descriptor = int(os.environ.pop(DESCRIPTOR))
     tree, tests, foreign, own = (_places(name) for name in (TREE, TESTS, FOREIGN, OWN))
     imports = Imports(next(iter(tree), None), tests, foreign, own)
-    # Those who skip benchmarks, or want nothing else, do so in the run that has asked for this one.
+    # Options that skip or select benchmarks apply to the user's run only.
     for name in ("benchmark_skip", "benchmark_only", "benchmark_disable"):
         if hasattr(config.option, name):
             setattr(config.option, name, False)
@@ -500,7 +502,7 @@ def _places(name: str) -> list[str]:
 
 
 def _used_files() -> UsedFiles:
-    """Return what notes used files, from now on: conftests and plugins are loaded later."""
+    """Return the record of used files, active from now on: conftests and plugins are loaded later."""
     tree, own, foreign = (
         [place for place in os.environ.get(name, "").split(os.pathsep) if place]
         for name in (TREE, OWN, FOREIGN)

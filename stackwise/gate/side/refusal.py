@@ -6,8 +6,8 @@ __all__ = ["RefusedError", "UnstartedError"]
 
 
 class RefusedError(RuntimeError):
-    """The gate cannot measure a test. The message says what to change in it."""
+    """The gate cannot measure a test. The message has the necessary change of the test."""
 
 
 class UnstartedError(RefusedError, TypeError):
-    """A call returned a generator or an awaitable, whose body has not run."""
+    """A call returned a generator or an awaitable. Its body has not run."""

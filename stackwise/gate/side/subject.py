@@ -1,4 +1,4 @@
-"""Subject: what a benchmark calls, timed on demand."""
+"""Subject: callable of a benchmark, timed on request."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _NANOSECOND = 1e-9
 
 
 class Subject(Protocol):
-    """Something that can be timed.
+    """Callable that can be timed.
 
     Attributes:
-        only_once: whether it may be called a single time.
+        only_once: True if it may be called only once.
     """
 
     only_once: bool
 
     def seconds(self, calls: int) -> dict[str, float]:
-        """Seconds of one call, by metric, as the mean of so many."""
+        """Return the seconds of one call by metric, as the mean of `calls` calls."""
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
-        """What `looked_at` makes of a call that is ready to be made."""
+        """Return the result of `looked_at` for a call that is ready to run."""
 
 
 class Repeated:
-    """A call that is made again and again.
+    """Call that can be repeated.
 
     Args:
         call: does the work once.
-        prepare: called before each call, outside of its time; None: nothing is to be prepared.
-        after: the same after each call.
-        only_once: it may be called a single time.
+        prepare: called before each call, outside of the timed part; None: no preparation.
+        after: called after each call, outside of the timed part, or None.
+        only_once: True if the call may run only once.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Repeated:
         self._first = _FirstResult(call)
 
     def seconds(self, calls: int) -> dict[str, float]:
-        """Return the seconds of one call, without what surrounds it.
+        """Return the seconds of one call, without `prepare` and `after`.
 
         Raises:
             UnstartedError: the first call returned a generator or an awaitable, which has not run.
@@ -92,7 +92,7 @@ class Repeated:
         return total
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
-        """What `looked_at` makes of the call, prepared."""
+        """Return the result of `looked_at` for the prepared call."""
         if self.prepare is not None:
             self.prepare()
         found = looked_at(self.call)
@@ -102,10 +102,10 @@ class Repeated:
 
 
 class Streamed:
-    """A call that hands over each of its tokens: the first one has a time of its own (TTFT).
+    """Call that reports each of its tokens, so that the first token has its own time (TTFT).
 
     Args:
-        each_token: the call; it calls its argument with each column of tokens.
+        each_token: the call. It calls its argument with each column of tokens.
     """
 
     only_once = False
@@ -115,9 +115,9 @@ class Streamed:
         self._first = _FirstResult(each_token)
 
     def seconds(self, calls: int) -> dict[str, float]:
-        """Seconds of one text, until its first token (TTFT), and of each later one (TPOT).
+        """Return the seconds of one text, to its first token (TTFT), and per later token (TPOT).
 
-        0 for what one of the texts has not: a first token, a later one.
+        A metric is 0 if one of the texts lacks it: TTFT without a first token, TPOT without a later one.
 
         Raises:
             UnstartedError: the first call returned a generator or an awaitable, which has not run.
@@ -143,23 +143,23 @@ class Streamed:
             to_first += at[0] - start if at else 0
             later += (at[-1] - at[0]) // max(1, len(at) - 1) if at else 0
         self._first.check()
-        # The mean of some texts is not that of others which have no such token.
+        # A mean over only some of the texts would not be comparable.
         found = {"time": whole, "ttft": to_first if fewest > 0 else 0, "tpot": later if fewest > 1 else 0}
         return {metric: value * _NANOSECOND / calls for metric, value in found.items()}
 
     def once(self, looked_at: Callable[[Callable[[], object]], int]) -> int:
-        """What `looked_at` makes of one text."""
+        """Return the result of `looked_at` for one text."""
         return looked_at(lambda: self.each_token(lambda _: None))
 
 
 class _FirstResult:
-    """Check of the first result of a call, after its time was taken.
+    """Check of the first result of a call, after the call was timed.
 
     Args:
-        call: that is timed.
+        call: timed call.
 
     Attributes:
-        timed: stores its result until it was checked; `call` itself afterwards.
+        timed: function that stores the result until it was checked; `call` itself afterwards.
     """
 
     def __init__(self, call: Callable[..., object]) -> None:
@@ -171,23 +171,23 @@ class _FirstResult:
         self._result = self._call(*args)
 
     def check(self) -> None:
-        """Refuse a result that is a generator or an awaitable; later results are not checked."""
+        """Raise UnstartedError if the first result is a generator or an awaitable. Ignore later results."""
         if self.timed is not self._call:
             result, self._result, self.timed = self._result, None, self._call
             refuse_unstarted(result)
 
 
 def refuse_unstarted(result: object) -> None:
-    """Raise UnstartedError if a call returned a generator or an awaitable: nothing of its body has run yet.
+    """Raise UnstartedError if a call returned a generator or an awaitable: no part of its body has run yet.
 
-    The sentence is that of `stackwise.benchmark.plain_call`, which a side does not import.
+    The message is the same as in `stackwise.benchmark.plain_call`, which a side does not import.
     """
     match result:
         case Generator():
             wanted = "one that goes through it, such as lambda: list(...)"
         case Awaitable():
             if isinstance(result, Coroutine):
-                result.close()  # or Python warns that nobody awaited it
+                result.close()  # otherwise Python warns that it was never awaited
             wanted = "one that waits for it, such as lambda: asyncio.run(...)"
         case AsyncGenerator():
             wanted = "one that goes through it, in a coroutine that asyncio.run(...) waits for"
@@ -198,22 +198,22 @@ def refuse_unstarted(result: object) -> None:
 
 
 def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
-    """Call for some time, at least twice.
+    """Repeat the call for `seconds`, at least twice.
 
     Returns:
-        seconds of the fastest call ("call"), and from one call to the next, with what surrounds them
-        ("period"); 1 where nothing but this thread has computed ("alone"), else 0.
+        seconds of the fastest call ("call"); seconds from one call to the next, with the work around them
+        ("period"); 1 if only this thread has computed, otherwise 0 ("alone").
     """
     end = real_time.perf_counter() + seconds
     fastest = shortest = float("inf")
     made, calls = 0, 1
     alone = Alone()
     while made < _LEAST_CALLS or real_time.perf_counter() < end:
-        # The first call alone may take most of the time there is, or compile.
+        # The first turn has one call, since it may compile or take most of the time.
         began = real_time.perf_counter()
         fastest = min(fastest, subject.seconds(calls)["time"])
         period = (real_time.perf_counter() - began) / calls
-        if not made:  # what is set up once is not what is measured
+        if not made:  # exclude one-time initialization
             alone = Alone()
         shortest, made = min(shortest, period), made + 1
         calls = max(1, min(1000, int(1e-3 / max(period, 1e-9))))
@@ -221,17 +221,18 @@ def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
 
 
 def settle() -> None:
-    """Take what exists out of the collector's view, so that a collection costs what the calls have made."""
+    """Exclude existing objects from garbage collection, so that its cost is due to the calls only."""
     gc.collect()
     gc.freeze()
 
 
 def peak_memory(subject: Subject) -> dict[str, float]:
-    """Bytes that one call holds at most, beyond what was there before, by metric; they repeat exactly.
+    """Return the peak of the bytes that one call holds in addition to existing memory, by metric.
 
-    The peak of Python's allocations, which NumPy tells of too, and where torch is loaded that of tensors: on
-    CUDA by its allocator, on the CPU by what its profiler is told of each allocation. Both are added, whether
-    or not they are at the same moment, so that a side which does without torch is measured as the other is.
+    The bytes are exactly reproducible. They are the sum of the peak of Python's allocations, including
+    NumPy, and of the peaks of tensors if torch is loaded. On CUDA the allocator of torch measures the
+    tensors, on the CPU its profiler, which records each allocation. The peaks are added even if they occur at
+    different times, so that a side without torch is measured like the other side.
     """
     torch = sys.modules.get("torch")
     held = subject.once(_traced)
@@ -268,12 +269,12 @@ def _of_cuda(torch: Any, call: Callable[[], object]) -> int:
 
 def _of_tensors(torch: Any, call: Callable[[], object]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own; a test's are not looked for here
-        # Not torch.profiler, which imports 800 modules as it begins: 0.8 s in each process.
+        warnings.simplefilter("ignore")  # warnings of the profiler; warnings of tests are not collected here
+        # Not torch.profiler, which imports 800 modules at its start: 0.8 s in each process.
         with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
             call()
     held = highest = 0
-    # The profiler tells of all devices; CUDA's allocator knows its own peak.
+    # The profiler reports all devices. The peak of CUDA is read from its allocator.
     host = {torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.MKLDNN, torch.autograd.DeviceType.IDEEP}
     told = profile.kineto_results.events()
     events = [e for e in told if e.name() == "[memory]" and e.device_type() in host]
@@ -284,7 +285,7 @@ def _of_tensors(torch: Any, call: Callable[[], object]) -> int:
 
 
 def _synchronize() -> Callable[[], object]:
-    """What waits for the accelerator that is in use."""
+    """Return the function that waits for the active accelerator."""
     torch = sys.modules.get("torch")
     if torch is None:
         return _nothing

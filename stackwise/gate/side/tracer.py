@@ -1,4 +1,4 @@
-"""Tracer: tool that runs its own code in this process, whose time would be measured as well."""
+"""Tracer: tool that runs its own code in this process and would be timed as well."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Twin: what a process of a side is before it is that of a side. Run as a program, without the package.
+"""Twin: program that forks the processes of both sides. It runs without the package.
 
-One process, which has done nothing yet, forks into those of both sides. So they begin with the same hash
-seed, the same environment and the same layout of memory, which the system chooses anew for each round. Of
-pure Python of 0.1 ms rounds differed by 1.7 % (standard deviation) where each side had a layout of its own,
-in steps of what a layout is worth, and by 0.3 % as twins, also where one of them had more code.
+One idle process forks into the processes of both sides. Both therefore have the same hash seed, environment
+and memory layout. The system chooses a new layout for each round. Rounds of pure Python calls of 0.1 ms
+differed by 1.7 % (standard deviation) with a separate layout per side, in steps between layouts. Rounds of
+twins differed by 0.3 %, even if one side had more code.
 
-Arguments: the descriptor of the parent's channel, and that of each twin's. On the first it is told `imports`,
-names of installed modules that both would import, which are imported before the fork, and tells of the twins;
-on the others each is told what to become: `module`, `arguments`, `folder`, `import_path`, `environment`,
-`log`. Each message is a line of JSON.
+Arguments: the descriptor of the parent's channel, and the descriptor of each twin's channel. The parent
+receives `imports`, names of installed modules that both twins would import. It imports them before the fork,
+and reports on the twins. Each twin receives its task: `module`, `arguments`, `folder`, `import_path`,
+`environment`, `log`. Each message is a line of JSON.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ _CHUNK = 65536
 
 
 def become() -> str:
-    """Fork the twins, and return in each of them alone: the module that it is to run, in its place."""
+    """Fork the twins. Return, in each twin only, the name of the module that it runs."""
     parent, *channels = map(int, sys.argv[1:])
-    _import(_told(parent, _CHUNK)["imports"])  # all that the parent is ever told
+    _import(_told(parent, _CHUNK)["imports"])  # the only message to the parent
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     twins = []
     for channel in channels:
@@ -53,9 +53,9 @@ def become() -> str:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import what is installed; what cannot be, each side will find out for itself."""
+    """Import installed modules. Ignore errors, which the sides will raise themselves."""
     path = list(sys.path)
-    # Not from the folder of this file, nor from where the sides' own code may lie.
+    # Without the folder of this file, and without folders of PYTHONPATH that may contain code of the sides.
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = {os.path.abspath(place) for place in inherited if not _is_installed(place)}  # noqa: PTH100
     sys.path[:] = [place for place in (path if sys.flags.safe_path else path[1:]) if place not in own]
@@ -66,7 +66,7 @@ def _import(names: Iterable[str]) -> None:
                 importlib.import_module(name)
     sys.path[:] = path
     gc.collect()
-    gc.freeze()  # or the first collection on each side would write on all of it
+    gc.freeze()  # otherwise the first collection of each side would write to these objects
 
 
 def _is_installed(place: str) -> bool:
@@ -74,15 +74,15 @@ def _is_installed(place: str) -> bool:
 
 
 def _watch(parent: int, twins: list[int]) -> None:
-    """Tell how each of the twins ends, and end what is left of them when nobody listens any more."""
+    """Report the exit of each twin. Kill the remaining processes if the channel is closed."""
     left = dict(enumerate(twins))
 
     def look(*_: object) -> None:
         for number, twin in list(left.items()):
-            # It stays until this process ends, so that its number is nobody else's.
+            # WNOWAIT keeps the process ID reserved until this process exits.
             ended = os.waitid(os.P_PID, twin, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
-                # Where both end at once, the second is told of while the first is.
+                # If both exit at once, a nested call has already reported the second one.
                 if left.pop(number, None) is None:
                     continue
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -104,12 +104,12 @@ def _watch(parent: int, twins: list[int]) -> None:
 
 
 def _tell(descriptor: int, **what: object) -> None:
-    with contextlib.suppress(OSError):  # nobody listens: the end is near
+    with contextlib.suppress(OSError):  # the channel is closed
         os.write(descriptor, json.dumps(what).encode() + b"\n")
 
 
 def _told(channel: int, at_once: int = 1) -> dict[str, Any]:
-    """The first line of a channel, and nothing behind it where no more than a byte is read at once."""
+    """Return the first line of a channel. If `at_once` is 1, no byte after the line is read."""
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(channel, at_once)
@@ -121,22 +121,22 @@ def _told(channel: int, at_once: int = 1) -> dict[str, Any]:
 
 
 def _prepare(told: dict[str, Any]) -> None:
-    """Be where and what `python -m MODULE` would be, started in that folder with that environment."""
+    """Prepare this process as `python -m MODULE` would, with the folder, environment and log of its task."""
     log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for standard in (1, 2):
         os.dup2(log, standard)
     os.close(log)
     os.environ.update(told["environment"])
     if "tempfile" in sys.modules:
-        # An import may have looked for it in the environment of before.
+        # An import may have cached the folder of the previous environment.
         vars(sys.modules["tempfile"])["tempdir"] = None
     os.chdir(told["folder"])
-    # The first is the folder of this file, where Python is not told to leave out what it was started with.
+    # Without safe_path, the first entry is the folder of this file.
     own = [] if sys.flags.safe_path else [os.getcwd()]  # noqa: PTH109
     sys.path[:] = [*own, *told["import_path"], *sys.path[len(own) :]]
     sys.argv[:] = [told["module"], *told["arguments"]]
     if "sitecustomize" not in sys.modules and not sys.flags.no_site:
-        site.execsitecustomize()  # it may be of the tree
+        site.execsitecustomize()  # it may belong to the tree
 
 
 if __name__ == "__main__":

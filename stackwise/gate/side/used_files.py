@@ -104,7 +104,7 @@ class UsedFiles:
     def new(self) -> dict[str, list[str]]:
         """Return the paths that were recorded since the last call, under four keys.
 
-        "tree": files of the tree that were read, run or named by a command, relative to it. The other paths
+        "tree": files of the tree that were read, run or named by a command, relative to it. All other paths
         are absolute. "foreign": files in one of the foreign folders that were read, run or named by a
         command. "read" and "written": other files that neither belong to this side nor are installed, and
         "written" files in the foreign folders.

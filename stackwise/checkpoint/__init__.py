@@ -1,4 +1,4 @@
-"""Can it go on? Checkpoints that are whole or not there, of any model, any loop, any number of processes."""
+"""Checkpoints of any model, training loop and number of processes, each of them complete or absent."""
 
 from stackwise.checkpoint.export import export
 from stackwise.checkpoint.folder import DamagedCheckpointError

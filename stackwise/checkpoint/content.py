@@ -1,7 +1,7 @@
-"""Content: what a process adds to a checkpoint, and what it takes out of one.
+"""Content: part of a checkpoint that one process writes or reads.
 
-Files, R a process: `state-R.json`, plain values; `state-R.safetensors`, the tensors of what each process
-keeps for itself; `tensors/rank-R.safetensors`, its part of the tensors that all processes have together.
+Files of process R: `state-R.json` has plain values. `state-R.safetensors` has the tensors that each process
+stores for itself. `tensors/rank-R.safetensors` has its part of the tensors that all processes share.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ __all__ = ["Content", "Loaded", "check_readable", "tensors_of"]
 
 _STATE_BYTES = 2**28
 _SHARED, _OWN, _RANDOM = "shared", "own", "random"
-_LARGE = 2**12  # numbers: to copy less is quicker than to wait for it
-_EXTRA = "extra/"  # no name of a file has a separator
+_LARGE = 2**12  # elements: copying fewer is faster than waiting for a copy
+_EXTRA = "extra/"  # file names have no separators
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a process adds to a checkpoint.
+    """Part of a checkpoint that a process writes.
 
     Attributes:
-        plain: of its JSON file.
-        own: the tensors that only it has, by name.
-        shared: its parts of those that all have together.
-        extra: the tensors of more files, by the name of the file.
+        plain: values of its JSON file.
+        own: tensors of this process only, by name.
+        shared: its parts of the tensors that all processes share, by name.
+        extra: tensors of additional files, by file name.
     """
 
     plain: dict[str, Any]
@@ -72,15 +72,16 @@ class Content:
     def of(
         cls, objects: Mapping[str, Any], rank: int, extra: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> Self:
-        """The state of `objects` now, in process `rank`; tensors are the objects' own.
+        """Return the current state of `objects` in process `rank`. The tensors are not copied.
 
         Args:
-            objects: by name.
-            rank: of this process.
-            extra: tensors by name, for each file of them that the first process adds.
+            objects: objects by name.
+            rank: rank of this process.
+            extra: tensors by name, for each additional safetensors file. Only the first process writes these
+                files.
 
         Raises:
-            ValueError: what cannot be kept, naming its place.
+            ValueError: a value that cannot be stored; the message has its place.
         """
         ours = Objects(objects)
         plain: dict[str, Any] = {_SHARED: {}, _OWN: {}}
@@ -104,7 +105,7 @@ class Content:
             if rank == 0
         }
         content = cls(plain, {name: Part.whole(tensor) for name, tensor in own.items()}, parts, files)
-        # Here and not where a thread writes them, who has nobody to tell.
+        # Checked here, since a thread that writes the tensors cannot report an error to the caller.
         check_dtypes((name, part.tensor) for (_, name), part in content.parts().items())
         for held in (content.own, content.shared):
             check_header(held, in_parts=True)
@@ -113,21 +114,21 @@ class Content:
         return content
 
     def places(self) -> list[Place]:
-        """Of the parts that it has of shared tensors."""
+        """Return the places of its parts of shared tensors."""
         return [(name, part.offsets) for name, part in self.shared.items()]
 
     def without(self, places: Sequence[list[Place]]) -> Self:
-        """The same without the parts that other processes write."""
+        """Return a copy without the parts that other processes write."""
         return replace(self, shared=own_parts(self.shared, places))
 
     def parts(self) -> dict[tuple[str, str], Part]:
-        """All tensors."""
+        """Return all tensors, by group and name."""
         groups = {_OWN: self.own, _SHARED: self.shared}
         groups |= {_EXTRA + file: tensors for file, tensors in self.extra.items()}
         return {(group, name): part for group, tensors in groups.items() for name, part in tensors.items()}
 
     def with_parts(self, parts: Mapping[tuple[str, str], Part]) -> Self:
-        """The same with other tensors in their places."""
+        """Return a copy with other tensors of the same groups and names."""
 
         def of(group: str, tensors: Iterable[str]) -> dict[str, Part]:
             return {name: parts[group, name] for name in tensors}
@@ -136,7 +137,7 @@ class Content:
         return replace(self, own=of(_OWN, self.own), shared=of(_SHARED, self.shared), extra=extra)
 
     def updated_by_optimizers(self, objects: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """Which of the tensors are parameters, or of an optimizer's state, and large."""
+        """Return group and name of the large tensors that are parameters or part of an optimizer's state."""
         updated = Objects(objects).updated_by_optimizers()
         return {
             name
@@ -149,7 +150,7 @@ class Content:
 
         Raises:
             ValueError: too many plain values or tensors, or a dtype that safetensors does not have.
-            OSError: the disk refused, or a file cannot be opened by its reader.
+            OSError: a write failed, or a file cannot be opened by its reader.
         """
         text = json.dumps(self.plain, allow_nan=False, separators=(",", ":")).encode()
         allowed = f"up to {_STATE_BYTES} of values that are no tensors or arrays"
@@ -174,7 +175,7 @@ def check_readable(folder: Path, manifest: Manifest) -> None:
     """Open every file of a checkpoint as `restore` does. No tensor is read.
 
     Raises:
-        DamagedCheckpointError: a file that cannot be opened, or that holds something else.
+        DamagedCheckpointError: a file that cannot be opened, or that has other content.
     """
     _Reader(folder, manifest.files).open(range(manifest.world_size))
 
@@ -182,19 +183,19 @@ def check_readable(folder: Path, manifest: Manifest) -> None:
 def tensors_of(
     folder: Path, manifest: Manifest, name: str
 ) -> tuple[TensorIndex, dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint has of a module: all of its state is tensors by name.
+    """Return the tensors of a module in a checkpoint. Its state must consist of tensors by name.
 
     Args:
-        folder: whose files were verified.
-        manifest: of the folder.
-        name: of the module among the objects.
+        folder: folder of the checkpoint. Its files were verified.
+        manifest: manifest of the folder.
+        name: name of the module among the objects.
 
     Returns:
-        Where its tensors are; a meta tensor of each key; and what each is called in the files.
+        index of the tensors, a meta tensor of each key, and the name of each key in the files.
 
     Raises:
-        DamagedCheckpointError: a file that was not written here.
-        ValueError: there is no such module.
+        DamagedCheckpointError: a file cannot be decoded.
+        ValueError: the checkpoint has no such module.
     """
     reader = _Reader(folder, manifest.files)
     try:
@@ -205,13 +206,13 @@ def tensors_of(
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a process takes out of a checkpoint.
+    """Part of a checkpoint that a process reads.
 
     Attributes:
-        states: of each object.
-        random: states of the generators; None: drawn from `seed`.
-        seed: for a process that was not there.
-        remarks: what is not just as it was.
+        states: state of each object.
+        random: states of the random generators; None: they are drawn from `seed`.
+        seed: seed for a process that did not exist when the checkpoint was saved.
+        remarks: differences from the saved state.
     """
 
     states: dict[str, Any]
@@ -221,11 +222,11 @@ class Loaded:
 
     @classmethod
     def of(cls, objects: Objects, folder: Path, manifest: Manifest, ranks: Ranks) -> Self:
-        """Read a checkpoint whose files were verified; no object is touched.
+        """Read a checkpoint with verified files. No object is changed.
 
         Raises:
-            DamagedCheckpointError: a file that was not written here.
-            ValueError: what does not fit the objects.
+            DamagedCheckpointError: a file cannot be decoded.
+            ValueError: a state does not fit the objects.
         """
         reader = _Reader(folder, manifest.files, manifest.world_size, ranks.size)
         try:
@@ -241,10 +242,10 @@ class Loaded:
             raise DamagedCheckpointError(folder, reader.file, str(error), whole=True) from error
 
     def into(self, objects: Objects) -> None:
-        """Give each object its state, and the generators theirs.
+        """Load the states into the objects and the random generators.
 
         Raises:
-            Exception: as an object refuses a state that does not fit.
+            Exception: an object refuses a state that does not fit.
         """
         objects.load(self.states)
         if self.random is not None:
@@ -363,7 +364,7 @@ class _Reader:
         def fetch(tensor: str, shape: tuple[int, ...], path: tree.Path) -> Tensor:
             if tensor not in seen:
                 path = tuple(plain_name(key) if isinstance(key, str) else key for key in path)
-                # The state of a parameter is arranged as the parameter is, if it has its shape.
+                # The state of a parameter is sharded like the parameter, if it has the same shape.
                 like = likes.get(path, likes.get(path[:2]) if len(path) == 3 else None)
                 if like is not None and path not in likes and tuple(like.shape) != shape:
                     like = None
@@ -428,7 +429,7 @@ class _Reader:
             raise DamagedCheckpointError(self.folder, file, str(error)) from error
 
     def _listed(self, file: str) -> None:
-        """Only what was verified is read."""
+        """Raise MalformedTreeError for a file that was not verified."""
         if file not in self.files:
             raise tree.MalformedTreeError("not in the list of files")
 
@@ -448,7 +449,7 @@ def _own_file(rank: int) -> str:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two states are, bit for bit."""
+    """Return True if two states are equal, bit for bit."""
     held: list[dict[str, Tensor]] = [{}, {}]
     plain = [tree.encode(state, (), tensors) for state, tensors in zip((ours, theirs), held, strict=True)]
     return plain[0] == plain[1] and all(equal_bits(tensor, held[1][name]) for name, tensor in held[0].items())

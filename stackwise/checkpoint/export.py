@@ -16,20 +16,20 @@ __all__ = ["export"]
 
 
 def export(checkpoint: str | Path, name: str, file: str | Path) -> None:
-    """Write the state of a module as a safetensors file by the keys of its state_dict, each tensor whole.
+    """Write the state of a module as a safetensors file, with the keys of its state_dict and full tensors.
 
-    Every byte of the checkpoint is checked first. Tensors are read one at a time, so that the largest of
-    them is what it takes of memory. The file is there when it is whole, in the place of one that was there.
+    Every byte of the checkpoint is verified first. Tensors are read one at a time, so the required memory is
+    that of the largest tensor. When the file is complete, it replaces an existing one.
 
     Args:
-        checkpoint: folder of it, as `CheckpointManager.latest()` gives it.
-        name: of the module among the objects that were saved.
-        file: to be written.
+        checkpoint: folder of the checkpoint, such as `CheckpointManager.latest()`.
+        name: name of the module among the saved objects.
+        file: path of the new file.
 
     Raises:
-        DamagedCheckpointError: the checkpoint is not what was written.
-        ValueError: it has no such module, or one that keeps more than tensors.
-        OSError: a file cannot be read, or written.
+        DamagedCheckpointError: the checkpoint is damaged.
+        ValueError: the checkpoint has no such module, or the module's state is more than tensors.
+        OSError: a file cannot be read or written.
     """
     folder, file = Path(checkpoint), Path(file)
     require("\0" not in str(file), "file", str(file), "a path without a null character")

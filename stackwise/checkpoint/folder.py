@@ -1,7 +1,7 @@
 """CheckpointFolder: one checkpoint on disk. It is complete and unchanged, or detectably damaged.
 
 A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each file and of
-the list itself. It is written as `.step-N.PROCESS` and renamed when all of it is on the disk. `run.txt`
+the list itself. It is written as `.step-N.PROCESS` and renamed when it is completely on the disk. `run.txt`
 repeats the run of the manifest, so that a folder with a damaged manifest still belongs to its run.
 
 Other names in the directory:
@@ -78,13 +78,14 @@ _PIECE = 2**22
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was written.
+    """A checkpoint differs from the one that was written.
 
     Args:
-        folder: of the checkpoint.
-        file: that is not as it was; None: the folder itself.
-        reason: what is wrong with it.
-        whole: every file is as it was written, and this one is not understood: another version may.
+        folder: folder of the checkpoint.
+        file: file that differs; None: the folder itself.
+        reason: description of the damage.
+        whole: True if every file is unchanged, but this one cannot be decoded. Another version may be able
+            to.
     """
 
     def __init__(self, folder: Path, file: str | None, reason: str, whole: bool = False) -> None:
@@ -119,11 +120,11 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder; the last of its files.
+        """Write the manifest into a folder, as the last of its files.
 
         Raises:
-            ValueError: notes that fill it.
-            OSError: the disk refused.
+            ValueError: the notes are too long.
+            OSError: the write failed.
         """
         content = self._bytes()
         require(len(content) <= _MANIFEST_BYTES, "notes", f"{len(content)} bytes", f"up to {_MANIFEST_BYTES}")
@@ -140,7 +141,7 @@ class Manifest:
         """
         content = read_regular(folder, MANIFEST, _MANIFEST_BYTES)
         try:
-            values = json.loads(content.decode())  # of bytes it would guess the encoding
+            values = json.loads(content.decode())  # without decode() it would guess the encoding
             if values["format"] != _FORMAT:
                 raise _unknown_format(folder, values)
             fields = {key: values[key] for key in cls.__dataclass_fields__}
@@ -150,7 +151,7 @@ class Manifest:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise DamagedCheckpointError(folder, MANIFEST, "no list of a checkpoint's files") from None
-        # Not what it says but every byte of it has to be as it was written.
+        # Every byte has to be unchanged, not only the values.
         try:
             same = manifest._bytes() == content
         except (ValueError, TypeError, RecursionError):
@@ -210,7 +211,7 @@ def checked_folder(directory: str | Path) -> Path:
     """Return the path of a folder, which need not exist.
 
     Raises:
-        ValueError: no path can be, or it is a file.
+        ValueError: the path is not valid, or is a file.
     """
     path = Path(directory)
     require("\0" not in str(path), "directory", str(directory), "a path without a null character")
@@ -219,35 +220,35 @@ def checked_folder(directory: str | Path) -> Path:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the path of the checkpoint of a step."""
     return directory / f"step-{step}"
 
 
 def scratch_of(directory: Path, step: int) -> Path:
-    """Where this process writes the checkpoint of a step."""
+    """Return the path at which this process writes the checkpoint of a step."""
     return directory / f".step-{step}.{this_process()}"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that have a folder, ascending as numbers."""
+    """Return the steps that have a folder, in ascending order."""
     if not directory.is_dir():
         return []
     names = (_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
-    # ASCII digits only, and no more of them than a number read from text may have.
+    # ASCII digits only, and not more of them than Python converts to a number.
     return sorted(int(match[1]) for match in names if match and len(match[1]) < 20)
 
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool = True) -> None:
-    """Refuse files that are not as they were written.
+    """Raise DamagedCheckpointError if a file was changed.
 
     Args:
-        folder: of the checkpoint.
-        files: of its manifest, or some of them.
-        contents: also read them; else only their sizes are looked at.
+        folder: folder of the checkpoint.
+        files: entries of its manifest, or some of them.
+        contents: True to read the files; False to compare only their sizes.
 
     Raises:
-        DamagedCheckpointError: naming the first file that is missing or was changed.
-        OSError: one cannot be read now, which does not say that it is damaged.
+        DamagedCheckpointError: names the first file that is missing or was changed.
+        OSError: a file cannot be read now, which does not mean that it is damaged.
     """
     for name, entry in files.items():
         size = _regular(folder, name).st_size
@@ -294,7 +295,7 @@ def write_run(folder: Path, run: str, order: int) -> dict[str, FileEntry]:
     """Write `run.txt`, and return its entry for the manifest.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     return {RUN: write_bytes(folder / RUN, [f"{run} {order}\n".encode()])}
 
@@ -313,10 +314,10 @@ def read_run(folder: Path) -> tuple[str | None, int]:
 
 
 def read_regular(folder: Path, name: str, most: int) -> bytes:
-    """The bytes of a file, of which there are at most so many.
+    """Return the bytes of a file. It may have at most `most` bytes.
 
     Raises:
-        DamagedCheckpointError: it is missing, no file, larger, or its place on the disk is broken.
+        DamagedCheckpointError: it is missing, too large or not a regular file, or damaged on the disk.
         OSError: it cannot be read now.
     """
     size = _regular(folder, name).st_size
@@ -333,21 +334,21 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
 def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
     """Rename a finished folder to its final name. Replace a folder of that name, if it is of the same run.
 
-    A folder of another or an unknown run is renamed and not deleted. Between the renames
-    no folder has the final name. If the process is killed there, the replaced folder is left as
-    `SCRATCH.old`, and `recover` restores its name.
+    A folder of another or an unknown run is renamed and not deleted. Between the renames no folder has the
+    final name. If the process is killed at this time, the replaced folder remains as `SCRATCH.old`, and
+    `recover` restores its name.
 
     Args:
         scratch: finished folder.
         target: final name.
-        run: identity of the run that writes. None: the folder is no checkpoint, and replaces any other.
+        run: identity of the run that writes. None: the folder is not a checkpoint, and replaces any other.
 
     Returns:
-        New name of the folder of another run; None if there was none.
+        new name of the folder of another run; None if no such folder existed.
 
     Raises:
-        OSError: the disk refused, or the final name belongs to an intact checkpoint of an unknown format.
-            The previous folder is unchanged.
+        OSError: a rename failed, or the final name belongs to an intact checkpoint of an unknown format. The
+            previous folder is unchanged.
     """
     for folder in (scratch / TENSORS, scratch):
         if folder.is_dir():
@@ -382,10 +383,10 @@ def _replaceable_run(folder: Path) -> str | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; at no time there is half of it under its name.
+    """Remove a checkpoint. Its name never belongs to a partial checkpoint.
 
     Raises:
-        OSError: the disk refused; it is still there.
+        OSError: the removal failed. The checkpoint still exists.
     """
     removed = folder.with_name(f".{folder.name}.{this_process()}.removed")
     folder.rename(removed)
@@ -394,17 +395,17 @@ def remove(folder: Path) -> None:
 
 
 def recover(directory: Path, *, clear: bool) -> None:
-    """Give a folder that was being replaced when its process ended its name back.
+    """Restore the name of a folder that was being replaced when its process stopped.
 
-    No write of this process may be under way.
+    This process must not write at the same time.
 
     Args:
-        directory: of the checkpoints.
-        clear: remove what processes that are no more have left, and what this one has, also of another
-            manager. For who writes: the processes of another machine are not seen.
+        directory: directory of the checkpoints.
+        clear: True to remove leftovers of processes that no longer exist and of this process, including
+            another manager of it. Only for a writer: the processes of another machine are not detected.
 
     Raises:
-        OSError: the disk refused.
+        OSError: a rename failed.
     """
     if not directory.is_dir():
         return
@@ -420,9 +421,9 @@ def recover(directory: Path, *, clear: bool) -> None:
 
 
 def nameless_in(directory: Path) -> list[int]:
-    """Steps whose only folder is one that a new one was to replace, ascending as numbers.
+    """Return the steps whose only folder is one that was being replaced, in ascending order.
 
-    For the time between two renames that is how it is; for longer where it cannot get its name back.
+    This is the state between two renames. It lasts longer if the name of the folder cannot be restored.
     """
     if not directory.is_dir():
         return []
@@ -439,10 +440,10 @@ def set_aside(folder: Path, kind: str = "damaged") -> Path:
         kind: end of the new name, `step-N.KIND`. A number is added if another run has the name.
 
     Returns:
-        The new name.
+        the new name.
 
     Raises:
-        OSError: the disk refused. The folder is unchanged.
+        OSError: a rename failed. The folder is unchanged.
     """
     run = run_of(folder)
     names = (f"{folder.name}.{kind}{number}" for number in chain([""], map(".{}".format, count(2))))
@@ -457,10 +458,10 @@ def set_aside(folder: Path, kind: str = "damaged") -> Path:
 
 
 def clear_damaged(directory: Path, before: int, run: str) -> None:
-    """Delete the skipped checkpoints of a run, of steps before `before`. Those of an unknown run stay.
+    """Delete the skipped checkpoints of a run with steps before `before`, except checkpoints of unknown runs.
 
     Raises:
-        OSError: the disk refused.
+        OSError: a deletion failed.
     """
     for path in directory.iterdir():
         match = _ASIDE.fullmatch(path.name)
@@ -486,7 +487,7 @@ def check_extra_name(name: str) -> None:
     """Refuse a name that a file added to a checkpoint may not have.
 
     Raises:
-        ValueError: it has separators, is one of our own names, or is a pickle's.
+        ValueError: it has separators, is the name of a file of the checkpoint itself, or is that of a pickle.
     """
     plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "/" not in name
     require(plain, "files", name, "letters, digits, dots, dashes and underscores, no separators")
@@ -500,7 +501,7 @@ def flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk has an error.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -510,10 +511,10 @@ def flush(path: Path) -> None:
 
 
 def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of files that others have written, which get the mode of all others and are flushed.
+    """Return size and SHA-256 of files that user functions have written. Set their mode, and flush them.
 
     Raises:
-        OSError: one is missing, or the disk refused.
+        OSError: a file is missing, or the disk has an error.
     """
     entries = {}
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
@@ -531,13 +532,13 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def this_process() -> str:
-    """What stands for this process in the name of a folder."""
+    """Return the text that identifies this process in the name of a folder."""
     mark = _mark(os.getpid())
     return f"{os.getpid()}" if mark is None else f"{os.getpid()}-{mark}"
 
 
 def lives(process: str) -> bool:
-    """Whether that other process is there; what this one left is left over."""
+    """Return True if another process with this text exists. Folders of this process are leftovers."""
     text, _, mark = process.partition("-")
     number = int(text[:12])
     if number == os.getpid():
@@ -549,7 +550,7 @@ def lives(process: str) -> bool:
     except PermissionError:
         pass
     found = _mark(number)
-    # The number alone tells where the system has no marks, or hides those of other people.
+    # If the system has no marks, or hides the marks of other users, only the process ID is compared.
     return found is None or (found != _ENDED and found == mark)
 
 
@@ -560,7 +561,7 @@ def _published_name(name: str) -> str:
 
 
 def _regular(folder: Path, name: str) -> os.stat_result:
-    """No link, which may lead elsewhere, and no pipe, on which reading would wait."""
+    """Return the status of a file. Refuse links, which may leave the folder, and pipes, which may block."""
     try:
         found = (folder / name).lstat()
     except FileNotFoundError:
@@ -582,16 +583,16 @@ _ENDED = ""
 
 
 def _mark(number: int) -> str | None:
-    """Which process of that number it is: numbers come again, in containers soon.
+    """Return a mark that distinguishes processes with the same ID. In containers, IDs are soon reused.
 
     Returns:
-        Of when it began, and in which run of the machine; empty for one that has ended and was not asked
-        about by its parent yet; None: the system does not say.
+        hash of the start time of the process and of the boot of the machine; "" for a process that has exited
+        and for which its parent has not waited yet; None: the system does not report it.
     """
     try:
         fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         return None
-    state, began = fields[0], fields[19]  # the 3rd and the 22nd; the 2nd, a name, may hold anything
+    state, began = fields[0], fields[19]  # fields 3 and 22; field 2, a name, may contain any text
     return _ENDED if state in (b"Z", b"X") else hashlib.sha256(machine + began).hexdigest()[:12]

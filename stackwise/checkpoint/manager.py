@@ -62,16 +62,16 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["CheckpointManager", "CheckpointWarning", "Restored"]
 
-_PAUSES = (0.01, 0.1, 1.0)  # s: another process needs less between two renames
+_PAUSES = (0.01, 0.1, 1.0)  # seconds; another process needs less between two renames
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be written or uploaded, or is damaged. The run goes on."""
+    """A checkpoint could not be written or uploaded, or is damaged. The run continues."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was restored.
+    """Checkpoint that was restored.
 
     Attributes:
         step: step number.
@@ -100,44 +100,45 @@ class Restored:
 
 
 class CheckpointManager:
-    """Saves and restores checkpoints in a directory, with one folder `step-N` per step.
+    """Manager that saves and restores checkpoints in a directory, with one folder `step-N` per step.
 
-    A folder of that name is whole: it is written under another name, every file is flushed to the disk and
-    opened again, a list with the SHA-256 of each is added, and it is renamed. Order is by the number N, never
-    by name or time. Random states of Python, numpy, torch and CUDA are kept with every checkpoint, those of
-    each process. Of the managers of a process only one may write into a directory: what another one has under
-    way there counts as left over.
+    A folder of this name is complete: it is written under another name, every file is flushed to the disk and
+    opened once more, a list with the SHA-256 of each file is added, and the folder is renamed. Checkpoints
+    are sorted by the number N, never by name or time. Every checkpoint has the random states of Python,
+    numpy, torch and CUDA of each process. Only one manager of a process may write into a directory: it treats
+    the unfinished folder of another manager as a leftover.
 
     Every checkpoint contains the identity of its run. `restore` before the first `save` resumes the run that
-    saved last. Without it, the first `save` begins a new run, and warns if the directory holds checkpoints of
+    saved last. Without it, the first `save` starts a new run, and warns if the directory has checkpoints of
     another one. Retention, `rewind`, `steps`, `latest`, `best` and `restore` without a step use the
     checkpoints of their own run only. A save below the restored step, or after `restore` of an earlier step,
-    begins a new run too, so that the later checkpoints of the old one stay. A checkpoint of an unknown run is
-    never counted or deleted.
+    starts a new run too, so that the later checkpoints of the old one remain. A checkpoint of an unknown run
+    is never counted or deleted.
 
-    Where several processes train, each makes its manager and calls all methods, as the others do; they
-    write into one directory that all of them see. Modules and optimizers are taken to be the same in all of
-    them, or in parts (DTensors, as FSDP2 has them), of which each process writes its own. The state of all
-    else is kept for each process.
+    If several processes train, each of them creates a manager and calls all methods in the same order. They
+    write into one directory that all of them can access. Modules and optimizers are assumed to be equal in
+    all processes, or to be sharded (DTensors, as in FSDP2). Each process writes its own shards. The state of
+    any other object is stored per process.
 
     Args:
-        directory: made at the first save.
-        keep_last: how many of the newest to keep.
-        keep_every: also keep those of steps that this divides.
-        keep_best: also keep so many with the best metric.
-        lower_is_better: of metrics.
-        asynchronous: copy the state in `save`, and write it while the run goes on. With "overlapped" what
-            optimizers change, parameters and their own states, is copied while the run goes on too; the next
-            step of an optimizer waits for that. It must not be changed in another way meanwhile, as by
-            hand: torch tells of that, and the checkpoint is not written (but what is done to `.data`, or
-            within a compiled step of an optimizer, is not told of).
-        upload: copies a checkpoint that is published elsewhere, given its folder, in a thread of the first
-            process: `DirectoryUpload`, or a function. One is uploaded at a time; of those that come meanwhile
-            the newest is next. A failure is a `CheckpointWarning`.
-        group: of torch.distributed; None: all processes.
+        directory: directory of the checkpoints, created at the first save.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep each checkpoint with a step divisible by this number.
+        keep_best: also keep this number of checkpoints with the best metric.
+        lower_is_better: True if a lower metric is better.
+        asynchronous: True to copy the state in `save`, and to write it while the run continues. With
+            "overlapped", parameters and optimizer states are also copied while the run continues, and the
+            next step of an optimizer waits for the copies. Until then, they must not be changed in another
+            way, for example manually. If torch counts such a change, the checkpoint is not written. Changes
+            of `.data`, and changes within a compiled optimizer step, are not detected.
+        upload: copies a published checkpoint to another place: `DirectoryUpload`, or a function that is
+            called with its folder in a thread of the first process. Uploads run one at a time. Of the
+            checkpoints that are published meanwhile, only the newest is uploaded next. A failure is a
+            `CheckpointWarning`.
+        group: group of torch.distributed; None: all processes.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an invalid argument.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class CheckpointManager:
         self._places = [self.directory, *([upload.directory] if uploads else [])]  # type: ignore[union-attr]
         self._warnings: list[str] = []
         self._damaged: set[int] = set()
-        self._newest, self._held_back = -1, False  # what this has written last; whether an upload keeps one
-        self._failure: tuple[int, BaseException] | None = None  # of the last save
-        self._behind: list[Path] = []  # what the run went back behind, until others are there
+        self._newest, self._held_back = -1, False  # last written step; True if an upload delays a removal
+        self._failure: tuple[int, BaseException] | None = None  # error of the last save
+        self._behind: list[Path] = []  # rolled-back checkpoints, until another one exists
         self._run: str | None = None  # identity of the run, once it has saved or is resumed
         self._order = 0  # number of the last save in the directory
         self._restored_step = -1
@@ -186,26 +187,28 @@ class CheckpointManager:
         files: Mapping[str, Callable[[Path], None] | Mapping[str, Tensor]] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Path | None:
-        """Write the checkpoint of `step`, then remove those that are not to be kept.
+        """Write the checkpoint of `step`, then remove the checkpoints that are not to be retained.
 
-        One of the same step is replaced, and is there until the new one is. If the disk refuses, there is a
-        `CheckpointWarning`, earlier checkpoints are as they were, and the run goes on; `close` raises if
-        that was the last one.
+        A checkpoint of the same step is replaced, and exists until the new one does. If a write fails, there
+        is a `CheckpointWarning`, earlier checkpoints are unchanged, and the run continues. If this was the
+        last save, `close` raises an error.
 
         Args:
-            step: of the run.
-            objects: what has `state_dict` and `load_state_dict`, or a mutable mapping, by name.
-            metric: that `keep_best` goes by: a number, or a tensor or an array of one without dimensions.
-            files: more files of the checkpoint by name, of the first process only: tensors by name, for a
-                safetensors file of them, or what writes the file, given its path, which is called before
-                this returns.
-            notes: plain values that `restore` gives back.
+            step: step number of the run.
+            objects: objects by name. Each has `state_dict` and `load_state_dict`, or is a mutable mapping.
+            metric: metric for `keep_best`: a number, or a tensor or an array with one number and no
+                dimensions.
+            files: more files of the checkpoint by name, of the first process only. Each is a mapping of
+                tensors by name for a safetensors file, or a function that writes the file at the path that it
+                receives. Functions are called before `save` returns.
+            notes: plain values that `restore` returns.
 
         Returns:
-            The checkpoint's folder; None if it could not be written. With `asynchronous`, where it will be.
+            folder of the checkpoint; None if it could not be written. With `asynchronous`, the folder will
+            exist later.
 
         Raises:
-            ValueError: what cannot be kept, naming its place in the state.
+            ValueError: a value that cannot be stored; the message has its place in the state.
         """
         self.wait()
         manifest = self._ranks.agree(partial(_manifest, step, self._ranks.size, metric, notes or {}))
@@ -219,7 +222,7 @@ class CheckpointManager:
             content = content.without(places[: self._ranks.rank])
             called = [name for name, file in (files or {}).items() if callable(file)]
             if self.asynchronous:
-                self._warn()  # not while the thread may add to the messages
+                self._warn()  # before the thread may add messages
                 self._start(content, objects, manifest, called)
                 return self._path(step)
             self._finish(content, manifest, called)
@@ -234,33 +237,33 @@ class CheckpointManager:
         return self._path(step)
 
     def restore(self, objects: Mapping[str, Any], step: int | Restored | None = None) -> Restored | None:
-        """Give `objects` and the random states the state of the newest checkpoint that is whole.
+        """Load the newest intact checkpoint into `objects` and the random generators.
 
         Without `step`, it is a checkpoint of this run, or of the run that saved last if this manager has
-        neither saved nor restored. If the directory holds several runs, a `CheckpointWarning` names the
-        steps of this run and of the others. If the run of a checkpoint is unknown, so is the run that saved
+        neither saved nor restored. If the directory has several runs, a `CheckpointWarning` names the steps
+        of this run and of all other runs. If the run of a checkpoint is unknown, so is the run that saved
         last, and `step` is required.
 
-        Every byte is checked before anything is loaded. Damaged checkpoints are named in a
-        `CheckpointWarning` and passed over; they become `step-N.damaged`, so that no later restore takes
-        one that the run has gone back behind. One whose files are as they were written and that is not
-        understood, as of a later version, keeps its name. What cannot be read is no damage, but an error.
-        Where a `DirectoryUpload` copies to is looked into too: of one step the checkpoint of `directory` is
-        taken first.
+        Every byte is verified before any state is loaded. Damaged checkpoints are named in a
+        `CheckpointWarning` and skipped. They are renamed to `step-N.damaged`, so that no later restore uses a
+        checkpoint from a step that was rolled back. An intact checkpoint that cannot be decoded, for example
+        of a later version, is not renamed. A file that cannot be read is not damage, but an error. The
+        directory of a `DirectoryUpload` is searched too. If both directories have a step, the checkpoint in
+        `directory` is preferred.
 
         Args:
-            objects: all that were saved, or some of them.
+            objects: all saved objects, or some of them.
             step: step of a checkpoint of any run; or the result of an earlier call, to restore more objects
-                from the same checkpoint without verifying its files again.
+                from the same checkpoint without a second verification of its files.
 
         Returns:
-            What it is; None if there is no checkpoint at all.
+            the restored checkpoint; None if no checkpoint exists.
 
         Raises:
-            DamagedCheckpointError: that of `step` is not what was written, or none is. Without `step`, also
-                if the run of a checkpoint is unknown.
-            ValueError: there is none of `step`, or it does not fit the objects.
-            OSError: a file cannot be read now, or the newest checkpoint cannot get its name back.
+            DamagedCheckpointError: the checkpoint of `step` is damaged, or all of them are. Without `step`,
+                also if the run of a checkpoint is unknown.
+            ValueError: no checkpoint of `step` exists, or it does not fit the objects.
+            OSError: a file cannot be read now, or the name of the newest checkpoint cannot be restored.
         """
         self.wait()
         if step is not None and not isinstance(step, Restored):
@@ -305,11 +308,11 @@ class CheckpointManager:
         )
 
     def rewind(self, step: int) -> None:
-        """Set aside the run's checkpoints after `step`, to which it has gone back: no restore takes them.
+        """Set aside the run's checkpoints later than `step`, after a rollback to it. No restore uses them.
 
-        They become `step-N.damaged`, also where a `DirectoryUpload` copies to. Where there is no other one
-        they stay until the next one is written. What is being written or uploaded is waited for.
-        `Guard(..., on_rewind=manager.rewind)` has it called.
+        They are renamed to `step-N.damaged`, also in the directory of a `DirectoryUpload`. If no other
+        checkpoint exists, they remain until the next one is written. The call waits for running writes and
+        uploads. It can be passed to a guard: `Guard(..., on_rewind=manager.rewind)`.
         """
         self.wait()
         self._ranks.agree(partial(self._go_back, step))
@@ -326,14 +329,14 @@ class CheckpointManager:
     def begin_run(self) -> str:
         """Begin a new run before its first `save`, and return its identity.
 
-        It is needed only to know the identity early: without it, the first `save` begins the run.
+        It is needed only to know the identity early: without it, the first `save` starts the run.
         """
         self.wait()
         return self._go_on(self._ranks.gather(uuid4().hex)[0], -1)
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written by the thread."""
+        """True if the thread is writing a checkpoint."""
         return self._writer.runs
 
     def steps(self) -> list[int]:
@@ -346,23 +349,23 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint of the run of which no file is missing, too short or too long.
 
-        None: there is none. File contents are not read; `verify` reads them.
+        None if the run has no such checkpoint. File contents are not read; `verify` reads them.
         """
         return newest(self._own())
 
     def best(self) -> Path | None:
-        """Return the run's checkpoint with the best metric, the newest of equal ones. None: none has one."""
+        """Return the run's checkpoint with the best metric, the newest of equal ones, or None."""
         ranked = self.retention.ranked({each.step: each.metric for each in self._own()})
         return self._path(ranked[0]) if ranked else None
 
     def verify(self, step: int) -> None:
         """Read every byte of a checkpoint of any run, and open its files as `restore` does.
 
-        One process is enough.
+        A call in one process is enough.
 
         Raises:
             DamagedCheckpointError: names the first file that is missing, was changed or cannot be opened.
-            ValueError: there is no checkpoint of `step`.
+            ValueError: no checkpoint of `step` exists.
         """
         step, there = _plain(step), steps_in(self.directory)
         require(step in there, "step", step, f"one of those in {self.directory}: {there}")
@@ -371,10 +374,10 @@ class CheckpointManager:
         check_readable(self._path(step), manifest)
 
     def wait(self) -> None:
-        """Go on when nothing is being written, and warn of what could not be. Uploads are not waited for.
+        """Wait for the running write, and warn if it failed. Do not wait for uploads.
 
         Raises:
-            Exception: what ended the writing, but for what the disk refused.
+            Exception: error of the write, except an error of the disk.
         """
         try:
             self._writer.wait()
@@ -382,7 +385,7 @@ class CheckpointManager:
             self._warn()
 
     def close(self) -> None:
-        """Wait, for uploads too, and raise what the disk said if the last checkpoint could not be written.
+        """Wait for the running write and for uploads. Raise if the last checkpoint was not written.
 
         Raises:
             OSError: the last `save` failed.
@@ -453,7 +456,7 @@ class CheckpointManager:
     def _content(
         self, step: int, objects: Mapping[str, Any], files: Mapping[str, Callable[[Path], None] | Any]
     ) -> Content:
-        """Return what this process adds. Files that user functions write are written now."""
+        """Return the part of this process. Files of user functions are written now."""
         if self._ranks.is_main:
             self._number_save(step)
         for name, file in files.items():
@@ -474,7 +477,7 @@ class CheckpointManager:
     def _start(
         self, content: Content, objects: Mapping[str, Any], manifest: Manifest, called: list[str]
     ) -> None:
-        """Copy, and have the thread write; in no process if one of them cannot."""
+        """Copy the state, and start the thread. If one process fails, no thread is started."""
 
         def prepared() -> None:
             overlaps = self.asynchronous == "overlapped"
@@ -484,7 +487,7 @@ class CheckpointManager:
             self._writer.prepare(partial(self._finish_later, copied, manifest, called, arrived))
 
         try:
-            # The threads talk by the same group: none begins before this is over.
+            # The threads communicate in the same group. None of them starts before this call is over.
             self._ranks.agree(prepared)
         except BaseException:
             self._staging.release()
@@ -493,14 +496,14 @@ class CheckpointManager:
         self._writer.begin()
 
     def _begin(self, step: int) -> Path:
-        """Make the folder to write in, which is that of the first process, whose number is in its name."""
+        """Create the folder to write in. Its name has the process ID of the first process."""
         recover(self.directory, clear=True)
         scratch = scratch_of(self.directory, step)
         (scratch / TENSORS).mkdir(parents=True)
         return scratch
 
     def _finish(self, content: Content, manifest: Manifest, called: list[str]) -> None:
-        """Write what this process has; the first one publishes. `called`: the files that are there."""
+        """Write the files of this process. The first one publishes. `called`: files of user functions."""
 
         def begun() -> Path | None:
             if not self._ranks.is_main:
@@ -528,7 +531,7 @@ class CheckpointManager:
         called: list[str],
         arrived: Callable[[], None],
     ) -> None:
-        """`_finish` in the thread."""
+        """Run `_finish` in the thread."""
         try:
             self._ranks.agree(arrived)
             self._finish(content, manifest, called)
@@ -556,10 +559,10 @@ class CheckpointManager:
         self._retain()
 
     def _retain(self) -> None:
-        """Delete old checkpoints of this run. The one just written stays: its files were opened again.
+        """Delete old checkpoints of this run. The newest one remains: its files were opened after the write.
 
-        A checkpoint that is being uploaded stays until the next time. If a manifest cannot be read now, all
-        checkpoints do: it may be the best.
+        A checkpoint that is being uploaded remains until the next call. If a manifest cannot be read now, all
+        checkpoints remain, since this one may be the best.
         """
         held = self._uploader.held() if self._uploader is not None else set()
         assert self._run is not None
@@ -583,7 +586,7 @@ class CheckpointManager:
             self._warnings.append(f"an older checkpoint could not be removed: {error}")
 
     def _wait_for_uploads(self) -> None:
-        """Go on when there are none, and remove what had to stay for them."""
+        """Wait for all uploads, and remove the checkpoints that were retained for them."""
         if self._uploader is None:
             return
         self._uploader.wait()
@@ -592,7 +595,7 @@ class CheckpointManager:
         self._warn()
 
     def _found(self, step: int | None) -> list[Path]:
-        """Return the checkpoints that may be restored, the newest first; in the first process only."""
+        """Return the checkpoints that may be restored, the newest first, in the first process only."""
         if not self._ranks.is_main:
             return []
         for directory in self._places:
@@ -613,11 +616,11 @@ class CheckpointManager:
                     f"saved last, with steps {steps_of(saved)}. Steps {steps_of(others)} are of others and "
                     "stay; restore(objects, step) takes one of them"
                 )
-        # Of one step: those of this run, and in the order of the places.
+        # For one step: first the checkpoints of this run, in the order of the places.
         return [each.path for each in sorted(saved, key=lambda each: (-each.step, each in others))]
 
     def _raise_damaged(self, damaged: list[DamagedCheckpointError], step: int | None) -> None:
-        """Nothing could be restored: return if there was nothing to begin with."""
+        """Raise an error because no checkpoint could be restored. Return if no checkpoint exists."""
         places = " and ".join(map(str, self._places))
         if not damaged:
             steps = sorted({each for directory in self._places for each in steps_in(directory)})
@@ -649,7 +652,7 @@ class CheckpointManager:
             self._leave_behind()
 
     def _leave_behind(self) -> None:
-        """Take their names from checkpoints that the run has gone back behind."""
+        """Rename the checkpoints that were rolled back."""
         left, self._behind = self._behind, []
         for path in left:
             try:
@@ -660,7 +663,7 @@ class CheckpointManager:
                 self._warnings.append(told)
 
     def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
-        """Take their names from checkpoints that were passed over."""
+        """Rename the checkpoints that were skipped."""
         for error in damaged:
             if error.whole:
                 self._pass_over(error.folder)
@@ -676,12 +679,12 @@ class CheckpointManager:
             self._warnings.append(f"a damaged checkpoint is passed over: {error}; {place}")
 
     def _pass_over(self, path: Path) -> None:
-        """One that keeps its name and is no good to this run: it does not count as one that is kept."""
+        """Exclude a skipped checkpoint that could not be renamed from the retention."""
         if path.parent == self.directory:
             self._damaged.add(int(path.name.removeprefix("step-")))
 
     def _verified(self, path: Path) -> Manifest:
-        """The manifest; each process reads every so many-th file through."""
+        """Return the manifest after a verification. Each process reads an equal share of the files."""
         manifest = Manifest.read(path)
         verify_files(path, manifest.files, contents=False)
         names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
@@ -700,7 +703,7 @@ class CheckpointManager:
             shutil.rmtree(scratch_of(self.directory, step), ignore_errors=True)
 
     def _warn(self) -> None:
-        """Of what has happened since; the first process speaks for all."""
+        """Issue the pending warnings, in the first process only."""
         messages, self._warnings = self._warnings, []
         while self._uploader is not None and self._uploader.messages:
             messages.append(self._uploader.messages.popleft())
@@ -710,17 +713,17 @@ class CheckpointManager:
 
 
 def _recover_names(directory: Path, step: int | None) -> None:
-    """Have every checkpoint have its name.
+    """Restore the names of all checkpoints.
 
     Raises:
-        OSError: that which is wanted has none, as long as one may wait for another process to give it back.
+        OSError: the requested checkpoint has no name, even after a wait for another process to restore it.
     """
     refused: OSError | None = None
     for pause in (0.0, *_PAUSES):
         time.sleep(pause)
         try:
             recover(directory, clear=False)
-        except OSError as error:  # where only reading is allowed
+        except OSError as error:  # for example in a read-only directory
             refused = error
         newest = max(steps_in(directory), default=-1)
         found = nameless_in(directory)
@@ -736,16 +739,16 @@ def _recover_names(directory: Path, step: int | None) -> None:
 def _manifest(
     step: int, world_size: int, metric: float | Tensor | None, notes: Mapping[str, Any]
 ) -> Manifest:
-    """Without its files.
+    """Return the manifest without its files.
 
     Raises:
-        ValueError: a step that is none, a metric or a note that is no plain value.
+        ValueError: an invalid step, or a metric or a note that is not a plain value.
     """
     step, value = _plain(step), _plain(metric)
     check_sizes(0, step=step)
     require(step < 10**19, "step", step, "below 10**19")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = number and (isinstance(value, float) or value.bit_length() < 1024)  # a float holds it
+    number = number and (isinstance(value, float) or value.bit_length() < 1024)  # within the range of a float
     require(metric is None or number, "metric", metric, "a number that a float can hold, or None")
     held: dict[str, Tensor] = {}
     plain = tree.encode(dict(notes), ("notes",), held)
@@ -758,5 +761,5 @@ def _manifest(
 
 
 def _plain(value: Any) -> Any:
-    """The number of a tensor or an array without dimensions; all else as it is."""
+    """Return the number of a tensor or an array without dimensions. Return any other value unchanged."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value

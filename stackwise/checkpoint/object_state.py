@@ -1,8 +1,8 @@
-"""ObjectState: what an object has to keep, and how it gets it back, in another arrangement of processes too.
+"""ObjectState: state of an object, which can also be loaded in another arrangement of processes.
 
-The state of an optimizer refers to parameters by number. Here it refers to them by name wherever a module
-among the objects has them, so that neither their order nor the number of processes matters. Names are those
-of a model that is not compiled.
+The state of an optimizer refers to parameters by number. Here it refers to them by name if a module among the
+objects has them, so that neither their order nor the number of processes matters. Names are those of a model
+that is not compiled.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from stackwise.support.tensor_tree import Path, leaves
 
 __all__ = ["Objects", "as_many_groups", "equal_bits", "plain_name", "unwrapped"]
 
-_COMPILED = "_orig_mod"  # the compiler's name for what it was given
+_COMPILED = "_orig_mod"  # name under which the compiler stores the original module
 _KINDS = "what has state_dict() and load_state_dict(), or a mapping that can be changed"
 
 
 class Objects:
-    """The objects of a checkpoint, by name.
+    """Objects of a checkpoint, by name.
 
     Args:
-        objects: by the name that each is kept under.
+        objects: objects by the name under which each is stored.
 
     Raises:
-        ValueError: a name or an object that cannot be kept.
+        ValueError: a name or an object that cannot be stored.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Objects:
         return iter(self._objects)
 
     def is_shared(self, name: str) -> bool:
-        """Whether all processes have one state together, as of modules and optimizers."""
+        """Return True if all processes share one state, as for modules and optimizers."""
         return isinstance(self._objects[name], nn.Module | torch.optim.Optimizer)
 
     def state(self, name: str) -> Any:
@@ -81,10 +81,10 @@ class Objects:
         return _with_plain_names(state) if isinstance(each, nn.Module) else state
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Give each object its state.
+        """Load the state of each object.
 
         Raises:
-            Exception: as the object refuses one that does not fit.
+            Exception: an object refuses a state that does not fit.
         """
         for name, each in self._objects.items():
             if isinstance(each, torch.optim.Optimizer):
@@ -98,18 +98,21 @@ class Objects:
                 each.update(states[name])
 
     def has_common(self, name: str) -> bool:
-        """Whether an object tells which part of a state all processes have alike."""
+        """Return True if an object reports the part of its state that is equal in all processes."""
         return hasattr(self._objects[name], "common_state")
 
     def common(self, name: str, state: Any) -> Any:
-        """Of a state what all processes have alike, as far as the object tells."""
+        """Return the part of a state that is equal in all processes.
+
+        If the object does not report this part, return the full state.
+        """
         return self._objects[name].common_state(state) if self.has_common(name) else state
 
     def sharded(self, name: str) -> dict[Path, Tensor]:
-        """The DTensors that the tensors of a state have to be like, by their path in it."""
+        """Return the DTensors that define the sharding of a state's tensors, by their path in the state."""
         each = self._objects[name]
         if isinstance(each, torch.optim.Optimizer):
-            # Before the first step there is no state to look at; it is arranged as the parameters are.
+            # Before the first step the optimizer has no state. It is sharded like the parameters.
             return {
                 ("state", key): parameter
                 for key, parameter in self._parameters.items()
@@ -120,20 +123,22 @@ class Objects:
         return {path: leaf for path, leaf in leaves(self.state(name)).items() if is_sharded(leaf)}
 
     def updated_by_optimizers(self) -> set[int]:
-        """Where the memory of parameters and of optimizers' states begins.
+        """Return the memory addresses of parameters and of optimizer states.
 
-        DTensors are left out: torch does not count the changes of their parts.
+        DTensors are excluded: torch does not count the changes of their shards.
         """
         states = [each.state for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
         tensors = [*self._parameters.values(), *(leaf for state in states for leaf in leaves(state).values())]
         return {each.data_ptr() for each in tensors if not is_sharded(each)}
 
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-        """Give it its state in the dtypes that were read.
+        """Load the state of an optimizer in the dtypes that were read.
 
-        `Optimizer.load_state_dict` gives all but `step` that of the parameter, which is right for what had it
-        when it was saved. What was wider would be rounded. Where the parameter's is not known, as of an
-        optimizer alone, that goes for numbers alone: tensors are computed with those of its gradient.
+        `Optimizer.load_state_dict` converts all values except `step` to the dtype of the parameter. This is
+        right for a value that had this dtype when it was saved. A wider value would be rounded. If the saved
+        dtype of the parameter is unknown, as for an optimizer without its module, only single numbers are
+        restored in their saved dtype: tensors are used together with the gradient, in the dtype of the
+        parameter.
         """
         state = self._by_number(name, optimizer, states[name])
         optimizer.load_state_dict(state)
@@ -142,7 +147,7 @@ class Objects:
             return
         live = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
-        if len(live) != len(numbers):  # it has made something else of it
+        if len(live) != len(numbers):  # the optimizer has converted its state to another structure
             return
         saved = self._saved_dtypes(states)
         for parameter, number in zip(live, numbers, strict=True):
@@ -150,7 +155,7 @@ class Objects:
             _unrounded(optimizer.state.get(parameter), state["state"].get(number), parameter, then)
 
     def _saved_dtypes(self, states: Mapping[str, Any]) -> dict[str, torch.dtype]:
-        """Of the parameters when they were saved, by name."""
+        """Return the dtypes of the saved parameters, by name."""
         modules = {name: states[name] for name, each in self._objects.items() if isinstance(each, nn.Module)}
         return {
             f"{name}.{key}": value.dtype
@@ -211,7 +216,7 @@ class Objects:
         return {**state, "state": kept, "param_groups": loaded}
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, str] | None:
-        """The name of each number in the optimizer's state; None: some have none."""
+        """Return the name of each number in the optimizer's state; None if a number has no name."""
         if not isinstance(state, dict) or not state.keys() >= {"state", "param_groups"}:
             return None
         names: dict[Any, str] = {}
@@ -227,16 +232,16 @@ class Objects:
 def as_many_groups(
     saved: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]
 ) -> Sequence[dict[str, Any]]:
-    """The parameter groups of a saved state, for an optimizer that has more or fewer without parameters.
+    """Return the saved parameter groups for an optimizer that has more or fewer groups without parameters.
 
-    Those have nothing but settings, which are then the optimizer's own.
+    Such groups only have settings, and the optimizer's own settings are used for them.
 
     Args:
-        saved: of the state.
-        ours: of the optimizer as it is.
+        saved: groups of the saved state.
+        ours: current groups of the optimizer.
 
     Returns:
-        as many as `ours`; `saved` itself where that would not do.
+        as many groups as `ours`; `saved` itself if the numbers of groups with parameters differ.
     """
     filled = [group for group in saved if len(group["params"])]
     alike = [len(group["params"]) > 0 for group in saved] == [len(group["params"]) > 0 for group in ours]
@@ -268,7 +273,7 @@ def _check_complete(name: str, optimizer: Any, state: Any) -> None:
 
 
 def unwrapped(each: Any) -> Any:
-    """The module in what DDP and the compiler put around it, which only change its names."""
+    """Return the module inside of wrappers by DDP and the compiler, which only change its names."""
     while isinstance(each, DistributedDataParallel) or (
         isinstance(each, nn.Module) and hasattr(each, "_orig_mod")
     ):
@@ -277,17 +282,17 @@ def unwrapped(each: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """The name in a model that is not compiled."""
+    """Return the name in a model that is not compiled."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def _plain_key(key: Any) -> Any:
-    """Of a parameter in the state of an optimizer: a name, or a number."""
+    """Return the plain name of a parameter in the state of an optimizer; return a number unchanged."""
     return plain_name(key) if isinstance(key, str) else key
 
 
 def _with_plain_names(state: Any) -> Any:
-    """The state of a module, whichever of its parts are compiled."""
+    """Return the state of a module with plain names, no matter which of its parts are compiled."""
     if not isinstance(state, Mapping) or not any(_COMPILED in str(key) for key in state):
         return state
     plain = OrderedDict((plain_name(key), value) for key, value in state.items())
@@ -297,14 +302,14 @@ def _with_plain_names(state: Any) -> Any:
 
 
 def _with_names_of(module: nn.Module, state: Any) -> Any:
-    """A state with the names that it has in `module`, parts of which may be compiled."""
+    """Return a state with the names of `module`, parts of which may be compiled."""
     state = _with_plain_names(state)
     if not any(_COMPILED in name for name, _ in module.named_modules()):
         return state
     ours = module.state_dict()
     names = {plain_name(key): key for key in ours}
     modules = {plain_name(name): name for name, _ in module.named_modules(remove_duplicate=False)}
-    # What is made only while it is loaded has none yet, but its module has.
+    # An entry that is created only during the load has no name yet, but its module has one.
     named = OrderedDict((names.get(key) or _within(modules, key), value) for key, value in state.items())
     versions, of_ours = (getattr(each, "_metadata", {}) for each in (state, ours))
     found = {key: versions[plain_name(key)] for key in of_ours if plain_name(key) in versions}
@@ -313,7 +318,7 @@ def _with_names_of(module: nn.Module, state: Any) -> Any:
 
 
 def _within(modules: Mapping[str, str], key: str) -> str:
-    """A key of a plain state behind the name of the innermost of `modules` that it is in."""
+    """Return a key of a plain state with the name of the innermost of `modules` that contains it."""
     parts = key.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = modules.get(".".join(parts[:count]))
@@ -323,13 +328,14 @@ def _within(modules: Mapping[str, str], key: str) -> str:
 
 
 def _unrounded(held: Any, read: Any, parameter: Tensor, saved: torch.dtype | None) -> Any:
-    """State of a parameter as it was read, where `Optimizer.load_state_dict` has changed its dtype alone.
+    """Return the state of a parameter as it was read, if `Optimizer.load_state_dict` only changed its dtype.
 
     Args:
-        held: what the optimizer has made of it; what it has made by itself stays. Dictionaries are changed.
-        read: the same as it was read.
-        parameter: as it is now.
-        saved: its dtype when its state was saved; None: it is not known.
+        held: state in the optimizer. A value that the optimizer has changed itself remains. Dictionaries are
+            changed in place.
+        read: state that was read.
+        parameter: current parameter.
+        saved: dtype of the parameter when its state was saved; None: unknown.
     """
     if isinstance(held, Tensor) and isinstance(read, Tensor):
         if held.dtype != parameter.dtype or read.dtype in (parameter.dtype, saved):
@@ -347,12 +353,12 @@ def _unrounded(held: Any, read: Any, parameter: Tensor, saved: torch.dtype | Non
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same, NaN too."""
+    """Return True if two tensors are equal bit for bit, including NaN."""
     bits = [each.reshape(-1).view(torch.uint8) for each in (a, b)]
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Its part in this process."""
+    """Return the part of a tensor in this process."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local

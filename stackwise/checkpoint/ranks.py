@@ -1,4 +1,4 @@
-"""Ranks: the processes that write and read one checkpoint together; one of them decides, all hear of it."""
+"""Ranks: processes that write and read one checkpoint together, with common decisions and errors."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from stackwise.checkpoint.folder import DamagedCheckpointError
 __all__ = ["REFUSALS", "Ranks"]
 
 T = TypeVar("T")
-# How a disk says no: itself, or through the library of safetensors.
+# Errors of a disk, from the system or from the library of safetensors.
 REFUSALS = (OSError, SafetensorError)
 
 
-# Groups by their members. They end with torch.distributed, not with who has made them: the name of one that
-# was destroyed would be given again, with what its meeting has left in the store.
+# Groups by their members. They exist until torch.distributed is destroyed, not until their creator is: the
+# name of a destroyed group would be reused, together with the old entries of its rendezvous in the store.
 _shared: dict[tuple[int, ...], weakref.ref[Any]] = {}
 _idle: dict[tuple[int, ...], list[weakref.ref[Any]]] = {}
 
 
 class Ranks:
-    """The processes of a group, or the one that this is. They talk by gloo, beside what the training sends.
+    """Processes of a group, or the only process. They communicate by gloo, separately from the training.
 
-    A group of gloo is made when they first talk, and kept for all who talk after them: one in each process,
-    and one more for each who talks in a thread at the same time.
+    A gloo group is created at the first communication and reused by all later users. Each process has one
+    such group, and one more for each user that communicates in a thread at the same time.
 
     Args:
-        group: of torch.distributed; None: all processes, or this one alone where there is no group. Every
-            process of it has to make its Ranks, and to call their methods as the others do.
-        in_thread: they talk in a thread while others do, and have a group for themselves until `close`.
+        group: group of torch.distributed; None: all processes, or only this process without a group. Every
+            process of the group has to create its Ranks and to call the methods in the same order.
+        in_thread: True if the methods are called in a thread while other users communicate. The Ranks then
+            have their own group until `close`.
     """
 
     def __init__(self, group: Any = None, *, in_thread: bool = False) -> None:
@@ -47,18 +48,18 @@ class Ranks:
             self._members = tuple(members)
 
     def close(self) -> None:
-        """Leave the group to others; who talks again has one again."""
+        """Release the group for other users. A later communication gets a group on its own."""
         if self._own is not None:
             _idle.setdefault(self._members, []).append(weakref.ref(self._own))
             self._own = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that decides and publishes."""
+        """True for the process that decides and publishes."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What each has given, the same in all; every process has to call."""
+        """Return the values of all processes, the same list in each. Every process has to call."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -74,11 +75,12 @@ class Ranks:
         return int(largest)
 
     def agree(self, call: Callable[[], T]) -> T:
-        """What `call` returns here, when it has returned in all; every process has to come here.
+        """Return the result of `call` after it has returned in all processes. Every process has to call.
 
         Raises:
-            Exception: of the first process in which `call` raised: there as it was raised, in all others
-                an error of the same meaning: OSError, DamagedCheckpointError, ValueError, or RuntimeError.
+            Exception: error of the first process in which `call` raised. This process raises the original
+                error. All other processes raise a similar one: OSError, DamagedCheckpointError, ValueError or
+                RuntimeError.
         """
         value, error = None, None
         try:
@@ -108,12 +110,12 @@ class Ranks:
 def _new_group(members: tuple[int, ...]) -> Any:
     if len(members) == distributed.get_world_size():
         return distributed.new_group(backend="gloo")
-    # Processes that are not in it do not know of it.
+    # Processes outside of the group do not take part in its creation.
     return distributed.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def _told(error: Exception) -> tuple[str, tuple[Any, ...]]:
-    """An error as plain values, since not every error can be sent."""
+    """Return an error as plain values, since not every error can be sent."""
     if isinstance(error, DamagedCheckpointError):
         return "damaged", (error.folder, error.file, error.reason, error.whole)
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints stay."""
+"""Retention: selection of the checkpoints that remain."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Retention"]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when one has been written.
+    """Selection of the checkpoints that remain after a save.
 
     Attributes:
-        keep_last: how many of the newest, by step.
-        keep_every: those of steps that this divides; None: of none.
-        keep_best: how many of those with the best metric; of equal ones the newest.
-        lower_is_better: of metrics.
+        keep_last: number of newest checkpoints, by step.
+        keep_every: divisor of the steps of further checkpoints; None: no such checkpoints.
+        keep_best: number of checkpoints with the best metric, the newest of equal ones.
+        lower_is_better: True if a lower metric is better.
 
     Raises:
-        ValueError: what no number of checkpoints can be.
+        ValueError: an invalid number of checkpoints.
     """
 
     keep_last: int = 3
@@ -39,11 +39,12 @@ class Retention:
         require(is_bool, "lower_is_better", self.lower_is_better, "True or False")
 
     def kept(self, metrics: Mapping[int, float | None], damaged: Collection[int] = ()) -> set[int]:
-        """The steps that stay.
+        """Return the steps that remain.
 
         Args:
-            metrics: of every step that there is; None where it has none.
-            damaged: steps that are known to be. They are not counted, and stay as long as an older one does.
+            metrics: metric of every existing step, or None.
+            damaged: steps with a damaged checkpoint. They are not counted, and remain while one of the
+                `keep_last` newest checkpoints is older.
         """
         sound = sorted(set(metrics) - set(damaged))
         kept = set(sound[-self.keep_last :])
@@ -54,7 +55,7 @@ class Retention:
         return kept | {step for step in damaged if step in metrics and step >= oldest}
 
     def ranked(self, metrics: Mapping[int, float | None]) -> list[int]:
-        """The steps with a metric that is a finite number, the best first; of equal ones the newest."""
+        """Return the steps with a finite metric, the best first, the newest first of equal ones."""
         sign = 1 if self.lower_is_better else -1
         known = {step: sign * m for step, m in metrics.items() if m is not None and math.isfinite(m)}
         return sorted(known, key=lambda step: (known[step], -step))

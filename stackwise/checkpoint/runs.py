@@ -1,8 +1,8 @@
-"""Runs: find out which run wrote each checkpoint of a directory.
+"""Runs: assignment of the checkpoints of a directory to the runs that wrote them.
 
-A run is identified by a random number that every checkpoint of it contains. A resumed run keeps it. The saves
-of all runs in a directory are numbered, so that the run that saved last is known without a clock. If the run
-of a checkpoint is unknown, so is the run that saved last.
+A run is identified by a random number that every checkpoint of it contains. A resumed run has the same
+number. The saves of all runs in a directory are numbered, so that the run that saved last is known without a
+clock. If the run of a checkpoint is unknown, so is the run that saved last.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def of_last_run(saved: Sequence[Saved]) -> list[Saved]:
 
 
 def unknown_runs(saved: Iterable[Saved]) -> str:
-    """Return a clause that names the checkpoints of unknown runs, at most ten. Empty: there is none."""
+    """Return a clause that names at most ten checkpoints of unknown runs; "" if all runs are known."""
     paths = [str(each.path) for each in saved if each.run is None]
     shown = ", ".join(paths[:10]) + (", ..." if len(paths) > 10 else "")
     return f"The run that wrote {shown} is unknown" if paths else ""
 
 
 def newest(saved: Sequence[Saved]) -> Path | None:
-    """Return the last of `saved` whose files are all there and have the right size; None: there is none.
+    """Return the last of `saved` with all of its files in the right size, or None.
 
     Raises:
         OSError: a file cannot be inspected now, which does not mean that the checkpoint is damaged.

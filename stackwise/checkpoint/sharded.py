@@ -1,7 +1,7 @@
-"""Shards: which part of a tensor a process writes, and which part it needs.
+"""Shards: parts of a tensor that a process writes or reads.
 
-A DTensor is written in parts, each by the first process that has it. What is read takes the arrangement of
-what it is for, whatever it was written in.
+A DTensor is written in parts, each by the first process that has it. A tensor is read in the sharding of its
+target, independent of the sharding in which it was written.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stackwise.support.arguments import require
 
 __all__ = ["Place", "own_parts", "part_of", "read_like"]
 
-Place = tuple[str, tuple[int, ...]]  # a tensor, and where in it a part begins
+Place = tuple[str, tuple[int, ...]]  # name of a tensor, and offsets of a part of it
 
 
 def part_of(name: str, tensor: Tensor) -> Part | None:
-    """What this process has of a tensor; None: nothing.
+    """Return the part of a tensor that this process has, or None.
 
     Raises:
-        ValueError: a DTensor of sums that are still to be added up.
+        ValueError: a DTensor of partial sums.
     """
     if not is_sharded(tensor):
         return Part.whole(tensor)
@@ -40,22 +40,22 @@ def part_of(name: str, tensor: Tensor) -> Part | None:
 
 
 def own_parts(parts: Mapping[str, Part], before: Iterable[Iterable[Place]]) -> dict[str, Part]:
-    """Of the parts that a process has, those that no process before it has.
+    """Return the parts of a process that no process before it has.
 
     Args:
-        parts: of this process, by the name of the tensor.
-        before: the places of the parts of each process before it.
+        parts: parts of this process, by the name of the tensor.
+        before: places of the parts of each process before it.
     """
     others = {place for places in before for place in places}
     return {name: part for name, part in parts.items() if (name, part.offsets) not in others}
 
 
 def read_like(index: TensorIndex, name: str, shape: tuple[int, ...], like: Tensor | None) -> Tensor:
-    """A tensor of the files, in the arrangement of `like`; else whole, on the CPU.
+    """Read a tensor from the files, in the sharding of `like`; without `like`, the full tensor on the CPU.
 
     Raises:
-        MalformedFileError: not all of it is there.
-        ValueError: it is of another shape than `like`.
+        MalformedFileError: the files do not have the full tensor.
+        ValueError: its shape differs from the shape of `like`.
     """
     if like is None:
         return index.read(name, (0,) * len(shape), shape)
@@ -77,7 +77,7 @@ def read_like(index: TensorIndex, name: str, shape: tuple[int, ...], like: Tenso
 
 
 def _region(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where this process's part of a DTensor begins, and its shape; None: it has none."""
+    """Return offsets and shape of this process's part of a DTensor; None: it has no part."""
     partial = any(placement.is_partial() for placement in tensor.placements)
     require(not partial, name, tensor.placements, "a DTensor that is whole or in parts, not to be added up")
     if tensor.device_mesh.get_coordinate() is None:

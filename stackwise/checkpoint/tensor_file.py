@@ -1,8 +1,8 @@
-"""TensorFile: tensors in a safetensors file, hashed as they are written, and read by regions.
+"""TensorFile: tensors in a safetensors file, hashed during the write and read by regions.
 
 The layout is that of `torch.distributed.checkpoint`'s HuggingFaceStorageWriter: a file has parts of tensors,
-and its metadata says where in the whole each begins. So any tool that reads safetensors reads a file, and
-HuggingFaceStorageReader puts the parts of all files together.
+and its metadata has the offsets of each part in the full tensor. So any tool that reads safetensors reads a
+file, and HuggingFaceStorageReader joins the parts of all files.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _OFFSETS = "DCP_SHARDING_INFO"
-# What a file is not there by, or broken on the disk. By all else it may be read another time.
+# Errors of a file that is missing or damaged on the disk. After any other error a later read may succeed.
 _DAMAGE = {"ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EIO", "EBADMSG", "EUCLEAN"}
 _PIECE = 2**22  # bytes that are hashed and then written, while they are in the cache
-_HEADER_BYTES = 100_000_000  # the readers of safetensors open no file with more
+_HEADER_BYTES = 100_000_000  # maximum that the readers of safetensors accept
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether a file that was refused is not what was written; else it cannot be read for now.
+    """Return True if an error means that a file is damaged; False if the file only cannot be read now.
 
-    A permission, a stale handle of a network or too many open files say nothing of what the file holds.
+    A missing permission, a stale handle of a network or too many open files are no evidence of the content.
     """
     return errno.errorcode.get(error.errno or 0) in _DAMAGE
 
 
 class MalformedFileError(ValueError):
-    """A file has no tensors, or not those that it should have."""
+    """A file has no tensors, or not the expected ones."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file was written with."""
+    """Size and SHA-256 of a file when it was written."""
 
     bytes: int
     sha256: str
@@ -83,22 +83,22 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or the part of one that begins at `offsets` in the whole."""
+    """Tensor, or part of a tensor with its `offsets` in the full tensor."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Part:
-        """All of a tensor."""
+        """Return the part that is the full tensor."""
         return cls(tensor, (0,) * tensor.ndim)
 
 
 def check_dtypes(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse, by its name, a tensor of a dtype that safetensors does not have.
+    """Refuse a tensor of a dtype that safetensors does not have.
 
     Raises:
-        ValueError: there is one.
+        ValueError: names the tensor and its dtype.
     """
     for name, tensor in tensors:
         if tensor.dtype not in _CODES:
@@ -112,16 +112,16 @@ def check_header(parts: Mapping[str, Part], *, in_parts: bool) -> None:
     Raises:
         ValueError: there are too many tensors, or their names are too long.
     """
-    # An upper limit that takes no time: a name is there twice, and JSON may need 13 bytes for each character.
+    # A fast upper limit: each name occurs twice, and JSON may need 13 bytes for each character.
     if sum(26 * len(name) + 64 * (4 + part.tensor.ndim) for name, part in parts.items()) > _HEADER_BYTES:
         _header_of(parts, in_parts=in_parts, metadata={})
 
 
 def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a new file and flush it to the disk; what is hashed is what was meant, not what arrived.
+    """Write a new file and flush it to the disk. The hash is computed from `content`, not from the disk.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -154,17 +154,17 @@ def write_tensors(
     in_parts: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Write a safetensors file; tensors on another device are fetched one at a time.
+    """Write a safetensors file. Tensors on another device are fetched one at a time.
 
     Args:
-        path: of the new file.
-        parts: by the name of the tensor.
-        in_parts: say where in the whole each begins; else all of them are whole.
-        metadata: that the header has beside.
+        path: path of the new file.
+        parts: parts by the name of the tensor.
+        in_parts: True to store the offsets of each part; False: all parts are full tensors.
+        metadata: additional metadata of the header.
 
     Raises:
         ValueError: a dtype that safetensors does not have.
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     names, header = _header_of(parts, in_parts=in_parts, metadata=metadata or {})
     return write_bytes(path, _after(header, (_bytes_of(parts[name].tensor) for name in names)))
@@ -174,13 +174,13 @@ def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Te
     """Write a safetensors file of tensors that are read one at a time.
 
     Args:
-        path: of the new file.
-        likes: of the shape and the dtype of each, on any device, as meta.
-        read: gives the tensor of a name.
+        path: path of the new file.
+        likes: tensors with the shape and the dtype of each, on any device, such as meta.
+        read: returns the tensor of a name.
 
     Raises:
         ValueError: a dtype that safetensors does not have.
-        OSError: the disk refused.
+        OSError: the write failed.
     """
     names = _in_order(likes)
     content = (_bytes_of(read(name)) for name in names)
@@ -199,7 +199,7 @@ def _header_of(
 
 
 def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """As the library orders them: wide numbers first, so that all are aligned."""
+    """Return the names in the order of the library: wide numbers first, so that all tensors are aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
@@ -240,14 +240,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorIndex:
-    """Where the tensors of some files are. Files are mapped: what is not read takes no memory.
+    """Index of the tensors in several files. Files are memory-mapped: unread tensors take no memory.
 
     Args:
-        paths: of safetensors files.
+        paths: paths of safetensors files.
 
     Raises:
-        MalformedFileError: a file that is none, naming it.
-        OSError: one cannot be read now.
+        MalformedFileError: a file is not a safetensors file of this layout; the message names it.
+        OSError: a file cannot be read now.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -275,20 +275,20 @@ class TensorIndex:
         return name in self._parts
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
-            MalformedFileError: it is not there.
+            MalformedFileError: the tensor is missing.
         """
         if name not in self._parts:
             raise MalformedFileError(f"{name}: missing")
         return self._dtypes[name]
 
     def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The region of a tensor that begins at `offsets`, in memory of its own on the CPU.
+        """Return the region of a tensor at `offsets`, in new memory on the CPU.
 
         Raises:
-            MalformedFileError: it is not there, or not all of it.
+            MalformedFileError: the tensor, or a part of it, is missing.
         """
         if name not in self._parts:
             raise MalformedFileError(f"{name}: missing")
@@ -299,7 +299,7 @@ class TensorIndex:
             math.prod(high - low for low, high in _overlap(offsets, shape, begin, size))
             for _, _, begin, size in self._parts[name]
         )
-        # Before there is memory for it: a shape that is only claimed may be of any size.
+        # Before the allocation: a forged shape may have any size.
         if filled != math.prod(shape):
             raise MalformedFileError(f"{name}: the files have {filled} of its {math.prod(shape)} numbers")
         result = torch.empty(shape, dtype=self._dtypes[name])
@@ -318,7 +318,7 @@ class TensorIndex:
         return result
 
     def _add(self, path: Path) -> None:
-        path.open("rb").close()  # what safe_open cannot open it calls missing, whatever the reason was
+        path.open("rb").close()  # safe_open would report any file that it cannot open as missing
         file: Any = safe_open(path, framework="pt", device="cpu")
         offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
         for name in file.keys():  # noqa: SIM118  no mapping
@@ -336,6 +336,6 @@ class TensorIndex:
 def _overlap(
     offsets: tuple[int, ...], shape: tuple[int, ...], begin: tuple[int, ...], size: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """Of each dimension, from where to where two regions have it in common."""
+    """Return the range that two regions have in common, for each dimension."""
     edges = zip(offsets, shape, begin, size, strict=True)
     return [(low := max(o, b), max(low, min(o + n, b + m))) for o, n, b, m in edges]

@@ -1,4 +1,4 @@
-"""Termination: note SIGTERM and Ctrl-C when they arrive, and end between two steps."""
+"""Termination: deferred handling of SIGTERM and Ctrl-C, so that a run stops between two steps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ EXIT_CODE = 75
 _INTERRUPTED = 128 + signal.SIGINT  # the exit code after Ctrl-C in every shell
 _NOTICE = b"Ctrl-C: the run ends after this step. Press Ctrl-C again to end it at once.\n"
 _HEARD = 2  # signals that only request the end
-_WAITS = 0.5  # seconds, within which a signal to several processes has come to all of them
+_WAITS = 0.5  # seconds in which a signal to several processes reaches all of them
 
 
 class Termination:
     """Context in which SIGTERM and SIGINT (Ctrl-C) only set `requested`.
 
     The second Ctrl-C acts as without this class, and so does the third signal of any kind. The second SIGTERM
-    changes nothing: if a scheduler signals all processes of a job, torchrun is one of them and passes its own
-    on to the others, which are saving by then. A signal that was ignored before stays ignored.
+    has no effect: if a scheduler signals all processes of a job, torchrun receives the signal too and
+    forwards it to its processes, which are saving by then. A signal that was ignored before remains ignored.
 
         with Termination() as termination:
             for step, batch in enumerate(batches):
@@ -39,9 +39,9 @@ class Termination:
                     manager.close()
                     sys.exit(termination.exit_code)
 
-    A process that is forked inside, as by multiprocessing, still ends by SIGTERM, half a second later. If
-    this process has received a request too, the forked one assumes that all processes of a job were asked. It
-    then continues, and ends by a second SIGTERM.
+    A process that is forked inside, for example by multiprocessing, is still terminated by SIGTERM, half a
+    second later. If its parent has received a request too, the forked process assumes that all processes of a
+    job were signalled. It then continues until a second SIGTERM.
 
     Args:
         signals: signals that request the end.
@@ -49,7 +49,7 @@ class Termination:
     Attributes:
         requested: True if a signal has arrived.
         signal: the first signal, or None.
-        exit_code: exit code for the saved run: 130 after Ctrl-C, otherwise 75. 0: there is no request. After
+        exit_code: exit code for the saved run: 130 after Ctrl-C, otherwise 75; 0 without a request. After
             `requested_anywhere` it is the same in all processes.
     """
 
@@ -59,23 +59,24 @@ class Termination:
         self._before: dict[int, Any] = {}
         self._heard = self._process = 0
         self._interrupted = False
-        self._noted = mmap(-1, 1)  # shared with forked processes: whether one has come to this one
+        self._noted = mmap(-1, 1)  # shared with forked processes: 1 after a signal
         self._ranks: tuple[Any, Ranks] | None = None
         self.requested = False
         self.signal: signal.Signals | None = None
         self.exit_code = 0
 
     def requested_anywhere(self, group: Any = None) -> bool:
-        """Return True if any process has a request, so that all end at the same step.
+        """Return True if any process has a request, so that all processes stop at the same step.
 
-        Every process has to call. The host waits for the others, about 0.1 ms, by gloo whatever the backend
-        of the group. The first call makes the connections.
+        Every process has to call. The host waits for all processes, about 0.1 ms, by gloo for any backend of
+        the group. The first call creates the connections.
 
         Args:
-            group: group of torch.distributed; None: all processes. Without a group it is `requested`.
+            group: group of torch.distributed; None: all processes. Without a group, the result is
+                `requested`.
         """
         if self._ranks is None or self._ranks[0] is not group or self._ranks[1].size == 1:
-            self._ranks = group, Ranks(group)  # there may be others by now
+            self._ranks = group, Ranks(group)  # a group may exist by now
         self.exit_code = self._ranks[1].maximum(self.exit_code)
         return self.exit_code > 0
 
@@ -86,7 +87,7 @@ class Termination:
         self._heard, self._interrupted, self._ranks = 0, False, None
         self._process, self._noted[0] = os.getpid(), 0
         for number in self._signals:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT in the background of a script
+            if signal.getsignal(number) is not signal.SIG_IGN:  # such as SIGINT in a background job
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -105,7 +106,7 @@ class Termination:
         forked = os.getpid() != self._process
         if not forked:
             self._noted[0] = 1
-        # Ctrl-C is for all processes of a terminal: a forked one leaves the answer to this one.
+        # Ctrl-C reaches all processes of a terminal. A forked process leaves the reaction to its parent.
         ends = forked and number == signal.SIGTERM and (self._heard > 1 or self._is_asked_alone())
         if ends or again or self._heard > _HEARD:
             self._put_back()
@@ -117,7 +118,7 @@ class Termination:
                 os.write(2, _NOTICE)  # print() may be running
 
     def _is_asked_alone(self) -> bool:
-        """Of a forked process: whether the one that it is forked from has no request."""
+        """Return True if the parent of a forked process has no request."""
         until = time.monotonic() + _WAITS
         while not self._noted[0] and time.monotonic() < until:
             time.sleep(0.01)
@@ -125,6 +126,6 @@ class Termination:
 
     def _put_back(self) -> None:
         for number, handler in self._before.items():
-            # None: it was set outside of Python, which cannot set it again.
+            # None: the handler was set outside of Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()

@@ -1,12 +1,12 @@
-"""Tree: any state as plain JSON beside named tensors, and back bit for bit; no pickle.
+"""Tree: bit-exact encoding of a state as plain JSON and named tensors, without pickle.
 
-Text, true and false, integers, finite numbers, None, lists, and mappings with text as keys are what they
-are in JSON. All else is an object with one key that says what it is: `$tensor`, `$array`, `$scalar`,
-`$tuple`, `$namedtuple` (its name and pairs), `$dict` (pairs; keys that are no text), `$state_dict` (pairs
-and the versions of modules), `$counter`, `$defaultdict` (what it makes, and pairs), `$set`, `$frozenset`,
-`$bytes`, `$bytearray`, `$path`, `$number` (inf, nan), `$complex`, `$dtype`.
+Text, booleans, integers, finite numbers, None, lists, and mappings with text as keys are encoded as in JSON.
+Any other value is an object with one key that names its type: `$tensor`, `$array`, `$scalar`, `$tuple`,
+`$namedtuple` (its name and pairs), `$dict` (pairs, for keys that are not text or start with a dollar sign),
+`$state_dict` (pairs and the versions of modules), `$counter`, `$defaultdict` (its factory, and pairs),
+`$set`, `$frozenset`, `$bytes`, `$bytearray`, `$path`, `$number` (inf, nan), `$complex`, `$dtype`.
 
-Types are those that they were; of classes that others derive from these the type named here comes back.
+Types are preserved. A value of a subclass is decoded as the type named here.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stackwise.support.tensor_tree import LEVELS, Path, shown_path, too_deep
 
 __all__ = ["MalformedTreeError", "Path", "decode", "encode", "is_sharded", "no_tensor"]
 
-# What asks for a tensor of a name, a shape, at a place in the tree.
+# Returns the tensor of a name and a shape, at a place in the tree.
 Fetch = Callable[[str, tuple[int, ...], Path], Tensor]
 
 _ARRAY = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# What a defaultdict makes: a function would have to be imported.
+# Factories of a defaultdict. Any other function would have to be imported.
 _FACTORIES: dict[str, Any] = {"None": None} | {
     each.__name__: each for each in (bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter)
 }
@@ -44,16 +44,16 @@ _ALLOWED = (
     "tensors, numpy arrays of numbers, None, bool, int, float, complex, str, bytes, paths, lists, tuples, "
     "sets, mappings; a Counter of numbers, a defaultdict of None or a builtin type"
 )
-_INTEGER_DIGITS = 4000  # Python reads no more from text
+_INTEGER_DIGITS = 4000  # below the limit of integers that Python reads from text
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class MalformedTreeError(ValueError):
-    """What is to be decoded was not encoded here."""
+    """A value to be decoded is not a result of `encode`."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: each process has a part of it, or a copy."""
+    """Return True for a DTensor: each process has a part of it, or a copy."""
     if type(tensor) in _PLAIN:
         return False
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
@@ -81,15 +81,15 @@ def encode(tree: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
-    """The tree that `encode` was given.
+    """Return the tree that `encode` has encoded.
 
     Args:
-        plain: of `encode`.
-        fetch: gives the tensor of a name and a shape, at a path of the tree.
-        path: where the tree begins.
+        plain: result of `encode`.
+        fetch: returns the tensor of a name and a shape, at a path of the tree.
+        path: path of the root of the tree.
 
     Raises:
-        MalformedTreeError: `plain` is not what `encode` gives.
+        MalformedTreeError: `plain` is not a result of `encode`.
     """
     try:
         return _decode(plain, fetch, path)
@@ -98,7 +98,7 @@ def decode(plain: Any, fetch: Fetch, path: Path = ()) -> Any:
 
 
 def no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    """Refuse a tensor: `fetch` of values that hold none.
+    """Refuse a tensor: `fetch` for values without tensors.
 
     Raises:
         MalformedTreeError: always.
@@ -111,11 +111,11 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
         return _encode(value, (*path, key), tensors, known)
 
     kind = type(tree)
-    if kind is int and tree.bit_length() < 64:  # most of what there is: random states have thousands
+    if kind is int and tree.bit_length() < 64:  # the most frequent case: random states have thousands
         return tree
     if isinstance(tree, Tensor):
         return {"$tensor": [_named(tree, path, tensors, known), list(tree.shape)]}
-    if isinstance(tree, np.generic):  # before float, of which float64 is one
+    if isinstance(tree, np.generic):  # before float, since float64 is a subclass of it
         return {"$scalar": [_code(tree, path), _text(tree.tobytes())]}
     if isinstance(tree, np.ndarray):
         return _encode_array(tree, path, tensors, known)
@@ -141,7 +141,7 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
     if isinstance(tree, list):
         return [down(i, value) for i, value in enumerate(tree)]
     if isinstance(tree, tuple):
-        # Paths are by place, as `leaves` has them.
+        # Paths have positions, as in `leaves`.
         values = [down(i, value) for i, value in enumerate(tree)]
         fields = getattr(tree, "_fields", None)
         if fields is not None and hasattr(tree, "_make") and _are_fields(fields):
@@ -167,7 +167,7 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
                 raise _refused(path, f"a defaultdict of {makes!r}")
             return {"$defaultdict": [name, pairs]}
         if isinstance(tree, OrderedDict):
-            # Modules read the versions of their state from there.
+            # Modules read the versions of their state from `_metadata`.
             return {"$state_dict": [pairs, down("_metadata", getattr(tree, "_metadata", None))]}
         if all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return dict(pairs)
@@ -176,7 +176,7 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
 
 
 def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> str:
-    """The name that it has or gets."""
+    """Return the name of a tensor. Add the tensor if it has none."""
     if not is_sharded(tensor):
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             state = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
@@ -199,7 +199,7 @@ def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[A
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are one and the same memory, seen in one way."""
+    """Return a key that is equal for tensors with the same memory and the same view of it."""
     sharded = is_sharded(tensor)
     local: Any = tensor.to_local() if sharded else tensor  # type: ignore[attr-defined]
     place = local.data_ptr()
@@ -208,7 +208,7 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    if type(tree) not in (np.ndarray, np.memmap):  # a masked one is more than its numbers
+    if type(tree) not in (np.ndarray, np.memmap):  # a masked array is more than its numbers
         raise _refused(path, f"a numpy array of {type(tree).__name__}")
     code = _code(tree, path)
     content = torch.frombuffer(bytearray(tree.tobytes()), dtype=torch.uint8) if tree.size else torch.empty(0)
@@ -217,7 +217,7 @@ def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict
 
 
 def _code(numbers: Any, path: Path) -> str:
-    """Of a dtype of numpy."""
+    """Return the code of a dtype of numpy."""
     code: str = numbers.dtype.str
     if not _ARRAY.fullmatch(code):
         what = "array" if isinstance(numbers, np.ndarray) else "scalar"
@@ -235,7 +235,7 @@ def _check_key(key: Any, path: Path) -> None:
 
 
 def _key(key: Any, path: Path) -> Any:
-    """A key without tensors in it."""
+    """Encode a key. Refuse a key that contains tensors."""
     held: dict[str, Tensor] = {}
     plain = _encode(key, (*path, "key"), held, {})
     if held:
@@ -245,7 +245,7 @@ def _key(key: Any, path: Path) -> Any:
 
 
 def _check_hashed(plain: Any, path: Path, holder: str) -> None:
-    """Refuse what comes back as something that has no hash, as a list does that somebody gave one."""
+    """Refuse a value that is decoded to one without a hash, such as a list with a user-defined hash."""
     if not isinstance(plain, dict | list):
         return
     try:
@@ -292,7 +292,7 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         match content:
             case [str(code), str(text)]:
                 return _decode_scalar(code, text, path)
-            case [str(), str(), []]:  # an array once
+            case [str(), str(), []]:  # encoded as an array in earlier versions
                 return _decode_array(content, fetch, path)[()]
     elif kind == "$tuple":
         return tuple(down(i, value) for i, value in enumerate(content))
@@ -334,7 +334,7 @@ def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
         raise _malformed(path, content)
     result: dict[Any, Any] = {}
     for key, value in content:
-        # Keys hold no tensors, so none is fetched for them.
+        # Keys have no tensors, so none is fetched for them.
         found = _decode(key, no_tensor, path)
         _hashed(lambda found=found: {found}, path)  # type: ignore[misc]
         result[found] = _decode(value, fetch, (*path, found))
@@ -346,7 +346,7 @@ def _is_pair_of_text(pair: Any) -> bool:
 
 
 def _are_fields(fields: Sequence[str]) -> bool:
-    """Whether they are those of a namedtuple, of which one without a name is called by its place: `_1`."""
+    """Return True for the fields of a namedtuple. A field without a name is called by its position: `_1`."""
     return len(set(fields)) == len(fields) and all(
         field == f"_{i}" or (field.isidentifier() and not field.startswith("_"))
         for i, field in enumerate(fields)
@@ -355,15 +355,15 @@ def _are_fields(fields: Sequence[str]) -> bool:
 
 @lru_cache(maxsize=64)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    """A class with these fields, the same each time. The one that it was would have to be imported.
+    """Return a class with these fields, the same each time. The original class would have to be imported.
 
-    `collections.namedtuple` compiles a text to make one.
+    `collections.namedtuple` is not used, since it compiles a text to create a class.
     """
     members: dict[str, Any] = {field: property(itemgetter(i)) for i, field in enumerate(fields)}
     members |= {
         "__slots__": (),
         "__new__": lambda cls, *values: tuple.__new__(cls, values),
-        "__getnewargs__": lambda self: tuple(self),  # of which a copy is made
+        "__getnewargs__": lambda self: tuple(self),  # arguments of a copy
         "_fields": fields,
         "_make": classmethod(tuple.__new__),
         "_asdict": lambda self: dict(zip(fields, self, strict=True)),
@@ -427,7 +427,7 @@ def _dtype(code: str, path: Path) -> np.dtype[Any]:
 
 
 def _is_shape(shape: list[Any]) -> bool:
-    """Return True if torch can make a tensor of the shape, which it counts in 64 bits even if it is empty."""
+    """Return True if torch, which counts in 64 bits, can create a tensor of the shape, even an empty one."""
     sizes = all(type(n) is int and n >= 0 for n in shape)
     return sizes and len(shape) <= 64 and math.prod(max(n, 1) for n in shape) < 2**60
 

@@ -1,4 +1,4 @@
-"""Upload: a second copy of each checkpoint elsewhere, made while the run goes on."""
+"""Upload: second copy of each checkpoint at another place, created while the run continues."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _PIECE = 2**22
 
 @dataclass(frozen=True)
 class DirectoryUpload:
-    """Copies a checkpoint into another directory, such as mounted storage; give it to `CheckpointManager`.
+    """Upload of checkpoints into another directory, such as mounted storage, for `CheckpointManager`.
 
-    A copy is whole or not there, as what it is of: it is written under another name, every byte is compared
-    with the SHA-256 of the list, and it is renamed when all of it is flushed. So the storage has to rename
-    folders. No two managers may upload to one directory at the same time. Copies of another run stay; one of
-    the same step is renamed to `step-N.run-ID`.
+    A copy is complete or absent, like the original: it is written under another name, every byte is compared
+    with the SHA-256 of the list, and the copy is renamed when it is flushed completely. So the storage has to
+    rename folders. Two managers must not upload to one directory at the same time. Copies of another run
+    remain. If one has the same step, it is renamed to `step-N.run-ID`.
 
     Attributes:
-        directory: where the copies are, made with the first one.
-        keep_last: how many of the newest stay there; None: all.
+        directory: directory of the copies, created with the first one.
+        keep_last: number of newest copies that remain; None: all.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an invalid argument.
     """
 
     directory: Path
@@ -58,11 +58,11 @@ class DirectoryUpload:
             check_sizes(keep_last=keep_last)
 
     def __call__(self, path: Path) -> None:
-        """Copy the checkpoint `path`; one of the same step is replaced.
+        """Copy the checkpoint `path`. Replace a copy of the same step.
 
         Raises:
-            DamagedCheckpointError: it is not what was written, so that there is nothing to copy.
-            OSError: a disk refused; what was there before is as it was.
+            DamagedCheckpointError: the checkpoint is damaged, so it is not copied.
+            OSError: a read or a write failed. Previous copies are unchanged.
         """
         manifest = Manifest.read(path)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class DirectoryUpload:
                 if write_bytes(scratch / name, _pieces(path / name)) != entry:
                     raise DamagedCheckpointError(path, name, "it was changed since it was written")
             manifest.write(scratch)
-            # What a disk has taken without a word of refusal may still be short.
+            # A disk may accept a write without an error and still truncate the file.
             verify_files(scratch, manifest.files, contents=False)
             publish(scratch, folder_of(self.directory, manifest.step), manifest.run)
         except BaseException:
@@ -96,16 +96,16 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 class Uploader:
-    """Uploads one checkpoint after the other in a thread. What goes wrong becomes a message, never an error.
+    """Queue of uploads, which run one after another in a thread. Errors are messages and never raised.
 
-    While one is under way the newest of those that come waits; what it takes the place of is left out. The
-    process does not end before the thread has.
+    During an upload, only the newest added checkpoint waits. It replaces a waiting one, which is skipped. The
+    process does not exit before the thread does.
 
     Args:
-        upload: given the folder of a checkpoint, makes a copy of it elsewhere.
+        upload: copies a checkpoint to another place, called with its folder.
 
     Attributes:
-        messages: what has gone wrong and nobody was told yet.
+        messages: errors that were not reported yet.
     """
 
     def __init__(self, upload: Callable[[Path], None]) -> None:
@@ -117,7 +117,7 @@ class Uploader:
         self._waiting: Path | None = None
 
     def add(self, path: Path) -> None:
-        """Upload `path`, a checkpoint that is whole, as soon as it is its turn."""
+        """Upload `path`, a complete checkpoint, after the running upload."""
         with self._changes:
             if self._waiting not in (None, path):
                 self.messages.append(
@@ -129,19 +129,19 @@ class Uploader:
             self._thread = threading.Thread(target=self._run, name="stackwise-upload", daemon=False)
             try:
                 self._thread.start()
-            except RuntimeError:  # the interpreter is ending, and begins no thread any more
+            except RuntimeError:  # the interpreter is exiting and starts no more threads
                 self._thread = None
             else:
                 return
         self._run()
 
     def held(self) -> set[Path]:
-        """What has to stay where it is: the one under way, and the one that waits."""
+        """Return the checkpoints that must not be removed: the running upload and the waiting one."""
         with self._changes:
             return {path for path in (self._running, self._waiting) if path is not None}
 
     def wait(self) -> None:
-        """Go on when nothing is being uploaded."""
+        """Wait until no upload is running."""
         with self._changes:
             thread = self._thread
         if thread is not None:
@@ -157,5 +157,5 @@ class Uploader:
                     return
             try:
                 self._upload(path)
-            except BaseException as error:  # of somebody's storage: the run has nothing to do with it
+            except BaseException as error:  # an error of a third-party storage must not stop the run
                 self.messages.append(f"{path} is not uploaded: {type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""Writer: what is written while the training goes on. State is copied first, then written by a thread.
+"""Writer: asynchronous write of a state during the training. The state is copied, then a thread writes it.
 
-The memory of the copies stays and is used again: on the host once the size of the state, pinned for what is
-on a CUDA device. There the copies are made by the device in its order of work; only the thread waits for
-them. What only an optimizer changes may be copied beside the training, until the next step of one.
+The memory of the copies is reused. It is host memory of the size of the state, pinned for tensors on a CUDA
+device. A device copies its tensors in stream order, and only the thread waits for the copies. Tensors that
+only an optimizer changes may be copied during the training, until the next step of an optimizer.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from stackwise.checkpoint.tensor_file import Part
 __all__ = ["Staging", "Writer"]
 
 K = TypeVar("K", bound=Hashable)
-_ALIGNMENT = 64  # bytes: a line of the cache, and more than any number is wide
-# The allocator of pinned memory rounds up to powers of two: what is small shares a piece of this size.
+_ALIGNMENT = 64  # bytes: a cache line, which is wider than any number
+# The allocator of pinned memory rounds up to powers of two, so small tensors share a piece of this size.
 _PINNED_PIECE = 2**26
 
 
 class _Unchanged(Generic[K]):
-    """Whether tensors are as they were when this was made, by torch's count of their changes.
+    """Check that tensors are unchanged since this object was created, by torch's count of changes.
 
-    It is told once: by the thread when the copies are there, or by the host before a step of an optimizer
-    that only the device keeps waiting. What is changed after that does not matter.
+    The result is determined once: by the thread when the copies are complete, or by the host before a step of
+    an optimizer for which only the device waits. Later changes do not matter.
     """
 
     def __init__(self, tensors: Mapping[K, Tensor]) -> None:
-        # A detached tensor shares the counter of the one that it is of.
+        # A detached tensor shares the counter of its original.
         self._versions = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
         self._lock = threading.Lock()
         self._changed: list[K] | None = None
 
     def changed(self) -> list[K]:
-        """Those that were changed before this was asked for the first time."""
+        """Return the names of tensors that were changed before the first call."""
         with self._lock:
             if self._changed is None:
                 held = self._versions.items()
@@ -55,12 +55,12 @@ class _Unchanged(Generic[K]):
 
 
 class Staging(Generic[K]):
-    """Copies of tensors as they are now, in memory that is kept for the copies after."""
+    """Copies of the current tensors, in memory that is reused for later copies."""
 
     def __init__(self) -> None:
         self._buffers: dict[K, Tensor] = {}
         self._host: Tensor | None = None
-        self._late = threading.Event()  # set: nothing is left that an optimizer has to wait for
+        self._late = threading.Event()  # set: optimizers do not have to wait
         self._late.set()
         self._unchanged = _Unchanged[K]({})
         self._beside: list[tuple[torch.device, torch.cuda.Event]] = []
@@ -69,15 +69,17 @@ class Staging(Generic[K]):
     def copy(
         self, parts: Mapping[K, Part], late: Collection[K] = ()
     ) -> tuple[dict[K, Part], Callable[[], None]]:
-        """Copies of `parts`, in the memory of the copies before, and what waits until they are there.
+        """Copy `parts` into the memory of the previous copies.
 
         Args:
-            parts: to be copied.
-            late: those that are copied by what waits, and by CUDA devices on a stream of their own. Until
-                then a step of any optimizer of torch waits: the host for its own, a device for its own.
+            parts: tensors to be copied.
+            late: names of the tensors that the function copies, and that CUDA devices copy on a separate
+                stream. Until then, a step of any optimizer of torch waits: the host for its own copies, a
+                device for its own.
 
         Returns:
-            Copies, and a function for a thread: it raises an OSError if one of `late` was changed meanwhile.
+            copies, and a function for a thread that waits until they are complete. It raises an OSError if a
+            tensor of `late` was changed meanwhile.
         """
         sources = {name: part.tensor.detach() for name, part in parts.items()}
         if not self._fits(sources):
@@ -120,11 +122,11 @@ class Staging(Generic[K]):
         return {name: Part(self._buffers[name], part.offsets) for name, part in parts.items()}, wait
 
     def release(self) -> None:
-        """Have no optimizer wait: what waits for the copies will not be called."""
+        """Release the optimizers, since the function that waits for the copies will not be called."""
         self._late.set()
 
     def close(self) -> None:
-        """Be out of the way of optimizers."""
+        """Release the optimizers and remove the hook."""
         self.release()
         if self._hook is not None:
             self._hook.remove()
@@ -141,25 +143,25 @@ class Staging(Generic[K]):
                 for device, event in staging._beside:
                     torch.cuda.current_stream(device).wait_event(event)
                 staging._late.wait()
-                # A device does not keep the host waiting, which counts the step before the copies are there.
+                # A device does not block the host, which counts the step before the copies are complete.
                 staging._unchanged.changed()
 
         self._hook = register_optimizer_step_pre_hook(hold)
 
     def _fits(self, sources: Mapping[K, Tensor]) -> bool:
-        """Whether the copies before were of the same names, shapes, dtypes and kinds of memory."""
+        """Return True if the previous copies have the same names, shapes, dtypes and kinds of memory."""
         return sources.keys() == self._buffers.keys() and all(
             (source.shape, source.dtype, source.is_cuda) == (held.shape, held.dtype, held.is_pinned())
             for source, held in ((source, self._buffers[name]) for name, source in sources.items())
         )
 
     def _place(self, sources: Mapping[K, Tensor]) -> None:
-        """Give each a place: those of the host in the memory that there is, if it is large enough."""
+        """Assign memory to each copy. Reuse the host memory if it is large enough."""
         self._buffers = {}
         on_host = {name: source for name, source in sources.items() if not source.is_cuda}
         size = sum(_room(source) for source in on_host.values())
         if self._host is None or self._host.numel() < size:
-            self._host = None  # not two at one time
+            self._host = None  # release the old memory first
             self._host = _host_memory(size)
         self._carve(on_host, self._host)
         shared: dict[K, Tensor] = {}
@@ -188,7 +190,7 @@ def _room(tensor: Tensor) -> int:
 
 
 def _host_memory(size: int) -> Tensor:
-    """In large pages where the system has them: a first copy waits until each page is cleared."""
+    """Return host memory, in large pages if available: the first copy waits until each page is cleared."""
     area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them
@@ -201,7 +203,7 @@ def _pinned_memory(size: int) -> Tensor:
 
 
 class Writer:
-    """One call at a time, in a thread. The process does not end before it has."""
+    """One call at a time, in a thread. The process does not exit before the call has finished."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -210,16 +212,16 @@ class Writer:
 
     @property
     def runs(self) -> bool:
-        """Whether the call has not ended yet."""
+        """True if the call has not finished yet."""
         return self._thread is not None and self._thread.is_alive()
 
     def prepare(self, call: Callable[[], None]) -> None:
-        """Have a thread for a call, which `begin` or `drop` decides on.
+        """Start a thread for a call, which `begin` runs or `drop` discards.
 
-        `wait` has to have been called since the one before.
+        `wait` must have been called since the previous call.
 
         Raises:
-            RuntimeError: the system has no thread.
+            RuntimeError: the system cannot start a thread.
         """
         assert self._thread is None
         decided, wanted = threading.Event(), [False]
@@ -230,7 +232,7 @@ class Writer:
                 return
             try:
                 call()
-            except BaseException as error:  # of the thread: it is the waiting one's to handle
+            except BaseException as error:  # raised by `wait`
                 self._error = error
 
         def begins(is_wanted: bool) -> None:
@@ -242,19 +244,19 @@ class Writer:
         self._thread, self._begins = thread, begins
 
     def begin(self) -> None:
-        """Make the call that there is a thread for."""
+        """Run the call of the prepared thread."""
         self._begins(True)
 
     def drop(self) -> None:
-        """Do not make the call, if there is a thread for one."""
+        """Discard the call of the prepared thread, if any."""
         self._begins(False)
         self.wait()
 
     def wait(self) -> None:
-        """Go on when the call has ended.
+        """Wait until the call has finished.
 
         Raises:
-            BaseException: that of the call.
+            BaseException: error of the call.
         """
         if self._thread is not None:
             self._thread.join()
@@ -265,4 +267,4 @@ class Writer:
 
 
 def _nobody(_: bool) -> None:
-    """No call waits."""
+    """Do nothing, since no call is prepared."""

@@ -229,6 +229,13 @@ def _judged(
             meaning=f"An output is NaN or infinite in {format_name}, and finite in float64.",
             advice=advice["activation"],
         )
+    if shadow.loss is not None and _stays_inside(run, eps):
+        return subject.passed(
+            shadow.loss.error / eps,
+            limits[shadow.loss.kind],
+            where=_place(shadow.loss),
+            meaning=f"The operation amplifies rounding; error of the logits: {run.error / eps:.2g} eps",
+        )
     if shadow.loss is not None:
         correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
         if autocast and correct_if and _differs_without_autocast(subject, dtype, shadow.loss, limits):
@@ -268,6 +275,13 @@ def _judged(
     )
 
 
+def _stays_inside(run: _Run, eps: float) -> bool:
+    """Return True if an operation amplifies the rounding of its operands, and the logits are still exact."""
+    loss = run.shadow.loss
+    amplifies = loss is not None and (loss.is_sharp or (loss.is_difference and loss.kind == "activation"))
+    return amplifies and run.error <= _HARMLESS * eps
+
+
 def _excuse(
     subject: Subject, dtype: torch.dtype, run: _Run, limits: Mapping[Kind, float], autocast: bool
 ) -> tuple[str | None, str]:
@@ -278,8 +292,7 @@ def _excuse(
         step = f"float32 rounds an angle of {loss.angle:.3g} by {loss.angle * eps / 2:.1g}"
         hint = "Count positions from 0, or compute the angles in float64."
         return f"positions are this large on purpose: {step}", hint
-    cancels = loss.is_difference and loss.kind == "activation"
-    if loss.is_sharp or (cancels and run.error <= _HARMLESS * eps):
+    if loss.is_sharp:
         return (
             "the operation amplifies rounding on purpose (large scores, or terms that cancel)",
             (

@@ -70,15 +70,19 @@ class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     Args:
         value: at least 0, below 1. Bernoulli draws are 0 if it is below one half.
+
+    Attributes:
+        selects: True if exponential or multinomial numbers were drawn, as for the selection of experts.
     """
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.selects = value, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the result of a random draw."""
         result = function(*args, **(kwargs or {}))
+        self.selects |= function in (torch.Tensor.exponential_, torch.Tensor.multinomial, torch.multinomial)
         if function in (torch.rand, torch.rand_like):
             return result.fill_(self.value)
         if function in (torch.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.bernoulli):

@@ -151,15 +151,19 @@ def _watched_arguments(model: nn.Module, effects: SideEffects, decodes: bool) ->
         yield
 
 
-def _modes(model: nn.Module) -> dict[str, bool]:
-    """Return the mode of each module, and requires_grad of each parameter."""
-    modes = {f"{name}.training".lstrip("."): module.training for name, module in model.named_modules()}
-    return modes | {f"{name}.requires_grad": p.requires_grad for name, p in model.named_parameters()}
+def _modes(model: nn.Module) -> dict[str, tuple[object, bool]]:
+    """Return each module with its mode, and each parameter with its requires_grad."""
+    modules = {f"{name}.training".lstrip("."): (x, x.training) for name, x in model.named_modules()}
+    return modules | {f"{name}.requires_grad": (p, p.requires_grad) for name, p in model.named_parameters()}
 
 
-def _changed_modes(before: Mapping[str, bool], after: Mapping[str, bool]) -> Iterator[SideEffect]:
-    for name, value in before.items():
-        if after.get(name, value) != value:
+def _changed_modes(
+    before: Mapping[str, tuple[object, bool]], after: Mapping[str, tuple[object, bool]]
+) -> Iterator[SideEffect]:
+    for name, (owner, value) in before.items():
+        now, changed = after.get(name, (owner, value))
+        # A call may replace a module, such as a cache for another number of rows.
+        if now is owner and changed != value:
             yield SideEffect(
                 f"The call changes {name} from {value} to {not value}.",
                 "the call freezes this part of the model on purpose" if value else None,

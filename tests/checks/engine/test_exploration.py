@@ -388,6 +388,7 @@ class DropPath(nn.Module):
         (lambda x: (0.99 + torch.rand(len(x), 1, 1)).floor(), False),
         (lambda x: x.new_empty(len(x), 1, 1).bernoulli_(0.99), False),
         (lambda x: 0.99 if torch.rand([]) >= 0.0 else 0.0, True),
+        (lambda x: 1 + 0 * torch.empty_like(x).exponential_(), False),  # may select among equal scores
     ],
 )
 def test_stochastic_depth_is_no_train_mode_to_compare(draw, has_train_mode):

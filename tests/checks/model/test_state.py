@@ -138,3 +138,16 @@ def test_memory_that_calls_leave(subjects, act, status):
     state = torch.get_rng_state()
     assert subjects.ask(acting(act), "memory_growth").status == status
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_replaced_module_is_no_side_effect(subjects):
+    class Cached(subjects.TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.kept = nn.Identity()
+
+        def forward(self, *args, **kwargs):
+            self.kept = nn.Identity()  # in train mode, as each new module
+            return super().forward(*args, **kwargs)
+
+    assert subjects.ask(Cached, "side_effects").status == "passed"

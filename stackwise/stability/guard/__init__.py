@@ -1,4 +1,4 @@
-"""Guard: notices a broken step before its update is made; leaves it out, goes back, or stops and says why."""
+"""Guard: detects a bad training step before its update; skips it, rewinds, or stops with a diagnosis."""
 
 from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Alarm, GuardError

@@ -1,4 +1,4 @@
-"""Alarm: a step that must not be taken as it is."""
+"""Alarm: a bad training step and the response to it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ _SAID: dict[Action, str] = {
 
 @dataclass(frozen=True)
 class Alarm:
-    """A step that must not be taken as it is, or whose update has broken weights or optimizer.
+    """Bad training step, or step whose update made weights or optimizer state non-finite.
 
     Attributes:
-        step: counted from 0.
-        kind: what is wrong. A non-finite parameter or optimizer state is found after the update: in the step
-            that the alarm names, or in an earlier one if `batch` is None.
+        step: number of the step, from 0.
+        kind: type of the problem. A non-finite parameter or optimizer state is found after the update: in the
+            step that the alarm names, or in an earlier one if `batch` is None.
         value: the loss, the gradient norm, or the attention logit; NaN for all other kinds.
-        limit: the largest value that passes. None: no finite value would be wrong.
-        where: the module or parameters at fault, as far as they are known.
-        action: what was done about it.
-        batch: ids of the batches that the step was made of; None: they are not known.
-        reproduced: whether the step broke again when it was computed again; None: it was not.
-        bundle: folder of the diagnostic bundle; "": there is none.
+        limit: largest value that passes. None: every finite value passes.
+        where: bad module or parameters, if known.
+        action: response to the alarm.
+        batch: ids of the batches of the step; None: not known.
+        reproduced: True if the recomputed step was bad too. None: unknown, for example because it was not
+            recomputed.
+        bundle: folder of the diagnostic bundle; "": none was written.
     """
 
     step: int
@@ -59,16 +60,16 @@ class Alarm:
 
     @property
     def is_finite_spike(self) -> bool:
-        """True for a finite loss or gradient norm that is far above those before."""
+        """True for a finite loss or gradient norm that is much larger than before."""
         return self.kind in ("gradient spike", "loss spike")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**asdict(self), "batch": None if self.batch is None else _listed(self.batch)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Alarm:
-        """What `to_dict` gave, also where it went through JSON."""
+        """Return the alarm of a `to_dict` result, which may have passed through JSON."""
         batch = values.get("batch")
         return cls(**{**values, "batch": None if batch is None else tuple(map(hashable, batch))})
 
@@ -84,14 +85,14 @@ class Alarm:
 
 
 class GuardError(ArithmeticError):
-    """Training cannot go on. Weights, optimizer and scheduler are those before the broken step.
+    """Error that stops training. Weights, optimizer and scheduler are those before the bad step.
 
     If the alarm is a non-finite parameter or optimizer state, weights and optimizer state may still be
     non-finite.
 
     Attributes:
-        alarm: the last one.
-        alarms: all of the run.
+        alarm: last alarm.
+        alarms: all alarms of the run.
     """
 
     def __init__(self, alarm: Alarm, alarms: Sequence[Alarm]) -> None:
@@ -101,10 +102,10 @@ class GuardError(ArithmeticError):
 
 
 def _listed(identity: Any) -> Any:
-    """The id of a batch as JSON has it."""
+    """Return the id of a batch as JSON stores it."""
     return list(map(_listed, identity)) if isinstance(identity, list | tuple) else identity
 
 
 def hashable(identity: Any) -> Hashable:
-    """The id of a batch as it was: JSON has lists for tuples."""
+    """Return the original id of a batch. JSON stores tuples as lists."""
     return tuple(map(hashable, identity)) if isinstance(identity, list | tuple) else identity

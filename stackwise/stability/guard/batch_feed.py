@@ -1,4 +1,4 @@
-"""BatchFeed: which batches were given, which are to be given again, and which never again."""
+"""BatchFeed: iterates over a data loader, replays steps and omits quarantined batches."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = ["BatchFeed", "GivenBatch"]
 
 @dataclass(frozen=True, eq=False)
 class GivenBatch:
-    """A batch as it was given.
+    """Drawn batch, with the state that a replay needs.
 
     Attributes:
-        step: the number of the step that it was given for; it keeps it.
-        id: by which it is known.
-        batch: itself, not a copy.
-        random: the random states that it was given with. It is given again with the same.
+        step: number of the step that the batch belongs to. A replay keeps it.
+        id: identity of the batch.
+        batch: object that the loader returned, not a copy.
+        random: random states when the batch was drawn. A replay restores them.
     """
 
     step: int
@@ -54,53 +54,56 @@ class GivenBatch:
 
 
 class BatchFeed:
-    """The batches of a loader in their order, some of them again, without those in quarantine.
+    """Iterator over the batches of a loader that can replay steps.
 
-    A step may take several batches: what was given since the last `take_hand` is in hand.
+    A step may use several batches. Batches drawn since the last `take_hand` are pending. Quarantined batches
+    are never returned.
 
     Args:
-        batch_id: by which a batch is known: an integer, a string, or a tuple of these; None: by (epoch,
-            place in it), both counted from 0.
+        batch_id: function that identifies a batch by an integer, a string, or a tuple of these. None: (epoch,
+            index in the epoch), both from 0.
     """
 
     def __init__(self, batch_id: Callable[[Any], Hashable] | None = None) -> None:
         self._batch_id = batch_id
-        self.quarantined: dict[Hashable, None] = {}  # by id, in the order in which they came
+        self.quarantined: dict[Hashable, None] = {}  # by id, in the order of quarantine
         self.hand: list[GivenBatch] = []
         self._again: deque[GivenBatch] = deque()
         self._kept: list[GivenBatch] = []
-        self._before: list[GivenBatch] = []  # those that are kept though they are given no more
-        self._frontier: dict[str, Any] | None = None  # random states of the next batch that is new
-        self._epoch, self._index = 0, 0  # of the next batch that is new
+        self._before: list[GivenBatch] = []  # references only, which are not replayed
+        self._frontier: dict[str, Any] | None = None  # random states to restore after a replay
+        self._epoch, self._index = 0, 0  # of the next new batch
         self._began: dict[str, Any] | None = None  # random states at the start of the epoch
         self._loader: Iterable[Any] | None = None
-        self._generators: list[Tensor] | None = None  # states of the loader's, where it goes on from a state
+        self._generators: list[Tensor] | None = None  # of the loader, from a loaded state
         self._next_step = 0
         self._drawn_outside = False
-        self._is_checked = False  # whether a checkpoint takes the batches
-        self._within = False  # an epoch that `batches` began here
+        self._is_checked = False  # True after the check of one batch
+        self._within = False  # True while `batches` is within an epoch
 
     @property
     def step(self) -> int:
-        """Number of the step in hand, or else of the one that is next."""
+        """Number of the pending step, or of the next step if none is pending."""
         first = self.hand[0] if self.hand else self._again[0] if self._again else None
         return self._next_step if first is None else first.step
 
     def batches(
         self, loader: Iterable[Any], *, fast_forward: bool = False, ending: Callable[[], object]
     ) -> Iterator[Any]:
-        """The rest of an epoch of `loader`; a new one, where a loop before was left. See `Guard.batches`.
+        """Yield the rest of the epoch of a loaded state, or a new epoch. See `Guard.batches`.
+
+        If the previous loop left its epoch early, a new epoch starts.
 
         Args:
-            loader: gone through once.
-            fast_forward: read over as many batches as were given in this epoch.
-            ending: called when the loader has no more; what it puts back is then given.
+            loader: iterated once.
+            fast_forward: read and discard as many batches as this epoch has already used.
+            ending: called when the loader is exhausted. It may queue replays, which are then yielded.
 
         Raises:
-            ValueError: an id of another kind; a loader with fewer batches than were given.
+            ValueError: an invalid batch id, or a loader with fewer batches than the epoch has already used.
 
         Warns:
-            UserWarning: what `fast_forward` reads over may be other batches.
+            UserWarning: the batches that `fast_forward` discards may differ from those already used.
         """
         if self._within:
             self._end_epoch()
@@ -137,14 +140,14 @@ class BatchFeed:
         self._epoch, self._index, self._began = self._epoch + 1, 0, None
 
     def _begun(self, loader: Iterable[Any], generators: list[Tensor] | None) -> Iterator[Any]:
-        """A new epoch; `generators`: the states of a run that goes on with it."""
+        """Start a new epoch. `generators` are the loader's states in the run that is resumed."""
         if generators is not None:
             warn_if_not_resumable(loader)
             set_generators(loader, generators, complete=False)
         if self._frontier is None:
             self._began = epoch_start(loader)
             return iter(loader)
-        # First come batches of the epoch before: this one is begun as if there were none.
+        # Replays of the previous epoch are queued. This epoch starts with the random states after them.
         with use_random_states(self._frontier):
             self._began = epoch_start(loader)
             source = iter(loader)
@@ -154,7 +157,7 @@ class BatchFeed:
     def _gone_on(
         self, loader: Iterable[Any], generators: list[Tensor] | None, fast_forward: bool
     ) -> Iterator[Any]:
-        """The epoch of a state. Random states stay as they are, whatever is drawn on the way."""
+        """Continue the epoch of a loaded state. The current random states are restored at the end."""
         with keep_random_states():
             if not fast_forward:
                 if self._began is not None:
@@ -177,7 +180,7 @@ class BatchFeed:
             return source
 
     def give(self, batch: Any, identity: Hashable) -> None:
-        """A batch that somebody else has drawn is in hand."""
+        """Add a batch that an external loop has drawn to the pending ones."""
         require(not self._again, "give", identity, "first those that are to be given again")
         identity = _known("identity", identity)
         self._drawn_outside = True
@@ -185,23 +188,23 @@ class BatchFeed:
 
     @property
     def next_again(self) -> int:
-        """How many batches the next step has, where it is one that is to be made again; else 0."""
+        """Number of batches of the next step if it is a replay; otherwise 0."""
         return sum(given.step == self._again[0].step for given in self._again)
 
     @property
     def gives_again(self) -> bool:
-        """Whether the step in hand is one that is made again."""
+        """True if the pending step is a replay."""
         return bool(self.hand) and self.hand[0].step != self._next_step
 
     def give_next(self) -> Any:
-        """The next one that is to be given again, with its random states; it is in hand."""
+        """Return the next batch of the replay and restore its random states. It is then pending."""
         given = self._again.popleft()
         set_random_states(given.random)
         self._give(given)
         return given.batch
 
     def take_up(self) -> None:
-        """Random states as they were before batches were given again; there are none left."""
+        """Restore the random states from before the replay, if no replay is left."""
         if self._frontier is not None and not self._again:
             set_random_states(self._frontier)
             self._frontier = None
@@ -220,49 +223,52 @@ class BatchFeed:
         return None
 
     def take_hand(self) -> list[GivenBatch]:
-        """The batches of the step that was just made."""
+        """Return the pending batches. Advance the step number unless they are a replay."""
         hand, self.hand = self.hand, []
-        # One that is given again has a number from before.
+        # A replay keeps its earlier number.
         if not hand or hand[0].step == self._next_step:
             self._next_step += 1
         return hand
 
     def drop_hand(self) -> None:
-        """Nobody makes a step of what is in hand."""
+        """Drop the pending batches without a step."""
         self._stand_back(self.hand)
         self.hand = []
 
     def keep_from_here(self, references: int = 0) -> None:
-        """What was given until now need not be given again after a rewind.
+        """Forget all batches but the pending ones, because no rewind will replay them.
 
-        The last `references` batches are kept all the same, for `sound_before`.
+        The last `references` batches remain available to `sound_before`.
         """
         before = [each for each in (*self._before, *self._kept) if each not in self.hand]
         self._before = before[-references:] if references else []
         self._kept = list(self.hand)
 
     def keep_last(self, steps: int) -> None:
-        """Of what was given before the step in hand only the batches of so many steps are needed."""
+        """Forget batches that are more than `steps` steps older than the pending step."""
         least = self.step - steps
         self._kept = [given for given in self._kept if given.step >= least]
 
     def quarantine(self, given: Sequence[GivenBatch]) -> None:
-        """Give these never again."""
+        """Never return these batches any more."""
         self.quarantined |= dict.fromkeys(each.id for each in given)
 
     def sound_before(self, given: Sequence[GivenBatch], count: int) -> list[GivenBatch]:
-        """The last `count` that were kept, given before `given`, and are not in quarantine."""
+        """Return the last `count` stored batches before `given` that are not quarantined."""
         place = next((i for i, each in enumerate(self._kept) if each in given), len(self._kept))
         known = (*self._before, *self._kept[:place])
         return [each for each in known if each.id not in self.quarantined][-count:]
 
     def give_again(self, given: Sequence[GivenBatch]) -> None:
-        """Go on with these, which were given last, and then with what comes after them."""
+        """Queue `given`, the batches that were drawn last, before any other batch."""
         self._stand_back(given)
         self._put_first(given)
 
     def give_all_again(self, later: Sequence[GivenBatch]) -> None:
-        """Go on with everything since `keep_from_here`; `later` is what was given last and not made."""
+        """Queue every batch since the last `keep_from_here`, followed by `later`.
+
+        `later` are the batches that were drawn last, whose step is not completed.
+        """
         self._stand_back(later)
         kept, self._kept = self._kept, []
         self._put_first([*kept, *later])
@@ -277,13 +283,13 @@ class BatchFeed:
         self._again.extendleft(reversed(wanted))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, with the batches that are to be given again.
+        """Return the position in the data, with the batches to be replayed.
 
-        A step in hand was not begun: its batches are to be given again, unless somebody else has drawn them.
+        Pending batches are included in these, unless an external loop has just drawn them.
 
         Warns:
-            RuntimeWarning: of the first state, where no checkpoint would take a batch, or not give it back as
-                what it was.
+            RuntimeWarning: a checkpoint refuses a batch, or would restore it as another type. Only the first
+                state with a batch is checked.
         """
         self._check_kept()
         hand = [] if self._drawn_outside and not self.gives_again else self.hand
@@ -299,7 +305,7 @@ class BatchFeed:
         }
 
     def _check_kept(self) -> None:
-        """Before there is anything to be given again, so that it is not found out behind a rewind."""
+        """Check one batch early, so that the problem is known before the first rewind."""
         if self._is_checked or not self._kept:
             return
         self._is_checked = True
@@ -318,23 +324,23 @@ class BatchFeed:
 
     @staticmethod
     def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what `state_dict` gave that which all processes have alike, where no batches are given again."""
-        # Where none are left it is of one process alone, which goes on with it at its next batch.
+        """Return the part of a `state_dict` that all processes share, if no batches are to be replayed."""
+        # Without replays, these random states belong to one process.
         frontier = state["frontier"] if state["again"] else None
         return {**state, "began": None, "generators": None, "frontier": frontier}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, also where it went through JSON.
+        """Continue from a `state_dict`, which may have passed through JSON.
 
         Raises:
-            ValueError: a number that is none.
+            ValueError: a number or list is missing or invalid.
         """
         check_sizes(0, **{key: state.get(key) for key in ("epoch", "index", "next_step")})
         require(isinstance(state.get("again"), list | tuple), "again", state.get("again"), "a list")
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
         self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
-        began = state.get("began")  # older states have none
+        began = state.get("began")  # missing in older states
         self._began = None if began is None else _untold(began)
         self._loader, self._generators = None, state.get("generators")
         self._frontier = None if state["frontier"] is None else _untold(state["frontier"])
@@ -344,34 +350,34 @@ class BatchFeed:
 
 
 def _known(key: str, identity: Any) -> Hashable:
-    """An id of anybody's as plain values. What is known by where it is in memory is never met again."""
+    """Return a user-defined id as plain values. An id that compares by memory address never matches."""
     if isinstance(identity, list | tuple):
         return tuple(_known(key, each) for each in identity)
     allowed = "an integer, a string, or a tuple of these"
     require(isinstance(identity, int | str | np.integer), key, identity, allowed)
-    return str(identity) if isinstance(identity, str) else int(identity)  # not what is derived from these
+    return str(identity) if isinstance(identity, str) else int(identity)  # no subclasses
 
 
 def _plain(given: GivenBatch) -> dict[str, Any]:
-    """With the device of its tensors, which a checkpoint gives back on the CPU."""
+    """Return a batch as plain values, with its device: a checkpoint restores tensors on the CPU."""
     plain = {"step": given.step, "id": given.id, "batch": given.batch, "random": _told(given.random)}
     return {**plain, "device": _device_of(given.batch)}
 
 
 def _given(plain: Mapping[str, Any]) -> GivenBatch:
-    """What `_plain` was given; also of a state from before, which has no device."""
+    """Return the batch of a `_plain` value. Older values have no device."""
     batch = _moved(plain["batch"], plain.get("device"))
     return GivenBatch(plain["step"], hashable(plain["id"]), batch, _untold(plain["random"]))
 
 
 def _device_of(batch: Any) -> str | None:
-    """Where all tensors of a batch are; None: on the CPU, or not on one device."""
+    """Return the device of all tensors of a batch. None: the CPU, or several devices."""
     devices = {tensor.device for tensor in tensors_of(batch)}
     return str(*devices) if len(devices) == 1 and devices != {torch.device("cpu")} else None
 
 
 def _moved(batch: Any, name: str | None) -> Any:
-    """A batch on the device where it was given; if this machine lacks that one, on its current one."""
+    """Return a batch on its original device, or on the current device if this machine lacks it."""
     if name is None:
         return batch
     device = torch.device(name)
@@ -381,7 +387,7 @@ def _moved(batch: Any, name: str | None) -> Any:
 
 
 def _other_kind(batch: Any, back: Any, place: str) -> str | None:
-    """What of a batch does not come back as what it was; None: all of it does."""
+    """Return an error about the first part that is restored as another type; None: no such part."""
     kind, other = type(batch), type(back)
     if kind is not other and not isinstance(batch, Tensor):
         got = f"{kind.__module__}.{kind.__qualname__}, which becomes a {other.__name__} that is none"
@@ -396,12 +402,12 @@ def _other_kind(batch: Any, back: Any, place: str) -> str | None:
 
 
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Random states without an array of numpy's, which a plain `torch.load` refuses."""
+    """Return random states without NumPy arrays, which a plain `torch.load` refuses."""
     name, keys, *rest = states["numpy"]
     return {**states, "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
 
 
 def _untold(states: Mapping[str, Any]) -> dict[str, Any]:
-    """What `_told` was given; also of a state from before, which has the array."""
+    """Return the random states of a `_told` value. Older values have the NumPy array."""
     name, keys, *rest = states["numpy"]
     return {**states, "numpy": (name, np.asarray(keys).astype(np.uint32), *rest)}

@@ -1,4 +1,4 @@
-"""Blame: the part of a model that the gradient norms of a broken step point to."""
+"""Blame: attributes a bad step to a part of the model by its gradient norms."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ __all__ = ["blamed", "listed", "usual_norms"]
 
 _ROOT = "(outside the submodules)"
 _SHOWN = 3
-_NEGLIGIBLE = 1e-6  # of the norm of all gradients: below it, changes are rounding errors
-_ALL = 0.9  # of the modules: the others may have had a small gradient by chance
+_NEGLIGIBLE = 1e-6  # share of the total norm: smaller gradients change by rounding errors
+_ALL = 0.9  # share of the modules: some may have a small gradient by chance
 
 
 def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = None) -> str:
-    """Return the part of the model that broke in a step with these gradient norms.
+    """Return the part of the model that caused a bad step with these gradient norms.
 
-    A fault of the backward pass reaches all modules before the one that it began in. So the module is named
-    that departs first in backward order: the reverse of the order in which modules are registered.
+    A fault of the backward pass reaches all modules that are earlier in the model. So the function names the
+    module that departs first in backward order, the reverse of the registration order.
 
     Args:
-        norms: of each parameter's gradient, by name, in the order of the model.
-        reference: norms of a healthy step. None: there is none.
+        norms: gradient norm of each parameter, by name, in the order of the model.
+        reference: norms of a healthy step. None: no reference.
 
     Returns:
-        Of norms that are not finite: the parameters in backward order, or "all modules (non-finite
-        gradients)". Of finite ones: the parameter, or the module with all the parameters, whose norm rose by
-        more than the square root of the largest rise; if that is the whole model, "all modules (gradients
-        x10)" or the first module in backward order. Without a reference: the parameter with the largest norm.
+        For non-finite norms: the parameters in backward order, or "all modules (non-finite gradients)". For
+        finite norms: the parameter whose norm rose by more than the square root of the largest rise, or the
+        module with all such parameters. If that is the entire model: "all modules (gradients x10)", or the
+        first module in backward order. Without a reference: the parameter with the largest norm.
     """
     broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if broken:
@@ -83,7 +83,7 @@ def usual_norms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as text, and how many more there are."""
+    """Return the first names as text, with the number of further names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

@@ -1,4 +1,4 @@
-"""BundleFolder: where a run writes down its broken steps."""
+"""BundleFolder: writes the diagnostic bundles of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["BundleFolder"]
 
 
 class BundleFolder:
-    """The first `policy.max_bundles` of a run; rank 0 writes them, of its own batches.
+    """Writer of the first `policy.max_bundles` bundles of a run. Rank 0 writes them, with its own batches.
 
     Args:
-        folder: that they are in; None: none are written.
-        policy: how many, and whether with weights.
-        group: of processes that train together, all of which have to ask; None: this one alone.
+        folder: folder for the bundles; None: none are written.
+        policy: maximum number of bundles, and whether they contain weights.
+        group: processes that train together. All of them must call `write`. None: this process only.
 
     Attributes:
-        written: how many so far.
+        written: number of bundles.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class BundleFolder:
         norms: Mapping[str, float],
         loss_scale: float,
     ) -> Alarm:
-        """The alarm with its bundle, where one is written.
+        """Return the alarm, with the path of its bundle if one is written.
 
         Args:
-            model: as it was before the broken step.
-            batches: that the step was made of.
-            alarm: what is known of it.
-            norms: of its gradients, by parameter.
-            loss_scale: what its loss was multiplied with before its backward pass.
+            model: model in its state before the bad step.
+            batches: batches of the step.
+            alarm: alarm of the step.
+            norms: gradient norm of each parameter.
+            loss_scale: factor of the loss in the backward pass.
         """
         if self._folder is None or self.written >= self._policy.max_bundles:
             return alarm
@@ -60,7 +60,7 @@ class BundleFolder:
         names = names_in(model)
         weights: dict[str, Tensor] | None = {} if self._policy.bundle_weights else None
         if weights is not None:
-            # In every process, one after the other: weights in shards are gathered.
+            # In every process, in the same order: sharded weights are gathered.
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 gathered = whole(tensor.detach())
                 if first:
@@ -74,17 +74,17 @@ class BundleFolder:
                 told = replace(alarm, bundle=str(folder)).to_dict()
                 bundle = Bundle(told, batches, of_names, model.training, weights, notes)
                 place = [str(bundle.write(folder))]
-            except Exception as error:  # whatever it is: the other processes wait for the place
+            except Exception as error:  # any error: the other processes wait for the path
                 refused = f"no diagnostic bundle of step {alarm.step}: {error}"
         if self._group is not None:
             source = distributed.get_global_rank(self._group, 0)
             distributed.broadcast_object_list(place, src=source, group=self._group)
-        if refused:  # training can do without it
+        if refused:  # training can continue without a bundle
             warnings.warn(refused, stacklevel=2)
         return replace(alarm, bundle=place[0])
 
     def _free(self, step: int) -> Path:
-        """A folder that is not there yet: a run before this one may have written some."""
+        """Return a path that does not exist yet. An earlier run may have written bundles."""
         assert self._folder is not None
         number = self.written
         while (folder := self._folder / f"step-{step:08d}-{number}").exists():

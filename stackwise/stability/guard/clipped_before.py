@@ -1,4 +1,4 @@
-"""ClippedBefore: whether gradients are clipped before a guard sees them, which hides every spike."""
+"""ClippedBefore: detects gradients that were clipped before the guard sees them, which hides every spike."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 __all__ = ["ClippedBefore"]
 
-_STEPS = 8  # in a row, after which it is no chance
-_SAME = 1e-5  # of the norm: what is left of its changes where it is clipped
-_OTHER = 1e-3  # of the norm: what the norm of a parameter changes by all the same
+_STEPS = 8  # consecutive equal norms that are not a coincidence
+_SAME = 1e-5  # relative change of the norm that is treated as none
+_OTHER = 1e-3  # change of a parameter's norm, relative to the norm, that shows another gradient
 
 
 class ClippedBefore:
-    """Norms of sound steps that stay the same as a whole, and not by parameter."""
+    """Detector of steps with equal gradient norms although the norms of parameters differ."""
 
     def __init__(self) -> None:
         self._norm = math.nan
@@ -22,11 +22,11 @@ class ClippedBefore:
         self._is_told = False
 
     def tells(self, norm: float, norms: Mapping[str, float]) -> bool:
-        """Take a step in; True once, where so many in a row are alike.
+        """Record a healthy step. Return True once, after enough consecutive steps with equal norms.
 
         Args:
-            norm: of its whole gradient.
-            norms: of each parameter's, by name.
+            norm: norm of all gradients.
+            norms: gradient norm of each parameter, by name.
         """
         alike = abs(norm - self._norm) <= _SAME * norm and any(
             abs(each - self._norms.get(name, each)) > _OTHER * norm for name, each in norms.items()

@@ -1,4 +1,4 @@
-"""SpikeDetector: whether a number is far above those of sound steps before it, on the host or the device.
+"""SpikeDetector: detects numbers much larger than in earlier healthy steps, on the host or the device.
 
 Shapes: H numbers of the history.
 """
@@ -22,20 +22,21 @@ __all__ = ["DeviceDetector", "SpikeDetector"]
 
 
 class SpikeDetector:
-    """Judges a gradient norm by those of the sound steps before it.
+    """Judge of a gradient norm by the norms of earlier healthy steps.
 
-    A norm is a spike where its logarithm exceeds the median of the last `recent` ones by more than
-    max(`deviations` * MAD, ln `factor`), the MAD being that of the changes from step to step: norms may
-    fall a thousandfold while a model settles, and that is no scatter. Spikes stay out of the history,
-    so that a lasting fault does not become the rule. The median and the MAD, unlike mean and standard
-    deviation, are not moved by a few outliers (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
+    A norm is a spike if its logarithm exceeds the median of the last `recent` ones by more than
+    max(`deviations` * MAD, ln `factor`). MAD is the median absolute deviation of the changes from step to
+    step. It measures changes because norms may fall a thousandfold while a model settles, which is no
+    scatter. Spikes are excluded from the history, so a lasting fault does not become the baseline. Unlike
+    mean and standard deviation, the median and the MAD are robust against a few outliers (Leys et al. 2013,
+    doi:10.1016/j.jesp.2013.03.013).
 
     Args:
-        deviations: how many MADs of the change of log-norm.
-        factor: a rise that is always allowed.
-        recent: how many of the last sound norms give the level.
-        history: how many sound norms give the scatter.
-        minimum: how many there must be before anything is a spike.
+        deviations: allowed rise in MADs of the change of the log-norm.
+        factor: rise that is always allowed.
+        recent: number of the last healthy norms that define the level.
+        history: number of healthy norms that define the scatter.
+        minimum: number of healthy norms before anything is a spike.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SpikeDetector:
         self._log_norms: deque[float] = deque(maxlen=history)
 
     def limit(self) -> float | None:
-        """The largest norm that passes now; None while the history is too short to say."""
+        """Return the largest norm that passes now; None while the history is too short."""
         logs = list(self._log_norms)
         if len(logs) < self.minimum:
             return None
@@ -62,28 +63,28 @@ class SpikeDetector:
         return math.exp(level + max(self.deviations * scatter, math.log(self.factor)))
 
     def accept(self, norm: float) -> None:
-        """Remember the norm of a sound step; one that is not positive and finite says nothing."""
+        """Record the norm of a healthy step, if it is positive and finite."""
         if 0 < norm < math.inf:
             self._log_norms.append(math.log(norm))
 
 
 class DeviceDetector:
-    """The rule of `SpikeDetector` as tensor operations: nothing of it makes the host wait.
+    """The rule of `SpikeDetector` as tensor operations, which never make the host wait.
 
-    The logarithms are float64 (float32 on MPS, which has no other). Numbers that are not positive and finite
-    say nothing, and are not remembered.
+    The logarithms are float64 (float32 on MPS, which has no float64). Numbers that are not positive and
+    finite are ignored.
 
     Args:
-        device: where the numbers are.
-        deviations: how many MADs of the change from number to number.
-        factor: a rise that is always allowed, above 1.
-        recent: how many of the last sound numbers give the level.
-        history: how many sound numbers give the scatter.
-        minimum: how many there must be before anything is a spike.
+        device: device of the numbers.
+        deviations: allowed rise in MADs of the change from number to number.
+        factor: rise that is always allowed, above 1.
+        recent: number of the last healthy numbers that define the level.
+        history: number of healthy numbers that define the scatter.
+        minimum: number of healthy numbers before anything is a spike.
 
     Raises:
-        ValueError: a size below 1, a history shorter than `recent` or `minimum`, or a factor or a number of
-            deviations that is none.
+        ValueError: a size below 1, a history shorter than `recent` or `minimum`, or an invalid factor or
+            number of deviations.
     """
 
     def __init__(
@@ -106,35 +107,35 @@ class DeviceDetector:
 
     @torch.no_grad()
     def limit(self) -> Tensor:
-        """The largest number that passes now, a scalar; infinite while the history is too short to say."""
+        """Return the largest number that passes now, a scalar; infinite if the history is too short."""
         known = self._history.statistics()
         margin_S = (self.deviations * known.scatter_S).clamp(min=math.log(self.factor))
         return torch.where(known.enough_S, (known.level_S + margin_S).exp(), math.inf)[0]
 
     @torch.no_grad()
     def level(self) -> Tensor:
-        """The median of the last `recent` numbers, a scalar; NaN where there are none."""
+        """Return the median of the last `recent` numbers, a scalar; NaN if the history is empty."""
         return self._history.statistics().level_S.exp()[0]
 
     @torch.no_grad()
     def accept(self, value: Tensor, sound: Tensor) -> None:
-        """Remember `value` where `sound` says so.
+        """Record `value` if `sound` is true.
 
         Args:
-            value: a scalar on the device.
-            sound: a boolean scalar on the device.
+            value: scalar on the device.
+            sound: boolean scalar on the device.
         """
         self._history.accept(value.reshape(1), sound)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history. A tensor of its own."""
+        """Return a copy of the history."""
         return {"logs": self._history.logs_SH[0].clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; of a longer history the end is taken.
+        """Continue from a `state_dict`. Of a longer history, the last numbers are used.
 
         Raises:
-            ValueError: anything else.
+            ValueError: not a state of a detector.
         """
         logs_H = state.get("logs")
         fits = isinstance(logs_H, Tensor) and logs_H.ndim == 1 and logs_H.is_floating_point()

@@ -1,7 +1,7 @@
-"""Diagnosis: what is known of a broken step, as a folder from which it can be computed again.
+"""Diagnosis: bundles, which are folders with all data of a bad step, so that it can be recomputed.
 
 A bundle has `bundle.json` (step, alarm, batches, norms and their histogram, versions), `tensors.safetensors`
-(the batches and the random states) and, where it was asked for, `weights.safetensors`. No pickles.
+(batches and random states) and, if requested, `weights.safetensors`. It contains no pickles.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ __all__ = [
 
 _FORMAT = 1
 _FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
-_MAX_JSON = 64 * 2**20  # bytes: random states and norms are far below
+_MAX_JSON = 64 * 2**20  # bytes; random states and norms need much less
 
 
 class Replay(NamedTuple):
-    """A broken step computed again.
+    """Result of recomputing a bad step.
 
     Attributes:
-        loss: sum over its batches.
+        loss: sum over the batches of the step.
         grad_norm: global L2 norm of the sum of their gradients.
-        parameter_norms: of each parameter's gradient, by name.
-        where: the place that broke first; "": nothing did.
-        spike: whether the number that the alarm told of, where it was finite, is above its limit again;
-            None: it was not looked at, as an attention logit is not, or its limit is not known.
+        parameter_norms: gradient norm of each parameter, by name.
+        where: first bad place; "": none.
+        spike: True if the alarm's number is finite and the recomputed number is above the alarm's limit too.
+            None: unknown, because it is an attention logit or the limit is not known.
     """
 
     loss: float
@@ -72,21 +72,21 @@ class Replay(NamedTuple):
 
     @property
     def broken(self) -> bool:
-        """Whether loss or gradient is not finite, a place was found, or it is a spike again."""
+        """True if loss or gradient is not finite, a bad place was found, or the spike was reproduced."""
         finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         return bool(self.where) or not finite or bool(self.spike)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A broken step, as it is in a folder.
+    """Content of a diagnostic bundle: one bad step.
 
     Attributes:
         alarm: plain values of the alarm.
-        batches: what the step was made of, in order.
+        batches: batches of the step, in order.
         norms: gradient norm of each parameter, by name.
-        training: whether the model was in training mode.
-        weights: parameters and buffers before the step, by name; None: they were not kept.
+        training: True if the model was in training mode.
+        weights: parameters and buffers before the step, by name; None: not stored.
         notes: versions and other plain values; "loss_scale" is one of them.
     """
 
@@ -99,22 +99,22 @@ class Bundle:
 
     @property
     def loss_scale(self) -> float:
-        """What losses were multiplied with before their backward pass; 1 where the notes do not tell.
+        """Factor of the loss in the backward pass; 1 if the notes do not contain it.
 
         Raises:
-            ValueError: no number above 0.
+            ValueError: not a number above 0.
         """
         scale = (self.notes or {}).get("loss_scale", 1.0)
         check_number("loss_scale", scale, "a number above 0", lambda value: value > 0)
         return float(scale)
 
     def write(self, folder: Path | str) -> Path:
-        """Write it as `folder`, which is there whole or not at all.
+        """Write the bundle as `folder`, completely or not at all.
 
         Raises:
-            ValueError: the folder is there, or a batch has something that cannot be told without pickles, or
-                a dtype that safetensors does not have.
-            OSError: the disk does not take it; nothing is left of it then.
+            ValueError: the folder exists, or a batch has a value that needs pickles, or a dtype that
+                safetensors does not support.
+            OSError: the disk refuses it. No partial folder remains.
         """
         folder = Path(folder)
         require(not folder.exists(), "folder", str(folder), "one that is not there yet")
@@ -154,7 +154,7 @@ class Bundle:
 
     @classmethod
     def read(cls, folder: Path | str) -> Bundle:
-        """What `write` wrote.
+        """Read a bundle that `write` wrote.
 
         Raises:
             ValueError: the folder is no bundle, or a damaged one; the message names the file.
@@ -172,7 +172,7 @@ class Bundle:
             require(told["format"] == _FORMAT, "format", told["format"], str(_FORMAT))
 
             def untold(plain: Any) -> Any:
-                # In memory of its own: what is mapped lies anywhere, and sums round by where they begin.
+                # A copy: the alignment of mapped memory varies, and changes the rounding of sums.
                 return tree.decode(plain, lambda name, shape, _: tensors[name].reshape(shape).clone())
 
             def mapping(held: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -203,8 +203,8 @@ class Bundle:
             KeyError,
             TypeError,
             IndexError,
-            OverflowError,  # of a step without end
-            RuntimeError,  # of a shape that does not fit
+            OverflowError,  # an infinite step number
+            RuntimeError,  # a wrong shape
             ValueError,
         ) as error:
             raise ValueError(f"{place}: no bundle, or a damaged one: {error!r}") from error
@@ -216,19 +216,19 @@ def replay(
     loss_of: Callable[[nn.Module, Any], Tensor],
     device: torch.device | str | None = None,
 ) -> Replay:
-    """Compute a broken step again, with its weights (where the bundle has them), batches and random states.
+    """Recompute a bad step with its batches and random states, and its weights if the bundle has them.
 
-    Its loss is scaled as it was then: what overflowed in float16 does so again. The model keeps the weights
-    of the bundle; gradients and random states are as before.
+    The loss is scaled as in the original step, so a float16 overflow is reproduced. The model keeps the
+    weights of the bundle. Its training mode, gradients and random states are restored.
 
     Args:
-        bundle: itself, or its folder.
-        model: built as it was, with or without what compiling and data parallelism put around it.
-        loss_of: the loss of a batch.
-        device: where the batches go; None: where the model is.
+        bundle: bundle, or its folder.
+        model: same architecture, with or without the wrappers of compiling and data parallelism.
+        loss_of: function that returns the loss of a batch.
+        device: device for the batches; None: the model's.
 
     Raises:
-        ValueError: no bundle, or weights that do not fit the model.
+        ValueError: not a bundle, or weights that do not fit the model.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
     if bundle.weights is not None:
@@ -258,29 +258,31 @@ def rerun(
     buffers: Buffers | None = None,
     loss_scale: float = 1.0,
 ) -> Replay:
-    """Forward and backward over `batches` under hooks. Gradients of `named` go.
+    """Run forward and backward over `batches` under hooks. The gradients of `named` are deleted.
 
-    Random states, buffers and all other gradients are put back, also where it fails. The other processes of
-    `group` are not told then: they may be in a collective of the model, and wait there until this one ends.
+    Random states, buffers and all other gradients are restored, also after an error. The other processes of
+    `group` do not learn of the error. They may be in a collective of the model, and wait until this process
+    exits.
 
     Args:
-        model: with the weights of the step.
-        batches: of the step.
-        loss_of: the loss of one, as it is given to `backward`.
-        scales: gives those of sound steps, first of all; None: only what is not finite is found.
-        group: of processes that all compute the step again, and that average their gradients.
-        named: parameters that are trained and may be none of the model's, with their names.
-        buffers: those of the model, and what else its forward passes write; kept anew. None: the buffers
-            alone.
-        loss_scale: what losses are multiplied with before their backward pass; norms are divided by it.
+        model: model with the weights of the step.
+        batches: batches of the step.
+        loss_of: function that returns the part of a batch, as it is passed to `backward`.
+        scales: function that returns the scales of healthy steps. It is called first. None: only non-finite
+            values are found.
+        group: processes that all recompute the step and average their gradients.
+        named: trained parameters with their names. They need not belong to the model.
+        buffers: copies of the model's buffers and of weights that its forward passes write. The copies are
+            renewed. None: copies of the buffers only.
+        loss_scale: factor of the losses in the backward pass. Norms are divided by it.
 
     Raises:
-        Exception: whatever the loss of a batch raises.
+        Exception: any error of `loss_of`.
     """
     losses: list[float] = []
     where = ""
     buffers = buffers or Buffers(model)
-    # Not by zero_grad: to whoever watches that, the step would be over.
+    # Not by zero_grad: a hook on it would treat the step as finished.
     with buffers.looking(), _forgotten_gradients(model, named):
         known_scales = None if scales is None else scales()
         with recomputation(), keep_random_states(), torch.enable_grad():
@@ -309,7 +311,7 @@ def rerun(
 
 
 def _is_spike(bundle: Bundle, found: Replay) -> bool | None:
-    """`Replay.spike`: of the loss, or of the norm of those parameters whose norms the bundle has."""
+    """Return `Replay.spike`, for the loss or for the norm of the parameters in the bundle."""
     alarm = bundle.alarm
     kind, value, limit = (alarm.get(key) for key in ("kind", "value", "limit"))
     if kind not in ("gradient spike", "loss spike", "logit growth"):
@@ -320,16 +322,16 @@ def _is_spike(bundle: Bundle, found: Replay) -> bool | None:
     if kind == "gradient spike":
         known = [found.parameter_norms[name] for name in bundle.norms if name in found.parameter_norms]
         again = math.hypot(*known) or found.grad_norm
-    # As the guard tells it: less than half of what it was is the step's own.
+    # As in the guard: at most half of the alarm's value is no reproduction.
     own = alarm.get("reproduced") is False and 2 * again <= value
     return again > limit and not own
 
 
 def scaled(loss: Tensor, loss_scale: float) -> Tensor:
-    """What the backward pass of a loss starts from.
+    """Return the scaled loss, from which the backward pass starts.
 
-    The scale is a float32 tensor, as that of `torch.amp.GradScaler`: times a number a loss would stay in
-    float16, and overflow where it does not in training.
+    The scale is a float32 tensor, as in `torch.amp.GradScaler`. Multiplied by a Python number, a loss would
+    stay float16 and could overflow although it does not in training.
     """
     if loss_scale == 1.0:
         return loss
@@ -337,18 +339,18 @@ def scaled(loss: Tensor, loss_scale: float) -> Tensor:
 
 
 def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, and those of `named` that are none of them."""
+    """Return the parameters of the model and of `named`, each once, by name."""
     found = dict(model.named_parameters())
     mine = {id(p) for p in found.values()}
     return found | {name: p for name, p in named if id(p) not in mine}
 
 
 def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
-    """Over the processes; where they are averaged already, as by DDP, that changes nothing."""
+    """Average gradients over the processes. Values that DDP has averaged stay the same."""
     processes = distributed.get_world_size(group)
     for p in parameters:
         if p.requires_grad and not hasattr(p, "full_tensor"):
-            # Every process has to ask for the same ones, also where one has no gradient of it.
+            # All processes must reduce the same parameters, even if one has no gradient.
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             distributed.all_reduce(p.grad, group=group)
             p.grad /= processes
@@ -356,11 +358,14 @@ def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.Pr
 
 @contextmanager
 def _forgotten_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Without gradients, before and behind it. Those that are not of `named` come back as they were."""
-    # Of an optimizer beside that of `named`, which has its step to make yet.
+    """Run the block without gradients, and delete the gradients that it computes.
+
+    After it, the gradients of parameters outside `named` are restored.
+    """
+    # Of another optimizer, which has not updated yet.
     own = {id(p) for _, p in named}
     of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
-    # Views of the buckets of DDP, into which it writes again.
+    # Views of DDP's buckets, which it will overwrite.
     viewed = [(g, g.clone()) for _, g in of_others if g is not None and g._is_view()]
     forget_gradients(model, named)
     try:
@@ -374,17 +379,17 @@ def _forgotten_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Paramet
 
 
 def forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
-    """Those of the model, and of the parameters in `named`."""
+    """Delete the gradients of the model and of the parameters in `named`."""
     for p in (*model.parameters(), *(p for _, p in named)):
         p.grad = None
 
 
 def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
-    """How many parameters have a gradient norm of which decade: plain values.
+    """Return the number of gradient norms in each decade, as plain values.
 
     Returns:
-        `decades` from the lowest power of ten on, `counts` of norms in [10**d, 10**(d+1)), and how many are
-        `zero` and `non_finite`.
+        `decades`: exponents of ten, in order. `counts`: number of norms in [10**d, 10**(d+1)) for each.
+        `zero` and `non_finite`: number of such norms.
     """
     finite = [norm for norm in norms.values() if math.isfinite(norm)]
     decades = [math.floor(math.log10(norm)) for norm in finite if norm > 0]
@@ -398,7 +403,7 @@ def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
 
 
 def names_in(model: nn.Module) -> dict[str, str]:
-    """What its parameters and buffers are called without what compiling and data parallelism add to that."""
+    """Return names without the prefixes of compiling and data parallelism, by parameter or buffer name."""
     inner = unwrapped(model)
     wrapped = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     plain = [shown_name(name) for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
@@ -421,7 +426,7 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Itself; where it is sharded (DTensor) gathered, for which all processes have to ask."""
+    """Return a tensor. A sharded one (DTensor) is gathered, so all processes must call this."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 

@@ -1,4 +1,4 @@
-"""Escalation: what is done about alarms, one after the other."""
+"""Escalation: chooses the response to consecutive alarms."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Answer", "Escalation"]
 
 
 class Answer(NamedTuple):
-    """What is done about an alarm whose update was left out.
+    """Response to an alarm whose update was skipped.
 
     Attributes:
         action: "skipped", "retried", "rewound" or "raised".
-        innocent: whether its batches are given again; else they are in quarantine.
-        first: whether it is the first alarm in a row, none of them answered by going back.
+        innocent: True: the batches of the step are replayed. False: they are quarantined.
+        first: True if it is the first alarm since the last healthy step or rewind.
     """
 
     action: Action
@@ -26,21 +26,21 @@ class Answer(NamedTuple):
 
 
 class Escalation:
-    """Leaves a step out, goes back, stops, in this order, with `GuardPolicy`'s patience.
+    """Policy that skips a step, rewinds or stops, in this order, with the patience of a `GuardPolicy`.
 
     Attributes:
-        in_row: alarms without a sound step between.
+        in_row: number of alarms since the last healthy step or rewind.
     """
 
     def __init__(self, policy: GuardPolicy) -> None:
         self._policy = policy
         self.in_row = self._sound = self._rewinds = 0
-        # Batches that were rewound from, and may be innocent.
+        # Batches of the step that led to the last rewind, if they may be innocent.
         self._doubtful: tuple[Hashable, ...] | None = None
-        self._sound_since = True  # whether a step was sound since then
+        self._sound_since = True  # True if a healthy step followed that rewind
 
     def sound(self, batches: tuple[Hashable, ...]) -> None:
-        """A step was made as it was; `batches` are the ids of what it was made of."""
+        """Record a healthy step; `batches` are the ids of its batches."""
         if self._doubtful == batches:
             self._doubtful = None
         self.in_row = 0
@@ -51,13 +51,13 @@ class Escalation:
 
     @property
     def exhausted(self) -> bool:
-        """True if there are more consecutive alarms than `patience`, and no rewind was left."""
+        """True if there are more consecutive alarms than `patience`, and no rewind is available."""
         return self.in_row > self._policy.patience
 
     def answer(self, alarm: Alarm, *, can_rewind: bool) -> Answer:
-        """Decide what is done about an alarm.
+        """Count an alarm and return the response to it.
 
-        A finite spike ends training only if a recomputation has shown that its batch does not cause it.
+        A finite spike ends training only if a recomputation has shown that its batch is not the cause.
         Otherwise it may be data of a new kind.
         """
         self.in_row += 1
@@ -78,10 +78,11 @@ class Escalation:
         return Answer("retried" if innocent else "skipped", innocent, first)
 
     def rewinds_broken_state(self, *, located: bool) -> bool:
-        """Return True if training may go back from a non-finite parameter or optimizer state.
+        """Return True if training may rewind because of a non-finite parameter or optimizer state.
 
         Args:
-            located: the step that caused it is known. To go back and find it is not counted as a rewind.
+            located: True if the step that caused it is known. A rewind that searches for the step is not
+                counted.
         """
         if self._rewinds >= self._policy.rewinds:
             return False
@@ -90,10 +91,11 @@ class Escalation:
         return True
 
     def _may_be_innocent(self, alarm: Alarm, rewinds: bool) -> bool:
-        """Whether a step is to be made again with the batches that it had: it broke in the loop alone.
+        """Return True if a step with a healthy recomputation is to be retried with the same batches.
 
-        Where it breaks there time after time it is the batches all the same, unless other steps, with no
-        sound one between, broke in the same way. A rewind is how to know.
+        If the same step is bad in the loop every time, its batches are treated as the cause. This does not
+        apply if other steps were bad in the same way, without a healthy step between them. A rewind tests
+        this.
         """
         if alarm.reproduced is not False or alarm.batch is None:
             return False
@@ -103,7 +105,7 @@ class Escalation:
         return early or rewinds or (self._doubtful is not None and not self._sound_since)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "in_row": self.in_row,
             "sound": self._sound,
@@ -113,7 +115,7 @@ class Escalation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from a `state_dict`."""
         self.in_row, self._sound, self._rewinds = state["in_row"], state["sound"], state["rewinds"]
         doubtful, self._sound_since = state["doubtful"], state["sound_since"]
         self._doubtful = None if doubtful is None else tuple(map(hashable, doubtful))

@@ -1,4 +1,4 @@
-"""Examination: a broken step computed again, to know whether its batches broke it, and where."""
+"""Examination: recomputes a bad step to find out if its batches are the cause, and which module."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from stackwise.support.random_state import keep_random_states, set_random_states
 
 __all__ = ["REFERENCES", "Examination"]
 
-REFERENCES = 2  # sound batches that a spike is compared with
+REFERENCES = 2  # healthy batches that a spike is compared with
 _EQUAL = 0.05  # relative difference of two recomputations: kernels that sum in any order differ by far less
-_VOTES = (None, False, True)  # whether it broke again, the one that counts last
+_VOTES = (None, False, True)  # values of `reproduced`, by increasing weight
 
 
 class Examination:
-    """Of the steps of one training; every process of `group` has to ask at the same step.
+    """Recomputation of the bad steps of one training. All processes of `group` must call it at the same step.
 
     Args:
-        model: what is trained.
-        named: gives the parameters that are optimized, with their names.
-        loss_of: the loss of (model, batch); None: no step can be computed again.
-        feed: gives what has the sound batches before a broken one.
-        buffers: and what else forward passes write: put back behind each look.
-        group: of processes that train together; None: this one alone.
-        loss_scale: gives what the loss is multiplied with before its backward pass.
+        model: trained model.
+        named: function that returns the optimized parameters with their names.
+        loss_of: loss of (model, batch); None: no step can be recomputed.
+        feed: function that returns the source of the healthy batches before a bad one.
+        buffers: copies of the model's buffers and of weights that its forward passes write, restored after
+            each recomputation.
+        group: processes that train together; None: this process only.
+        loss_scale: function that returns the factor of the loss in the backward pass.
 
     Attributes:
         failed: True if the last step could not be recomputed.
-        is_random: True if two recomputations of a step gave different numbers: `loss_of` draws from a random
-            generator of its own. Finite spikes are then not recomputed any more.
+        is_random: True if two recomputations of a step gave different numbers, because `loss_of` draws from
+            its own random generator. Finite spikes are then not recomputed any more.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class Examination:
     def located(
         self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
     ) -> Alarm:
-        """The alarm with the place where the step breaks when it is computed again.
+        """Return the alarm with the bad place of the recomputed step.
 
         Args:
-            batches: that the step was made of.
-            alarm: with the place that its norms tell.
-            norms: of each parameter's gradient in the broken step, by name.
-            proven_limit: largest value of the alarm's signal that passes if the step has it again.
+            batches: batches of the step.
+            alarm: alarm, with the place that was derived from the norms.
+            norms: gradient norm of each parameter in the bad step, by name.
+            proven_limit: largest value of the alarm's signal that passes if the recomputed step reproduces
+                it.
 
         Raises:
-            Exception: whatever the loss raises, where several processes train together.
+            Exception: any error of `loss_of`, if several processes train together.
 
         Warns:
             RuntimeWarning: the loss cannot be recomputed, or is random; `reproduced` is then None.
@@ -92,16 +94,16 @@ class Examination:
             overflowed = self._overflowed(found, alarm)
             reproduced = self._reproduced(found, alarm)
             if reproduced is False and finite:
-                # What the step has by itself tells more than the step before it.
+                # The recomputed norms of this step are a better reference than earlier steps.
                 where = blamed(norms, found.parameter_norms)
             sound = reproduced and alarm.is_finite_spike and alarm.value <= proven_limit
-            # In all processes or in none: sharded weights are gathered by all of them.
+            # In all processes or in none, because all of them gather sharded weights.
             if any(self._of_all(finite and not overflowed and reproduced is not False and not sound)):
                 found = self._again(batches, lambda: self._scales(batches)) or found
             if not overflowed:
                 where, placed = found.where or where, bool(found.where)
-        # Of those for whom it broke again the first that knows where; to others gradients came broken. Who
-        # saw nothing of it, as of a loss of another process, knows nothing.
+        # Prefer a process that saw the bad number, then one that reproduced it, then one that found the
+        # place. The other processes got bad gradients from it, or did not see the fault.
         everyone = self._of_all((where, reproduced, placed, alarm.value, alarm.limit))
         where, reproduced, _, value, limit = max(
             everyone,
@@ -112,7 +114,7 @@ class Examination:
     def _again(
         self, batches: Sequence[GivenBatch], scales: Callable[[], ModuleScales | None] | None = None
     ) -> Replay | None:
-        """None: it cannot be done."""
+        """Recompute the step. Return None if this fails."""
         assert self._loss_of is not None
         try:
             return rerun(
@@ -125,21 +127,21 @@ class Examination:
                 buffers=self._buffers,
                 loss_scale=self._loss_scale(),
             )
-        except Exception as error:  # of a loss that is anybody's; under hooks it takes more memory
+        except Exception as error:  # user-defined loss; hooks also need more memory
             if self._group is not None and distributed.get_world_size(self._group) > 1:
-                raise  # others may be in a collective of the model by now, and wait for this process
-            # Training can do without it.
+                raise  # other processes may wait for this one in a collective of the model
+            # Training can continue without the result.
             advice = "whether its batches broke it is not known"
             said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             return None
 
     def _overflowed(self, found: Replay, alarm: Alarm) -> bool:
-        """Return True if the recomputation overflowed and the step did not: it says nothing of the alarm."""
+        """Return True if only the recomputation overflowed. It is then no evidence about the alarm."""
         return _is_finite(alarm) and self._loss_scale() != 1.0 and not math.isfinite(found.grad_norm)
 
     def _reproduced(self, found: Replay, alarm: Alarm) -> bool | None:
-        """Return True if the recomputed step breaks as well; None if the recomputation does not show it."""
+        """Return True if the recomputed step is bad as well; None if the recomputation cannot show it."""
         if self._overflowed(found, alarm):
             return None
         if found.broken or not _is_finite(alarm):
@@ -151,10 +153,10 @@ class Examination:
         return None if again is None or not mine else 2 * again > alarm.value
 
     def _finds_random_loss(self, found: Replay, batches: Sequence[GivenBatch], alarm: Alarm) -> bool:
-        """Recompute a finite spike that did not come again once more, and compare both recomputations.
+        """Return True if two recomputations of a finite spike differ.
 
-        If they differ, `loss_of` draws from a generator that the guard cannot restore. The step is then no
-        evidence of a fault.
+        A second recomputation runs if the first one did not reproduce the spike. If they differ, `loss_of`
+        draws from a generator that the guard cannot restore. The step is then no evidence of a fault.
         """
         doubtful = alarm.is_finite_spike and self._reproduced(found, alarm) is False
         if not any(self._of_all(doubtful)):
@@ -176,7 +178,7 @@ class Examination:
         return self.is_random
 
     def _of_all(self, mine: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
+        """Return the values of all processes, in rank order."""
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * distributed.get_world_size(self._group)
@@ -184,11 +186,11 @@ class Examination:
         return everyone
 
     def _norm_of(self, norms: Mapping[str, float]) -> float:
-        """Of the parameters that are optimized."""
+        """Return the norm over the optimized parameters."""
         return math.hypot(*(norms[name] for name, _ in self._named() if name in norms))
 
     def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
-        """Of the last sound batches that are still kept."""
+        """Return the scales of the last healthy batches that are stored; None: no such batch."""
         assert self._loss_of is not None
         model, loss_of, loss_scale = self._model, self._loss_of, self._loss_scale()
         sound = self._feed().sound_before(batches, REFERENCES)
@@ -211,5 +213,5 @@ def _is_finite(alarm: Alarm) -> bool:
 
 
 def _is_broken(value: float, limit: float | None) -> bool:
-    """Whether this number is what broke the step."""
+    """Return True if this number made the step bad."""
     return not math.isfinite(value) or (limit is not None and value > limit)

@@ -1,4 +1,4 @@
-"""FiniteState: which parameters and which optimizer state are not finite any more."""
+"""FiniteState: finds parameters and optimizer state that became non-finite."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["FiniteState"]
 
 
 class FiniteState:
-    """Examines parameters and optimizer state, in all processes together.
+    """Examination of parameters and optimizer state, in all processes together.
 
     Parameters that are not finite at the first step, such as a mask that is a parameter, are not examined.
-    The same holds for states that are not finite after the update that created them, such as a smallest value
-    that begins at infinity, and for states that are a single number.
+    The same holds for states that are not finite after the update that created them, such as a minimum that
+    starts at infinity, and for states that are a single number.
 
     Args:
-        model: its parameters.
-        optimizers: their states, and parameters of theirs that the model does not have.
-        group: processes that train together. None: this one alone.
+        model: model whose parameters are examined.
+        optimizers: optimizers whose states are examined, and those of their parameters that the model does
+            not have.
+        group: processes that train together. None: this process only.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class FiniteState:
         self._model, self._optimizers, self._group = model, optimizers, group
         self._noted: set[str] = set()
         self._usual: list[tuple[list[str], Tensor]] = []
-        self._size = -1  # of all states when they were noted
+        self._size = -1  # size of all states when they were last noted
 
     def begin(self) -> None:
         """Note before an update which new parameters and states are not finite. The host does not wait."""

@@ -1,7 +1,7 @@
-"""Guard: detect a broken training step before its update; skip it, rewind, or stop with a diagnosis.
+"""Guard: detect a bad training step before its update; skip it, rewind, or stop with a diagnosis.
 
-A step is judged on the device. The host learns of an alarm at once on the CPU, elsewhere some steps later.
-Until the host has handled the alarm, every update is skipped. The skipped batches are replayed.
+A step is judged on the device. On the CPU, the host learns of an alarm at once, on other devices some steps
+later. Until the host has handled the alarm, every update is skipped. The skipped batches are replayed.
 """
 
 from __future__ import annotations
@@ -49,52 +49,53 @@ from stackwise.support.optimizer_state import is_optimizer, optimizers_in, param
 __all__ = ["Guard"]
 
 _LOG = logging.getLogger("stackwise.guard")
-_SCALARS = 10  # of a row, before the norms
-_LAG = 4  # steps after which the host asks for a row of another device
+_SCALARS = 10  # columns of a row before the norms
+_LAG = 4  # steps until the host reads a row from a device other than the CPU
 _KEPT_RECORDS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A step that was made, and of which the host has no answer yet."""
+    """Completed step whose result the host has not handled yet."""
 
     step: int
     batches: Sequence[GivenBatch]
     names: tuple[str, ...]
-    before: Moment | None  # None: the host knows at once
+    before: Moment | None  # None: no lag, or no batches to replay
     order: int
     buffers: BrokenBuffers | None
 
 
 class Guard:
-    """Detects broken training steps and skips or rewinds them, for any model and torch optimizer.
+    """Detects bad training steps and skips or rewinds them, for any model and torch optimizer.
 
     Args:
-        model: whose parameters are trained.
+        model: model whose parameters are trained.
         optimizer: any optimizer of torch, a wrapper around one, or an object that contains several (see
-            `optimizers_in`). On a device other than the CPU it has to skip updates by itself: AdamW, Adam or
-            SGD of torch with `fused=True`, or an optimizer with the attribute `found_inf`.
-        scheduler: advanced with each update that is made, and not with those left out.
-        policy: what counts as broken, and what is done.
-        loss_of: the loss of (model, batch) as it is given to `backward()`: of a step of n batches each one's
-            part. With it a broken step is computed again, to know whether its batches broke it, and to name
-            the module; None: parameters are named by their norms.
-        batch_id: by which a batch is known: an integer, a string, or a tuple of these; None: (epoch, place
-            in it). With one of its own a batch is left out in later epochs as well.
-        others: objects whose state goes back with a rewind, by name.
+            `optimizers_in`). With a `lag` it must skip updates on the device: AdamW, Adam or SGD of torch
+            with `fused=True`, or an optimizer with the attribute `found_inf`.
+        scheduler: learning-rate scheduler. It advances with each update, and not with a skipped one.
+        policy: limits and responses.
+        loss_of: function of (model, batch) that returns the loss as it is passed to `backward()`; in a step
+            of n batches, the part of each. With it, a bad step is recomputed to find out if its batches are
+            the cause, and which module. None: parameters are named by their norms.
+        batch_id: function that identifies a batch by an integer, a string, or a tuple of these. A quarantined
+            batch is then skipped in later epochs too. None: (epoch, index in the epoch).
+        others: objects whose state a rewind restores, by name.
         bundles: folder for diagnostic bundles; None: none are written.
-        group: of processes that train together, and that decide as one; None: all there are.
-        scaler: of the loss, where training is in float16. A gradient that overflows is no alarm while the
-            scale is above 1: the scaler answers it, and the batch is not to blame. Needs `lag` 0.
-        lag: steps between a step and the host's answer. None: 0 on the CPU or with a scaler, else 4. With 0
-            the host waits at each step where the device is not the CPU, and any optimizer will do.
-        on_rewind: called behind a rewind with the step that is next: checkpoints of later steps may be of
-            broken weights (`CheckpointManager.rewind`). In several processes each calls its own.
+        group: processes that train together and decide as one; None: all processes.
+        scaler: scaler of the loss in float16 training. While its scale is above 1, a gradient that overflows
+            is no alarm: the scaler handles it, and the batch is not the cause. Requires `lag` 0.
+        lag: number of steps until the host handles the result of a step. None: 0 on the CPU or with a scaler,
+            otherwise 4. With 0, any optimizer is allowed, and the host waits at each step if the device is
+            not the CPU.
+        on_rewind: called after a rewind with the number of the next step, because checkpoints of later steps
+            may contain bad weights (`CheckpointManager.rewind`). With several processes, each calls its own.
 
     Attributes:
-        alarms: in order.
-        skipped: updates that were left out, also those of which a rewind has undone the rest.
-        cleared: steps that were computed again on suspicion, and then made as they were.
+        alarms: alarms in order.
+        skipped: number of skipped updates. A rewind does not reset it.
+        cleared: number of steps that were recomputed on suspicion and then taken unchanged.
 
     Warns:
         RuntimeWarning: once if gradients are clipped before the guard sees them, which hides every spike.
@@ -102,8 +103,7 @@ class Guard:
     Raises:
         ValueError: nothing to train, parameters on several devices, a list of optimizers, an optimizer that
             cannot skip an update, cannot be restored (see `check_restorable`) or needs a closure, a scheduler
-            that follows what is measured, an object in `others` without `state_dict()` and
-            `load_state_dict()`.
+            that needs a metric, an object in `others` without `state_dict()` and `load_state_dict()`.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Guard:
         at_once = self._device.type == "cpu" or self._scaler is not None
         self._lag = lag if lag is not None else 0 if at_once else _LAG
         check_sizes(0, lag=self._lag)
-        # Whether the scheduler advances depends on whether the scaler leaves the step out.
+        # With a scaler, the host must know if the step is skipped before it advances the scheduler.
         require(self._scaler is None or self._lag == 0, "lag", self._lag, "0 with a scaler")
         self._hold = UpdateHold(optimizer, by_itself=self._lag > 0)
         self._group = group or _everyone()
-        # Ids are of one process: another would leave out other batches, and wait for this one.
+        # Ids differ between processes: these would skip different batches, and wait for each other.
         allowed = "None in several processes: all leave out the same place of an epoch"
         require(batch_id is None or self._group is None, "batch_id", batch_id, allowed)
         self._judge = Judge(self.policy, self._device, self._group)
@@ -155,17 +155,17 @@ class Guard:
         self._buffers.keep()
         self._snapshot = Snapshot(model, optimizer, self._others, on_host=self.policy.snapshot_on_host)
         self._on_rewind = on_rewind
-        self._left_out = True  # the update of the last alarm
+        self._left_out = True  # True if the update of the last alarm was skipped
         self._moment: Moment | None = None
         self._judged: dict[str, Any] = {}
         self._made_before = MadeBefore(self._device)
         self._snapshot_step = self._snapshot_order = 0
-        self._feeds = False  # whether batches() gives the batches
+        self._feeds = False  # True if batches() or give() is used
         self._rows = self._made_rows()
         self._arrived: deque[tuple[_Made, list[float]]] = deque()
         self._under_way: deque[_Made] = deque()
         self._order = 0
-        # Of the step at hand, once it is judged.
+        # State of the current step from judge_step() to close_step().
         self._open: tuple[tuple[str, ...], Moment | None, BrokenBuffers | None] | None = None
         self._broken_buffers: BrokenBuffers | None = None
         optimizers = [optimizer, *filter(is_optimizer, self._others.values())]
@@ -175,18 +175,18 @@ class Guard:
         self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
-        # Of the last healthy steps, with their numbers.
+        # Norms of the last healthy steps, with the step numbers.
         self._healthy_norms: deque[tuple[int, dict[str, float]]] = deque(maxlen=self.policy.recent)
         self.alarms: list[Alarm] = []
         self.skipped = self.cleared = 0
         self._escalation = Escalation(self.policy)
         self._bundles = BundleFolder(bundles, self.policy, self._group)
-        # A rise that may be sound is computed again before it is an alarm, where that can be done.
+        # If possible, a rise that may be healthy is recomputed before it is an alarm.
         self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
         self._recomputes &= not self.policy.spikes_clipped
         # Step that could not be recomputed. It is judged as without loss_of.
         self._judged_plainly: int | None = None
-        # Weakly: else it would stay, with snapshot and optimizer, until Python next looks for cycles.
+        # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
         me = weakref.proxy(self)
         self._examination = Examination(
             model,
@@ -199,15 +199,15 @@ class Guard:
         )
         self._answering: int | None = None
         self._clipped_before = ClippedBefore()
-        # Steps so far; None: there is no limit, or a logit came, or it was told of.
+        # Number of steps without a logit. None: no logit limit, a logit was passed, or the user was warned.
         self._without_logit = None if self.policy.logit_limit is None else 0
 
     @property
     def steps(self) -> int:
-        """Number of the step at hand, or of the next one: it counts batches, also those left out.
+        """Number of the current step, or of the next one. Skipped steps are counted.
 
-        After a rewind it is that of the snapshot; each batch keeps the number that it had. While a broken
-        step is computed again, it is that of this step.
+        After a rewind it is the number of the snapshot's step, because a replayed batch keeps its number.
+        During the recomputation of a bad step, it is the number of that step.
         """
         return self._feed.step if self._answering is None else self._answering
 
@@ -215,7 +215,7 @@ class Guard:
     def in_row(self) -> int:
         """Number of consecutive alarms, if the update of the last one was skipped; otherwise 0.
 
-        A rewind resets it. Above 0, weights or optimizer state may be broken: save no checkpoint.
+        A rewind resets it. Above 0, weights or optimizer state may be bad: save no checkpoint.
         """
         return self._escalation.in_row if self._left_out else 0
 
@@ -228,25 +228,26 @@ class Guard:
     def snapshot_bytes(self) -> int:
         """Size of the snapshot in bytes: one copy of parameters, buffers and optimizer state.
 
-        Modules and optimizers in `others` count too.
+        Modules and optimizers in `others` are included.
         """
         return self._snapshot.nbytes
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
-        """The batches of an epoch, some of them again after a rewind, without those in quarantine.
+        """Yield the batches of one epoch, including replays after a rewind, without quarantined batches.
 
-        Each call is one epoch. Batches since the last snapshot are kept, not copied: do not write into them.
+        Batches since the last snapshot are stored by reference: do not write into them. Batches that an
+        earlier loop drew without a step are dropped.
 
         Args:
-            loader: gone through once. After `load_state_dict` it has to go on from its own place,
-            fast_forward: or else is read over up to there.
-
-        What an earlier loop was given and made no step of is not part of the first step of this one.
+            loader: loader of the batches, iterated once. After `load_state_dict` it must continue at its own
+                position, unless `fast_forward` is set.
+            fast_forward: after `load_state_dict`, read and discard the batches before the position of the
+                state.
 
         Raises:
-            ValueError: an id of a batch that is no such value; a snapshot is due, and a parameter or buffer
-                has no shape yet (of a lazy module).
-            GuardError: training is broken for good.
+            ValueError: an invalid batch id; or a snapshot is due, and a parameter or buffer of a lazy module
+                has no shape yet.
+            GuardError: training cannot continue.
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
         self._feed.drop_hand()
@@ -260,19 +261,19 @@ class Guard:
             yield batch
 
     def step(self, loss: Tensor, *, logit: Tensor | None = None) -> Decision:
-        """Behind the backward pass: judge, clip, update, advance the scheduler, forget the gradients.
+        """Judge, clip, update, advance the scheduler and zero the gradients. Call it after the backward pass.
 
         Args:
-            loss: of the step, one element.
-            logit: the largest attention logit, one element; None: it is no signal.
+            loss: loss of the step, one element.
+            logit: largest attention logit, one element; None: no signal.
 
         Returns:
-            the decision, on the device. Where its `found_inf` is 1 the update was left out: what goes with
-            updates, such as an average of the weights, has to be left out as well.
+            The decision, on the device. If its `found_inf` is 1, the update was skipped. Actions that
+            accompany updates, such as an average of the weights, must then be skipped as well.
 
         Raises:
-            ValueError: no gradient; a scheduler on another device than the CPU without `batches`.
-            GuardError: training is broken for good.
+            ValueError: no gradient; a scheduler on a device other than the CPU without `batches`.
+            GuardError: training cannot continue.
         """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -287,26 +288,26 @@ class Guard:
             self.optimizer.zero_grad()
         return decision
 
-    # The parts of `step`, for a loop of others that updates by itself.
+    # The parts of `step`, for a third-party loop that calls the optimizer itself.
 
     def judge_step(
         self, loss: Tensor, *, logit: Tensor | None = None, scale: Tensor | None = None
     ) -> Decision:
-        """Judge the step at hand, behind its last backward pass and before gradients are clipped.
+        """Judge the current step. Call it after the last backward pass and before gradients are clipped.
 
         Args:
-            loss: of the step, one element.
-            logit: the largest attention logit, one element; None: it is no signal.
-            scale: what the gradients are multiplied with now, one element; None: they are not.
+            loss: loss of the step, one element.
+            logit: largest attention logit, one element; None: no signal.
+            scale: current factor of the gradients, one element; None: they are not scaled.
 
         Raises:
-            ValueError: as `step`.
+            ValueError: as in `step`.
         """
         self._look_for_logits()
         self._see_parameters()
-        if self._order == 1:  # the first update may have made state in attributes
+        if self._order == 1:  # the first update may have created state in attributes
             check_states(self.optimizer, self._others)
-        # Without batches it is not known when a step begins, and there is no look.
+        # Without batches(), the start of a step is unknown, and no step is recomputed.
         if self._feeds:
             self._buffers.note_written()
         self._finite_state.begin()
@@ -328,11 +329,12 @@ class Guard:
 
     @torch.no_grad()
     def makes_update(self, decision: Decision) -> bool:
-        """Whether the optimizer is to be called now, which is all that is left to do.
+        """Prepare the update. Return True if the optimizer must be called now.
 
-        With a lag always: the optimizer has been told to leave the step out by itself. Also where a scaler
-        answers an overflow. Else buffers are as before the step (without `batches`, as behind the last one),
-        and gradients divided as was decided.
+        With a lag, the result is always True: the optimizer skips a bad step on the device. If a scaler
+        handles an overflow, it is True as well. Otherwise gradients are divided as decided. If the step is
+        skipped, buffers are restored to their values before the step, or, without `batches`, after the
+        previous step.
         """
         if self._overflowed:
             broken = None if self._open is None else self._open[2]
@@ -348,18 +350,18 @@ class Guard:
         return True
 
     def hold_scaler(self) -> None:
-        """Forget what a scaler noted of a step that is left out: its scale stays, and so does its count."""
-        # Without clipping nobody may have asked the scaler yet: it has noted nothing.
+        """Discard the scaler's notes about a skipped step. Its scale and its step count stay unchanged."""
+        # Without clipping, gradients may not be unscaled yet. The scaler then has no notes.
         if self._scaler is not None and _has_noted(self._scaler):
             state = self._scaler.state_dict()
             self._scaler.update()
             self._scaler.load_state_dict(state)
 
     def close_step(self, decision: Decision) -> None:
-        """Behind the update, or where it was left out, and behind the scheduler: answer what has arrived.
+        """Handle the alarms that have arrived. Call it after the update, if any, and after the scheduler.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         assert self._open is not None, "judge_step() first"
         if self._scaler is None:
@@ -369,13 +371,13 @@ class Guard:
         self._conclude(decision, names, before, broken)
 
     def give(self, batch: Any, identity: Hashable) -> None:
-        """Take a batch that a loop of others has drawn, as `batches` gives those of a loop of one's own.
+        """Add a batch that a third-party loop has drawn. Such a loop uses this instead of `batches`.
 
-        None may be left that is `to_give_again`.
+        `to_give_again` must be 0.
 
         Args:
-            batch: kept until the next snapshot, not copied.
-            identity: by which it is known, as a `batch_id`.
+            batch: batch. It is stored by reference until the next snapshot.
+            identity: identity of the batch, as `batch_id` returns it.
         """
         self._feeds = True
         self._feed.give(batch, identity)
@@ -384,43 +386,43 @@ class Guard:
 
     @property
     def to_give_again(self) -> int:
-        """How many batches the next step has, where it is one that is to be made again; else 0."""
+        """Number of batches of the next step if it is a replay; otherwise 0."""
         return self._feed.next_again
 
     @property
     def gives_again(self) -> bool:
-        """Whether the step at hand is one that is made again."""
+        """True if the current step is a replay."""
         return self._feed.gives_again
 
     def give_again(self) -> Any:
-        """The next of them, with the random states that it had."""
+        """Return the next batch of the replay, and restore its random states."""
         batch = self._feed.give_next()
         if len(self._feed.hand) == 1:
             self._before_step()
         return batch
 
     def take_up(self) -> None:
-        """Behind the last of them: random states as they were before."""
+        """Restore the random states from before the replay. Call it after the last replayed step."""
         self._feed.take_up()
 
     def renew_snapshot(self) -> None:
-        """Take a new snapshot at the next batch. What was done before it is not made again."""
+        """Take a new snapshot at the next batch. Earlier steps can then not be replayed."""
         self._moment = None
 
     def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
-        """Judge a step on the device. `step` does this, and all that follows from it.
+        """Judge a step on the device. `step` calls this and acts on the decision.
 
         Args:
-            loss: one element.
+            loss: loss of the step, one element.
             norms_P: L2 norm of each gradient, before clipping.
-            logit: the largest attention logit.
+            logit: largest attention logit.
         """
         if self._lag and not self._feeds:
             allowed = (
                 "none, or guard.batches(loader), or lag=0: the host does not know yet whether to advance it"
             )
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
-        # Without batches to be given again, those behind a broken one would be lost.
+        # Without batches(), the steps after a bad one could not be replayed and would be lost.
         latch = self._lag > 0 and self._feeds
         broken, self._broken_buffers = self._broken_buffers, None
         return self._judge.decide(
@@ -440,43 +442,45 @@ class Guard:
         return able and self._feed.step != self._judged_plainly
 
     def settle(self) -> None:
-        """Wait for the device, and answer every alarm of the steps so far.
+        """Wait for the device, and handle every alarm of the steps up to now.
 
-        Parameters and optimizer state are examined: if one is not finite, that is an alarm too.
+        Parameters and optimizer state are examined. A non-finite one is an alarm too.
 
         Raises:
-            ValueError: between a batch and its step, with steps under way.
-            GuardError: training is broken for good.
+            ValueError: called between a batch and its step, while results of earlier steps are outstanding.
+            GuardError: training cannot continue.
         """
         self._check_settles()
         self._settle_all()
 
     def _check_settles(self) -> None:
-        """Refuse what an alarm could not be answered in: batches of the step at hand are given already."""
+        """Refuse to settle within a step while results are outstanding: an alarm could not be handled."""
         mixed = bool(self._feed.hand) and bool(self._under_way)
         require(
             not mixed, "settle", "steps under way and a batch in hand", "a moment behind step(), or lag=0"
         )
 
     def records(self) -> list[GuardRecord]:
-        """What has arrived since the last call, oldest first, the last 1024 at most. Nothing waits."""
+        """Return the records since the last call, oldest first, at most 1024. Does not wait."""
         records = list(self._records)
         self._records.clear()
         return records
 
     def state_dict(self, *, closed: bool = False) -> dict[str, Any]:
-        """What a run that is continued needs beside model, optimizer and scheduler: waits for the device.
+        """Return the state that a resumed run needs in addition to model, optimizer and scheduler.
 
-        Histories, counts, quarantine, alarms, the place in the data, and batches still to be given again. The
-        snapshot is not in it: a new one is taken where the run goes on.
+        The host waits for the device. The state contains histories, counters, quarantine, alarms, the
+        position in the data, and batches to be replayed. The snapshot is not included: the resumed run takes
+        a new one.
 
         Args:
-            closed: batches may be in hand; it is the state of the last closed step. Those that `batches` gave
-                are then among the ones to be given again, and those of `give` are its loop's.
+            closed: allow pending batches, and return the state of the last closed step. Pending batches of
+                `batches` are then to be replayed. Pending batches of `give` belong to the third-party loop.
 
         Raises:
-            ValueError: between a batch and its step, unless `closed`; then, with steps under way.
-            GuardError: training is broken for good.
+            ValueError: called between a batch and its step, unless `closed`; with `closed`, if results of
+                earlier steps are outstanding; or an alarm has just undone steps.
+            GuardError: training cannot continue.
         """
         in_hand = bool(self._feed.hand)
         allowed = "a moment between step() and the next batch"
@@ -484,7 +488,7 @@ class Guard:
         self._check_settles()
         alarms = len(self.alarms)
         self._settle(0)
-        # Weights and scheduler may have been taken before, as they were then.
+        # The caller may have saved weights and scheduler before the steps were undone.
         undone = "alarms that undid steps" if len(self.alarms) > alarms else ""
         require(not undone, "state_dict", undone, "settle() before any state is taken")
         return {
@@ -503,19 +507,19 @@ class Guard:
 
     @staticmethod
     def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what `state_dict` gave that which all processes have alike: another number of them takes that.
+        """Return the part of a `state_dict` that all processes share, for another number of processes.
 
-        Batches still to be given again are of one process each; where there are none, what steps had that
-        were made again is of no use any more.
+        Batches to be replayed belong to one process each. If there are none, the stored results of replayed
+        steps are dropped.
         """
         made_before = state["made_before"] if state["feed"]["again"] else {"steps": [], "signals": []}
         return {**state, "feed": BatchFeed.common_state(state["feed"]), "made_before": made_before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, behind those of model, optimizer and scheduler.
+        """Continue from a `state_dict`. Load model, optimizer and scheduler first.
 
         Raises:
-            ValueError: anything else.
+            ValueError: not a state of a guard.
         """
         known = (
             *("judge", "feed", "made_before", "alarms", "reference"),
@@ -545,7 +549,8 @@ class Guard:
         if interval is None:
             self._feed.keep_last(REFERENCES + self._lag)
             return
-        # Not among alarms; but where there is none, as in a run that is continued, they have changed nothing.
+        # Not while an alarm is unresolved. Without a snapshot, as after a resume, take one all the same:
+        # skipped steps have changed no state.
         if self._escalation.in_row and self._moment is not None:
             return
         if self._snapshot_is_due():
@@ -563,7 +568,7 @@ class Guard:
         interval = self.policy.snapshot_interval
         if interval is None:
             return False
-        # So early that a snapshot which alarms delay is not older than the interval.
+        # Early enough that alarms cannot delay the snapshot beyond the interval.
         due = max(1, interval - self.policy.patience - self._lag)
         return self._moment is None or self._feed.step - self._snapshot_step >= due
 
@@ -607,7 +612,7 @@ class Guard:
         if not self._feeds:
             self._buffers.keep()
         self._settle(0 if self._examined_until is not None else self._lag)
-        # A snapshot must not be of broken weights. With a lag, examining them would make the host wait.
+        # A snapshot must not contain bad weights. With a lag, the examination would make the host wait.
         snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
         if self._examined_until is not None or (snapshot_next and not self._escalation.in_row):
             self._examine_state()
@@ -619,8 +624,8 @@ class Guard:
     def _examine_state(self) -> None:
         """Rewind or stop if parameters or optimizer state are not finite.
 
-        The first rewind replays the steps and examines the state after each update. If an update breaks the
-        state again, its batches are quarantined and training is rewound once more.
+        The first rewind replays the steps and examines the state after each update. If an update causes the
+        fault in the replay, its batches are quarantined and training is rewound once more.
         """
         made = self._last_made
         if made is None:
@@ -643,21 +648,21 @@ class Guard:
             self._examined_until = max(made.step, self._examined_until or 0)
             self._last_made = None
             self._rewind([])
-            # With a lag the snapshot may be of the broken state.
+            # With a lag, the snapshot may contain the bad state.
             rewinds = not any(self._finite_state.broken())
         self._record(replace(alarm, action="rewound" if rewinds else "raised"))
         if not rewinds:
             raise GuardError(self.alarms[-1], self.alarms)
 
     def _settle(self, may_stay: int) -> None:
-        """Answer the rows of all but the last `may_stay` steps: at the same step in every process."""
+        """Handle the results of all but the last `may_stay` steps, at the same step in every process."""
         self._arrived += self._rows.poll()
         due = len(self._rows) + len(self._arrived) - may_stay
         if due > len(self._arrived):
             self._arrived += self._rows.drain(due - len(self._arrived))
         for _ in range(due):
             made, row = self._arrived.popleft()
-            if self._under_way and self._under_way[0] is made:  # else it is to be made again
+            if self._under_way and self._under_way[0] is made:  # otherwise the step is to be replayed
                 self._under_way.popleft()
                 self._read(made, row)
 
@@ -682,7 +687,7 @@ class Guard:
         self._records.append(record)
         if self._without_logit is not None:
             self._without_logit = self._without_logit + 1 if math.isnan(logit) else None
-        if kind is None and found_inf:  # an overflow, which the scaler has answered
+        if kind is None and found_inf:  # an overflow that the scaler has handled
             return
         if kind is None:
             self._healthy_norms.append((made.step, norms))
@@ -714,7 +719,7 @@ class Guard:
             self._answer(made, alarm, norms, proven_limit)
 
     def _look_for_logits(self) -> None:
-        """Say it once where a limit is set and nothing comes that could exceed it."""
+        """Warn once if a logit limit is set and no logit is passed."""
         steps, limit = self._without_logit, self.policy.logit_limit
         if steps is not None and steps >= self.policy.minimum:
             self._without_logit = None
@@ -723,7 +728,7 @@ class Guard:
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _look_for_clipping(self, norm: float, norms: Mapping[str, float]) -> None:
-        """Say it once where spikes are clipped away before they can be seen."""
+        """Warn once if gradients are clipped before the guard sees them."""
         if self._clipped_before.tells(norm, norms):
             said = (
                 f"gradients: got a norm of {norm:.6g} at each of the last steps, as behind a clipping, which "
@@ -733,12 +738,12 @@ class Guard:
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _answer(self, made: _Made, alarm: Alarm, norms: Mapping[str, float], proven_limit: float) -> None:
-        """Handle an alarm whose update was skipped, with a lag also the updates after it.
+        """Handle an alarm whose update was skipped. With a lag, the updates after it were skipped too.
 
-        The step is recomputed, and then replayed or quarantined, or training is rewound or stopped.
+        The step is recomputed. Then it is taken, retried or quarantined, or training is rewound or stopped.
         """
         later = self._unwind(made)
-        plainly = made.step == self._judged_plainly  # it has failed to be recomputed before
+        plainly = made.step == self._judged_plainly  # its recomputation has failed before
         self._answering = made.step
         try:
             alarm = self._examination.located(() if plainly else made.batches, alarm, norms, proven_limit)
@@ -756,7 +761,7 @@ class Guard:
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if alarm.is_finite_spike and alarm.reproduced is not False:
-            # Without a recomputation the next step would show no more. Data of a new kind raise the loss for
+            # Without a recomputation, the next step shows no more. Data of a new kind raise the loss for
             # many steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
             at_once = alarm.reproduced is None or alarm.kind == "loss spike" or self._escalation.exhausted
             self._judge.learn(at_once=at_once)
@@ -782,13 +787,13 @@ class Guard:
             _LOG.warning("guard: %s", alarm)
 
     def _unwind(self, made: _Made) -> list[GivenBatch]:
-        """Undo what the host did for steps behind `made`, which the device has left out; their batches."""
+        """Undo the host's part of the skipped steps after `made`. Return their batches."""
         if made.before is None:
             return []
         made.before.restore(self.optimizer, self.scheduler)
         self._judge.unlatch()
         if self._snapshot_order > made.order:
-            # Taken behind the broken step, of the very state before it.
+            # The snapshot was taken after the bad step, with the state before it.
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
             self._snapshot_step = made.step + 1
         later = [given for other in self._under_way for given in other.batches]
@@ -802,7 +807,7 @@ class Guard:
         self._judge.rewind(self._judged)
         before = [each for each in self._healthy_norms if each[0] < self._snapshot_step]
         self._healthy_norms = deque(before, self._healthy_norms.maxlen)
-        # The history is as short again as it was then, and may not tell a fault that goes on.
+        # The history may be too short to detect a fault that persists.
         self._made_before.recall()
         self._feed.give_all_again(later)
         if self._on_rewind is not None:
@@ -810,11 +815,11 @@ class Guard:
 
     @property
     def _loss_scale(self) -> float:
-        """What the loss is multiplied with before its backward pass."""
+        """Factor of the loss in the backward pass."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _see_parameters(self) -> None:
-        """Take in what the optimizer was given since, as where a part of the model is not frozen any more."""
+        """Update the list of parameters if the optimizer has other ones, for example after unfreezing."""
         if [id(p) for p in parameters_of(self.optimizer)] == [id(p) for _, p in self._named]:
             return
         self._named = _named_parameters(self.model, self.optimizer)
@@ -830,15 +835,15 @@ class Guard:
         return usual_norms(norms for _, norms in self._healthy_norms)
 
     def _norms(self) -> Tensor:
-        """Of each gradient, in the order of `self._names()`."""
+        """Return the norm of each gradient, in the order of `self._names()`."""
         return gradient_norms(p for _, p in self._named)
 
 
 def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Those that are optimized, with their names in the model.
+    """Return the optimized parameters with their names in the model.
 
     Raises:
-        ValueError: none, or on several devices.
+        ValueError: no parameters, or parameters on several devices.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     optimized = parameters_of(optimizer)
@@ -849,12 +854,12 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:
-    """Whether gradients were unscaled since its last update."""
+    """Return True if gradients were unscaled since the scaler's last update."""
     return any(state["found_inf_per_device"] for state in scaler._per_optimizer_states.values())
 
 
 def _everyone() -> distributed.ProcessGroup | None:
-    """All processes, where there are several."""
+    """Return the group of all processes; None if there is only one."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.group.WORLD if distributed.get_world_size() > 1 else None

@@ -1,4 +1,4 @@
-"""GuardRecord: what the guard saw of a step."""
+"""GuardRecord: measurements, limits and decision of one step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["GuardRecord"]
 
 @dataclass(frozen=True)
 class GuardRecord:
-    """What the guard saw of a step, on the host.
+    """Measurements, limits and decision of one step, on the host.
 
     Attributes:
-        step: counted from 0.
-        loss: as it was given.
+        step: number of the step, from 0.
+        loss: loss that was passed to the guard.
         total_norm: global L2 norm of the gradient, before clipping.
-        parameter_norms: the same of each parameter, by name.
-        limit: the largest norm that passed; infinite: any finite one.
-        divisor: what the gradients were divided by.
-        kind: what was wrong; None: nothing.
-        skipped: whether the update was left out.
-        logit: the largest attention logit; NaN: it was not given.
-        loss_limit: the largest loss that passed; infinite: any finite one.
-        logit_limit: the largest attention logit that passed; infinite: any.
+        parameter_norms: gradient norm of each parameter, by name.
+        limit: largest norm that passed; infinite: any finite norm.
+        divisor: divisor of the gradients.
+        kind: type of the problem; None: the step was healthy.
+        skipped: True if the update was skipped.
+        logit: largest attention logit; NaN: none was passed to the guard.
+        loss_limit: largest loss that passed; infinite: any finite loss.
+        logit_limit: largest attention logit that passed; infinite: any.
     """
 
     step: int
@@ -40,5 +40,5 @@ class GuardRecord:
     logit_limit: float = math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)

@@ -1,9 +1,9 @@
-"""Judge: the verdict over a training step, on the device, before its update is made.
+"""Judge: decides about a training step on the device, before its update.
 
-A number of a step is unusual if it is above its ordinary limit: far above the last healthy steps. An unusual
-number is a spike unless the run has shown numbers of its size before (`SpikeMemory`). If the guard can
-recompute steps, it recomputes every unusual step. If the recomputed numbers are the same, the step is a spike
-only if its norm or loss is far above all earlier ones of the run.
+A number of a step is unusual if it is above its ordinary limit, that is, much larger than in the last healthy
+steps. An unusual number is a spike unless the run had numbers of its size before (`SpikeMemory`). If the
+guard can recompute steps, it recomputes every unusual step. If the recomputed numbers are the same, the step
+is a spike only if its norm or loss is much larger than all earlier ones of the run.
 
 Shapes: P parameters with a gradient; S signals: norm, loss, attention logit.
 """
@@ -26,7 +26,7 @@ from stackwise.support.arguments import require
 
 __all__ = ["KINDS", "Decision", "Judge"]
 
-# By code; the worst of several processes is the largest. 0: the step is sound.
+# Kinds by code. 0: the step is healthy. With several processes, the largest code applies.
 KINDS: tuple[AlarmKind | None, ...] = (
     None,
     "logit growth",
@@ -41,20 +41,20 @@ _REPEATED_FACTOR = 10.0  # a spike passes up to this multiple of the largest unu
 
 
 class Decision(NamedTuple):
-    """What is to be done with a step: tensors on the device, scalars but for the last.
+    """Decision about a step. All fields are tensors on the device, scalars except for the last.
 
     Attributes:
-        found_inf: float32, 1 where the update is to be left out, else 0: as fused optimizers read it.
-        divisor: float32, what gradients are to be divided by; None: nothing is clipped.
-        code: of what is wrong, in `KINDS`.
-        loss: as it was given.
+        found_inf: float32, 1 if the update is to be skipped, otherwise 0, as fused optimizers read it.
+        divisor: float32 divisor of the gradients; None: nothing is clipped.
+        code: index into `KINDS`.
+        loss: loss that was passed to the guard.
         norm: global L2 norm of the gradient.
-        logit: the largest attention logit; NaN: it was not given.
-        norm_limit: the largest norm that passed; infinite: any finite one.
-        proven_limit: largest value of the spiking signal that passes if a recomputation has it again.
-        loss_limit: the largest loss that passed; infinite: any finite one.
-        logit_limit: the same of the attention logit.
-        norms_P: of the gradients.
+        logit: largest attention logit; NaN: none was passed.
+        norm_limit: largest norm that passed; infinite: any finite norm.
+        proven_limit: largest value of the spiking signal that passes if a recomputation reproduces it.
+        loss_limit: largest loss that passed; infinite: any finite loss.
+        logit_limit: largest attention logit that passed; infinite: any.
+        norms_P: norms of the gradients.
     """
 
     found_inf: Tensor
@@ -71,13 +71,13 @@ class Decision(NamedTuple):
 
 
 class Judge:
-    """Holds each step against the sound ones before it. The host waits for none of it.
+    """Comparison of each step with earlier healthy steps. The host never waits for it.
 
     Args:
-        policy: what counts as broken.
-        device: where gradients are.
-        group: of processes that train together: what is broken in one is broken in all, and of a sound step
-            all remember the largest signals of any. None: this one alone.
+        policy: limits.
+        device: device of the gradients.
+        group: processes that train together. A step that is bad in one is bad in all. For a healthy step, all
+            remember the largest signals of any process. None: this process only.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Judge:
         self._spikes_S = torch.tensor([_SPIKE, _LOSS, _LOGIT], device=device)
         self._not_finite_2 = torch.tensor([_GRADIENT, _NO_LOSS], device=device)
         self._no_logit = torch.full((), math.nan, device=device)
-        self._clipped = torch.zeros((), device=device)  # spikes in a row
+        self._clipped = torch.zeros((), device=device)  # number of consecutive clipped spikes
         self._latched: Tensor | None = None
         self._trusted = False
 
@@ -118,18 +118,18 @@ class Judge:
         before_S: Tensor | None = None,
         broken_buffers: Tensor | None = None,
     ) -> Decision:
-        """Judge a step, and remember it where it is sound.
+        """Judge a step, and record it if it is healthy.
 
         Args:
-            loss: one element.
+            loss: loss of the step, one element.
             norms_P: L2 norm of each gradient, before clipping.
-            logit: the largest attention logit of the step, one element.
-            latch: leave out every step from the first broken one until `unlatch`.
+            logit: largest attention logit of the step, one element.
+            latch: skip every step from the first bad one until `unlatch`.
             suspect: the host recomputes unusual steps: a rise of the norm by `suspect_factor` is a spike, and
                 the memory does not raise any limit.
             before_S: norm, loss and logit of the first, healthy execution of a replayed step; NaN: unknown.
-                They replace the level, with a scatter of 0, if the history is too short.
-            broken_buffers: boolean scalar, True if a buffer is not finite any more. None: none was examined.
+                If the history is too short, they replace the level, with a scatter of 0.
+            broken_buffers: boolean scalar, True if a buffer became non-finite. None: no buffer was examined.
 
         Raises:
             ValueError: a loss or logit of several elements.
@@ -156,7 +156,7 @@ class Judge:
         if broken_buffers is not None:
             code = torch.maximum(code, broken_buffers.to(code) * _BUFFER)
         if self._group is not None:
-            # NaN is no logit; all else that is not finite is in the code.
+            # A logit of NaN means no signal. Other non-finite numbers are in the code.
             numbers_S = values_S.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
             largest = torch.cat([code[None].to(numbers_S), numbers_S])
             distributed.all_reduce(largest, distributed.ReduceOp.MAX, self._group)
@@ -169,7 +169,7 @@ class Judge:
         if self._policy.spikes_clipped:
             clips = (code == _SPIKE) & (self._clipped < self._policy.spikes_clipped)
             counted = torch.where(code > 0, self._clipped + clips, 0.0)
-            # A step that is held back by an earlier alarm is judged again.
+            # A step that an earlier alarm skips will be judged in its replay.
             self._clipped = torch.where(held, self._clipped, counted)
             left_out = left_out & ~clips
             to_level = torch.where(clips, (norm / known.level_S[0].exp()).float(), 1.0)
@@ -179,11 +179,11 @@ class Judge:
         if latch:
             self._latched = left_out
         sound = (code == 0) & ~left_out
-        # By the history alone, which all processes have alike.
+        # By the history only, which is equal in all processes.
         unusual_S = self._remembered_S & self._history.statistics().enough_S & (values_S > ordinary_S)
         self._history.accept(values_S, sound)
         self._memory.note(values_S, unusual_S, spike)
-        if not suspect:  # no recomputation will tell more
+        if not suspect:  # no recomputation follows
             self._memory.learn(at_once=True)
         self._memory.accept(values_S, unusual_S, sound)
         return Decision(
@@ -221,11 +221,11 @@ class Judge:
         self._memory.forget_pending()
 
     def unlatch(self) -> None:
-        """Judge the next step by itself again."""
+        """Judge the next step independently, without the latch."""
         self._latched = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The histories. Tensors of their own."""
+        """Return a copy of the histories."""
         logs_SH = self._history.logs_SH.clone()
         return {
             "logs": logs_SH,
@@ -235,10 +235,10 @@ class Judge:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Continue from a `state_dict`.
 
         Raises:
-            ValueError: no histories.
+            ValueError: not a state with histories.
         """
         logs_SH = state.get("logs")
         fits = isinstance(logs_SH, Tensor) and logs_SH.ndim == 2 and len(logs_SH) == len(self._spikes_S)
@@ -251,11 +251,15 @@ class Judge:
         self._latched = None
 
     def _known(self, before_S: Tensor | None) -> Statistics:
-        """What a step is held against: sound ones before it; where there are too few, what it had itself."""
+        """Return the statistics that a step is compared with.
+
+        They describe the healthy steps before it. If the history is too short, a replayed step is compared
+        with its first execution.
+        """
         history = self._history.statistics()
         if before_S is None:
             return history
-        # Where the history is long enough it is that of the first time, which tells more than one number.
+        # A sufficient history is that of the first execution, which is better evidence than one number.
         known_S = (before_S > 0) & before_S.isfinite() & ~history.enough_S
         return Statistics(
             torch.where(known_S, before_S.log(), history.level_S),
@@ -264,35 +268,39 @@ class Judge:
         )
 
     def _ordinary_limits(self, known: Statistics) -> Tensor:
-        """Limits by the recent history alone; infinite if there is none, or a signal has no factor."""
+        """Return limits by the recent history only; infinite without a history or a factor."""
         margin_S = torch.maximum(self._policy.deviations * known.scatter_S, self._rises_S)
         return torch.where(known.enough_S, (known.level_S + margin_S).exp(), math.inf)
 
     def _suspect_limits(self, known: Statistics, ordinary_S: Tensor) -> Tensor:
-        """Limits above which a step is recomputed. That costs little, so the norm's limit ignores scatter."""
+        """Return limits above which a step is recomputed.
+
+        A recomputation costs little, so the norm's limit ignores scatter.
+        """
         norm_limit = known.level_S[0].exp() * (self._policy.suspect_factor or self._policy.factor)
         norm_limit = torch.where(known.enough_S[0], norm_limit, math.inf)
         return torch.cat([norm_limit[None], ordinary_S[1:]])
 
     def _proven_limits(self, known: Statistics, limits_S: Tensor) -> Tensor:
-        """Limits of a recomputed step that has the same numbers again: factors of the largest ones so far.
+        """Return limits of a reproduced step: multiples of the largest numbers of the run.
 
         Args:
-            known: numbers that the step is compared with.
+            known: statistics that the step is compared with.
             limits_S: limits of a step that is not recomputed.
         """
         level_S = torch.where(known.enough_S, known.level_S, -math.inf)
         return self._raised(limits_S, self._memory.largest_S.maximum(level_S), self._proven_factors_S)
 
     def _raised(self, limits_S: Tensor, logs_S: Tensor, factor: float | Tensor) -> Tensor:
-        """Limits, at least `factor` times the remembered numbers."""
+        """Return limits, at least `factor` times the remembered numbers."""
         return torch.where(self._remembered_S, limits_S.maximum(factor * logs_S.exp()), limits_S)
 
     def _far_logit_limit(self) -> Tensor:
-        """The largest logit by those of long ago: one that grows with each step takes its level along.
+        """Return the largest logit that passes by the full history.
 
-        While a model settles its logits may well grow fifteenfold in half a history, from next to nothing:
-        the cube of what a step may rise by.
+        Steady growth raises the level of the recent steps too, but not that of the full history. While a
+        healthy model settles, its logits may grow fifteenfold within half a history, from almost 0. So the
+        allowed rise is the cube of that of one step.
         """
         known = self._history.statistics()
         margin = torch.maximum(self._policy.deviations * known.scatter_S[2], 3 * self._rises_S[2])

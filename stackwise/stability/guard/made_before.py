@@ -1,4 +1,4 @@
-"""MadeBefore: what steps had when they were made, which a rewind makes again.
+"""MadeBefore: numbers of the steps since the last snapshot, for comparison with their replay.
 
 Shapes: S signals: norm, loss, attention logit; N steps.
 """
@@ -20,13 +20,13 @@ _SIGNALS = 3
 
 
 class MadeBefore:
-    """The signals of sound steps since the last snapshot.
+    """Signals of the healthy steps since the last snapshot.
 
-    A step made again with the same weights and batches has them again, and right behind the snapshot there
-    may be no history that tells as much.
+    A replayed step has the same weights and batches, and so the same signals. Directly after the snapshot,
+    the history may be too short to judge it.
 
     Args:
-        device: where steps are judged.
+        device: device on which steps are judged.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,27 +35,27 @@ class MadeBefore:
         self._again: dict[int, Tensor] = {}
 
     def note(self, step: int, norm: float, loss: float, logit: float) -> None:
-        """A step was sound; logit NaN: it was not given. Made again it is what it was the first time."""
+        """Record a healthy step. A replay keeps the first record. A logit of NaN: none was passed."""
         self._noted.setdefault(step, (norm, loss, logit))
 
     def forget(self, *, before: int) -> None:
-        """No step before this one will be made again."""
+        """Forget the steps with a number below `before`, which will not be replayed."""
         self._noted = {step: signals for step, signals in self._noted.items() if step >= before}
         self._again = {step: signals_S for step, signals_S in self._again.items() if step >= before}
 
     def recall(self) -> None:
-        """All that were noted are to be made again."""
+        """Prepare the signals of all recorded steps for their replay."""
         wide = torch.float32 if self._device.type == "mps" else torch.float64
         rows = list(self._noted.values())
         values_NS = torch.tensor(rows, dtype=wide).reshape(len(rows), _SIGNALS).to(self._device)
         self._again = dict(zip(self._noted, values_NS.unbind(), strict=True))
 
     def of(self, step: int) -> Tensor | None:
-        """What it had, on the device; None: it is not one that is made again."""
+        """Return the signals of the step's first execution, on the device; None: it is not a replay."""
         return self._again.get(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the steps that are made again: plain numbers, None in place of NaN."""
+        """Return the signals of the steps to be replayed: plain numbers, None instead of NaN."""
         return {
             "steps": list(self._again),
             "signals": [
@@ -65,10 +65,10 @@ class MadeBefore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Continue from a `state_dict`.
 
         Raises:
-            ValueError: anything else.
+            ValueError: not such a state.
         """
         steps, signals = state.get("steps"), state.get("signals")
         fits = (

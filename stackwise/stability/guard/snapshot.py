@@ -47,8 +47,8 @@ def check_restorable(optimizer: Any, scheduler: Any, others: Mapping[str, Any]) 
     """Refuse objects whose state no rewind could restore.
 
     Raises:
-        ValueError: several optimizers in the place of one; an optimizer without `param_groups` or `step()`,
-            or with neither a `state` nor `state_dict()` and `load_state_dict()`; a scheduler or other object
+        ValueError: several optimizers instead of one; an optimizer without `param_groups` or `step()`, or
+            with neither a `state` nor `state_dict()` and `load_state_dict()`; a scheduler or other object
             without these two; optimizer state that `check_states` refuses.
     """
     several = isinstance(optimizer, list | tuple | Mapping)
@@ -89,9 +89,10 @@ class Moment:
     """Copy of the state that is not in tensors: options of optimizers, scheduler, other objects.
 
     Args:
-        optimizer: the one whose group options are copied, and those of the optimizers in it.
-        scheduler: None: there is none.
-        others: further objects by name. Of modules and optimizers, only what no `Snapshot` holds is copied.
+        optimizer: optimizer whose group options are copied, including optimizers inside it.
+        scheduler: scheduler; None: no scheduler.
+        others: further objects by name. Of modules and optimizers, only state that no `Snapshot` has is
+            copied.
     """
 
     def __init__(
@@ -128,18 +129,18 @@ class Moment:
 
 
 class Snapshot:
-    """Copy of all tensors that training changes. Every `take` overwrites the previous one.
+    """Copy of all tensors that training changes. Every `take` overwrites the previous copy.
 
-    It needs as many bytes as these tensors, also while it is taken. On CUDA nothing waits for the copies
-    that `take` starts. Of a sharded tensor (DTensor) the shard of this process is copied.
+    It needs as many bytes as these tensors, also during `take`. On CUDA, no operation waits for the copies
+    that `take` starts. For a sharded tensor (DTensor), the shard of this process is copied.
 
     The state of an optimizer is its `state`, the `state` of every optimizer inside it (see `optimizers_in`),
     and any further state that the `state_dict()` of one of them returns.
 
     Args:
-        model: its parameters, its buffers, and the extra state of its modules (`get_extra_state`).
-        optimizer: its state, and parameters of its groups that the model does not have.
-        others: further objects by name; of modules and optimizers the same is copied.
+        model: model with its parameters, buffers, and extra state of modules (`get_extra_state`).
+        optimizer: optimizer with its state, and parameters of its groups that the model does not have.
+        others: further objects by name. Modules and optimizers among them are copied in the same way.
         on_host: keep the copies in host memory, pinned if the model is on CUDA.
     """
 
@@ -179,7 +180,7 @@ class Snapshot:
             elif isinstance(other, nn.Module) and _is_tensors(other):
                 self._modules[name] = other
         values = dict(self._values())
-        # Outdated copies go before anything is added.
+        # Outdated copies are freed before new ones are added.
         self._kept = {key: value for key, value in self._kept.items() if key in values}
         for key, value in values.items():
             self._kept[key] = self._copied(value, self._kept.get(key))
@@ -197,12 +198,12 @@ class Snapshot:
     def restore(self) -> None:
         """Restore everything in place. State that the optimizer did not have yet is dropped.
 
-        Parameters and buffers that were added since stay unchanged. So do buffers of another shape: they were
-        computed for a longer input.
+        Parameters and buffers that were added later stay unchanged. Buffers of another shape stay unchanged
+        too, because they were computed for a longer input.
 
         Raises:
-            ValueError: a parameter of another shape, or optimizer state that `check_states` refuses; nothing
-                is restored then.
+            ValueError: a parameter of another shape, or optimizer state that `check_states` refuses. Then no
+                object is restored.
         """
         assert self._kept, "take() first"
         check_states(self._optimizer, self._others)
@@ -266,7 +267,7 @@ class Snapshot:
                     yield ("parameter", p, of), elements(p)
 
     def _copied(self, value: Any, place: Any) -> Any:
-        """Return a copy of `value`, written into the copy `place` of an earlier one where it fits."""
+        """Return a copy of `value`, written into `place`, an earlier copy, if it fits."""
         if isinstance(value, Mapping):
             by_key = place if isinstance(place, dict) else {}
             return {key: self._copied(each, by_key.get(key)) for key, each in value.items()}
@@ -296,7 +297,7 @@ class _Copy(NamedTuple):
 
 
 class _Extra(NamedTuple):
-    """Copy of what `state_dict()` of an optimizer returned, and the tensors in it not copied, by id."""
+    """Copy of the `state_dict()` of an optimizer, and the tensors in it that are not copied, by id."""
 
     optimizer: Any
     state: Any
@@ -343,7 +344,7 @@ def _copies_in(value: Any) -> Iterator[_Copy]:
 
 
 def _has_more(state: Any, known: set[int]) -> bool:
-    """Return True if a state dict holds something besides options of groups and objects with `known` ids."""
+    """Return True if a state dict has entries besides group options and objects with `known` ids."""
     if id(state) in known:
         return False
     if isinstance(state, Mapping):
@@ -366,7 +367,7 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-# Options of an optimizer by parameter: groups come and go, and others may join in front of one.
+# Options of an optimizer by parameter, because groups may be added or removed at any position.
 _Options = dict[int, dict[nn.Parameter, dict[str, Any]]]
 
 

@@ -1,4 +1,4 @@
-"""SpikeMemory: largest numbers of a training run so far, on the device. They fade over thousands of steps.
+"""SpikeMemory: largest numbers of a training run, on the device. They decay over thousands of steps.
 
 Healthy training can contain rare spikes: a rare class, a rare reward, a change of the task. They may be
 hundreds of steps apart, so the recent history does not show them. This memory does.
@@ -21,7 +21,7 @@ _FADE_STEPS = 2000  # healthy steps in which a remembered number falls to 1/e
 
 
 class SpikeMemory:
-    """Decaying maxima of several signals, as logarithms; -inf if there is none.
+    """Decaying maxima of several signals, as logarithms; -inf if no number was recorded.
 
     Args:
         signals: number of signals.
@@ -45,7 +45,7 @@ class SpikeMemory:
         Args:
             values_S: numbers of the step. Numbers that are not positive and finite are ignored.
             unusual_S: boolean, True for a number above its ordinary limit.
-            healthy: boolean scalar on the device; False: nothing changes.
+            healthy: boolean scalar on the device; False: no change.
         """
         logs_S = self._logs(values_S)
         unusual_logs_S = torch.where(unusual_S, logs_S, -math.inf)
@@ -60,8 +60,8 @@ class SpikeMemory:
 
         Args:
             values_S: numbers of the step.
-            unusual_S: boolean, True for a number above its ordinary limit. Others are not noted.
-            spike: boolean scalar on the device; False: nothing changes.
+            unusual_S: boolean, True for a number above its ordinary limit. Only these are noted.
+            spike: boolean scalar on the device; False: no change.
         """
         noted_S = torch.where(unusual_S, self._logs(values_S), -math.inf)
         self._last_spike_S = torch.where(spike, noted_S, self._last_spike_S)
@@ -75,7 +75,7 @@ class SpikeMemory:
             self.unusual_S = self.unusual_S.maximum(self._pending_S)
 
     def forget_pending(self) -> None:
-        """Do not learn the spikes of a row that a rewind undoes."""
+        """Do not learn the pending spikes, because a rewind undoes their steps."""
         self._pending_S = torch.full_like(self._pending_S, -math.inf)
 
     def state(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""UpdateHold: an optimizer whose update is divided, or left out, as was decided on the device."""
+"""UpdateHold: applies a decision to an optimizer: divides gradients, or skips the update on the device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["UpdateHold"]
 
 
 class UpdateHold:
-    """Hands a decision to an optimizer.
+    """Applies a decision to an optimizer.
 
     Args:
-        optimizer: any of torch.
-        by_itself: it is to leave steps out by itself, without the host knowing: AdamW, Adam or SGD of torch
-            with `fused=True`, or one that has the attribute `found_inf`.
+        optimizer: any optimizer of torch.
+        by_itself: the optimizer is to skip steps on the device, unknown to the host: AdamW, Adam or SGD of
+            torch with `fused=True`, or one that has the attribute `found_inf`.
 
     Raises:
-        ValueError: one that cannot.
+        ValueError: an optimizer that cannot do this.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, by_itself: bool) -> None:
@@ -32,7 +32,7 @@ class UpdateHold:
             check_leaves_out(optimizer, ", or lag=0, which makes the host wait at each step")
 
     def take(self, decision: Decision) -> None:
-        """Before the update: gradients are divided, and the update left out where it does that by itself."""
+        """Divide the gradients before the update, or let the optimizer divide them and skip the update."""
         optimizer: Any = self.optimizer
         if self.by_itself:
             start_momentum(optimizer)
@@ -44,7 +44,7 @@ class UpdateHold:
             torch._foreach_div_(gradients, decision.divisor)
 
     def release(self) -> None:
-        """Behind the update: steps that nobody guards would be divided, or left out, as this one."""
+        """Reset the optimizer after the update. Otherwise unguarded steps would be divided or skipped."""
         if self.reads_found_inf:
             optimizer: Any = self.optimizer
             optimizer.found_inf = optimizer.grad_scale = None

@@ -1,4 +1,4 @@
-"""Locating: where in a model a broken step broke first, forward or backward."""
+"""Locating: finds the first bad place of a step in a model, forward or backward."""
 
 from stackwise.stability.locate.first_module import first_nan_module, first_nonfinite_module
 from stackwise.stability.locate.location import Location, locate

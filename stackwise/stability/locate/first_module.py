@@ -1,4 +1,4 @@
-"""First module: the one that turns finite inputs into a non-finite output, in a forward pass."""
+"""First module: finds the module that turns finite inputs into a non-finite output, in a forward pass."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = [
 
 
 _COMPILED = "_orig_mod"
-# What torch's wrappers of one module add to its name.
+# Parts that torch's wrappers of one module add to its name.
 _WRAPPED = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 ROOT = "(outside the submodules)"
 
 
 def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str | None:
-    """Run `run` under hooks and name the culprit.
+    """Run `run` under hooks and return the name of the module that first became non-finite.
 
     Args:
-        model: whose modules are watched.
-        run: calls the model.
+        model: model whose modules are observed.
+        run: function that calls the model.
 
     Returns:
-        The name of the first module, in order of completion, whose inputs are sound and whose output
-        is not ("(outside the submodules)" for the root), or None where there is none. NaN and +inf are
-        unsound; -inf only where nothing else is found, since additive masks are made of it.
+        The name of the first module, in order of completion, with healthy inputs and a bad output ("(outside
+        the submodules)" for the root); None if there is none. NaN and +inf are bad. Additive masks contain
+        -inf, so it is bad only if no other module is found.
     """
     found: list[str] = []
     with_negative: list[str] = []
@@ -65,7 +65,7 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
 
 
 def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
-    """Run `run` under hooks and name the first module, in order of completion, whose output has a NaN."""
+    """Run `run` under hooks and return the first module, in order of completion, with a NaN in its output."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -88,12 +88,12 @@ def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
 
 
 def shown_name(name: str) -> str:
-    """A module's name without what compiling or wrapping it added; of the root, that it is the model."""
+    """Return a module's name without the parts of compilers and wrappers; `ROOT` for the model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED) or ROOT
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, compiled modules run as they were written: a hook that looks at values cannot be compiled."""
+    """Run compiled modules eagerly in the block, because hooks that read values cannot be compiled."""
     for module in model.modules():
         if hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None:
             eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -102,6 +102,6 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _is_sound(value: Any, *, negative: bool = False) -> bool:
-    """Whether no tensor in `value` has a NaN, a +inf, or, if `negative`, a -inf."""
+    """Return True if no tensor in `value` has a NaN, a +inf, or, if `negative`, a -inf."""
     floating = (t for t in tensors_in(value) if t.is_floating_point())
     return not any(bool((~t.isfinite() & ~(t.isneginf() & (not negative))).any()) for t in floating)

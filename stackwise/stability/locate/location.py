@@ -1,4 +1,4 @@
-"""Location: the place where a step broke first."""
+"""Location: the place at which a step first became bad."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LOSS = "the loss"
 
 @dataclass(frozen=True)
 class Location:
-    """The place where a step broke first. str(): "stacks.0.blocks.1.attention (forward)".
+    """Place at which a step first became bad. str(): "stacks.0.blocks.1.attention (forward)".
 
     Attributes:
         module: name of the module, "(outside the submodules)" for the root; for "parameter" the name of the
             parameter or buffer; for "loss" "the loss".
-        direction: "forward": sound inputs, broken output. "backward": sound gradient of the output, broken
-            gradient of an input or a parameter. "parameter": a weight or buffer that was broken before the
-            step. "input": what the module was given from outside was broken. "loss": the model's outputs
-            are sound, and what is computed from them outside of its modules is not.
-        call: which call of the module in `run`, from 1; 0 where no call is meant.
-        kind: "non-finite", or "exploding" against the reference of `ModuleScales`.
-        value: the value found (nan, inf, -inf); of "exploding" how many times its reference.
+        direction: "forward": healthy inputs, bad output. "backward": healthy gradient of the output, bad
+            gradient of an input or a parameter. "parameter": a weight or buffer that was bad before the step.
+            "input": an input from outside the model was bad. "loss": the model's outputs are healthy, and the
+            loss that is computed from them is not.
+        call: number of the module's call in `run`, from 1; 0 for a parameter or the loss.
+        kind: "non-finite", or "exploding" relative to the reference of `ModuleScales`.
+        value: bad value (nan, inf, -inf); for "exploding" its multiple of the reference.
     """
 
     module: str
@@ -64,27 +64,27 @@ def locate(
     scales: ModuleScales | None = None,
     factor: float = 4.0,
 ) -> Location | None:
-    """Run a broken step again under hooks and find the place where it broke first.
+    """Run a bad step under hooks and find the place at which it first became bad.
 
-    The innermost module is named whose inputs are sound and whose output is not; where the forward pass
-    is sound, the one whose gradients come in sound and leave broken. What the hooks of a module do counts
-    as its own doing. Compiled modules run as they were written.
+    The result is the innermost module with healthy inputs and a bad output. If the forward pass is healthy,
+    it is the module with healthy incoming gradients and a bad outgoing one. Effects of a module's hooks are
+    attributed to the module. Compiled modules run eagerly.
 
-    Each process looks at what it computes itself; where parameters are spread over processes, all of them
-    have to call this together.
+    Each process observes its own computation. If parameters are sharded, all processes must call this
+    together.
 
     Args:
-        model: whose modules are watched.
-        run: computes the loss of the broken batch and calls backward() on it, once, with the random states
-            of the broken step. It is called exactly once. The caller puts gradients, buffers and random
-            states back.
-        scales: references of sound steps; without them only what is non-finite is found, and an
-            infinity or NaN that is usual in the model may be taken for the cause.
-        factor: explodes what has grown, over its reference, by more than this more than what it was
-            computed from.
+        model: model whose modules are observed.
+        run: function that computes the loss of the bad batch and calls backward() on it, once, with the
+            random states of the bad step. It is called exactly once. The caller restores gradients, buffers
+            and random states.
+        scales: references of healthy steps. Without them, only non-finite values are found, and an infinity
+            or NaN that is normal in the model may be taken for the cause.
+        factor: a value is exploding if it grew more than this factor times as much as its inputs, relative to
+            the references.
 
     Returns:
-        The place, or None where nothing is broken.
+        The place, or None if all values are healthy.
 
     Raises:
         ValueError: a factor that is not above 1.
@@ -98,17 +98,17 @@ def locate(
     return broken
 
 
-# What is non-finite
+# Non-finite values
 
 
 def _non_finite(trace: Trace, scales: ModuleScales | None) -> Iterator[Location]:
-    """Places, the likeliest first."""
+    """Yield candidate locations, the likeliest first."""
     forward = _Forward(trace, scales)
     losses = trace.of(trace.losses)
     fails = not all(reading.is_finite for reading in losses)
     fails |= any(call.parent is None and forward.breaks(call, "output") for call in forward.calls)
     reaching = [call for call in forward.culprits() if forward.reaches_the_end(call)]
-    # What was put right again is not the cause of what broke later by itself, beside it.
+    # A bad value that a later call absorbed is not the cause of a later, independent fault.
     reaching = sorted(
         reaching, key=lambda call: forward.is_absorbed(call) and forward.is_followed(call, reaching)
     )
@@ -132,7 +132,7 @@ def _non_finite(trace: Trace, scales: ModuleScales | None) -> Iterator[Location]
 
 
 class _Forward:
-    """The forward passes of a trace, judged."""
+    """Judgement of the forward passes of a trace."""
 
     def __init__(self, trace: Trace, scales: ModuleScales | None) -> None:
         self.trace = trace
@@ -154,7 +154,11 @@ class _Forward:
         return any(r.has_negative_infinity and not r.is_mask for r in self.readings(call, what))
 
     def culprits(self) -> Iterator[Call]:
-        """Calls with sound inputs and a broken output, or the call whose -inf is the cause of that."""
+        """Yield the calls with healthy inputs and a bad output.
+
+        If an earlier -inf, which is not from a mask, is the cause, the call that produced it is yielded
+        instead.
+        """
         for call in self.calls:
             if self.breaks(call, "output") and not self.breaks(call, "input"):
                 given = self.has_negative_infinity(call, "input")
@@ -166,16 +170,17 @@ class _Forward:
                 yield next(earlier, call)
 
     def overflows(self) -> Iterator[Call]:
-        """Calls whose output has a -inf that is no mask, and whose inputs have none."""
+        """Yield the calls with a -inf in the output that is no mask, and with healthy inputs."""
         for call in self.calls:
             sound = not self.has_negative_infinity(call, "input") and not self.breaks(call, "input")
             if sound and self.has_negative_infinity(call, "output") and not self.breaks(call, "output"):
                 yield call
 
     def behind(self, call: Call | None) -> Iterator[Call]:
-        """Calls whose broken output did not show in what the model gave, but was what `call` computed with.
+        """Yield the calls in the forward pass that may explain a bad gradient of `call`.
 
-        Some operations hide a NaN on their way forward only.
+        If `call` had a bad input, these are all culprits; otherwise only the culprits inside it. Some
+        operations hide a NaN in the forward pass, but not in the backward pass.
         """
         if call is not None:
             given = self.breaks(call, "input") or self.has_negative_infinity(call, "input")
@@ -184,29 +189,29 @@ class _Forward:
                     yield culprit
 
     def reaches_the_end(self, call: Call) -> bool:
-        """Whether no module around it returned without what it broke, as far as that can be seen."""
+        """Return True if no enclosing call returned only finite values."""
         around = list(call.chain())[1:]
         returned = (self.readings(each, "output") for each in around)
         return all(not readings or not all(r.is_finite for r in readings) for readings in returned)
 
     def is_absorbed(self, call: Call) -> bool:
-        """Whether a later call beside it was given something broken and returned something sound."""
+        """Return True if a later call in the same parent had a bad input and returned a healthy output."""
         beside = (each for each in self.calls if each.parent is call.parent and each.started > call.ended)
         return any(self.breaks(each, "input") and not self.breaks(each, "output") for each in beside)
 
     def is_followed(self, call: Call, culprits: list[Call]) -> bool:
-        """Whether one of `culprits` came after, and not as a module around it."""
+        """Return True if one of `culprits` returned later and does not enclose `call`."""
         return any(other.ended > call.ended and other not in call.chain() for other in culprits)
 
     def broken_inputs(self) -> Iterator[Location]:
-        """Calls from outside of the model with a broken input, in the order in which they began."""
+        """Yield the locations of bad inputs of top-level calls, in the order of their start."""
         for call in sorted(self.calls, key=lambda call: call.started):
             if call.parent is None and self.breaks(call, "input"):
                 worst = next(r.worst for r in self.readings(call, "input") if r.is_broken)
                 yield Location(call.module, "input", call.number, "non-finite", worst)
 
     def explained(self, call: Call) -> Location:
-        """The call's place, or that of its own parameter or buffer that was broken before."""
+        """Return the location of the call, or of its parameter or buffer that was bad before."""
         for name, reading in _own(self.trace, call.module, self.trace.parameters | self.trace.buffers):
             if reading.is_broken or (reading.has_negative_infinity and name in self.trace.parameters):
                 return Location(name, "parameter", 0, "non-finite", reading.worst)
@@ -215,13 +220,13 @@ class _Forward:
 
 
 def _own(trace: Trace, module: str, readings: dict[str, Reading]) -> Iterable[tuple[str, Reading]]:
-    """Of the tensors that a module has, itself or in modules that were not called."""
+    """Return the tensors of a module, including those of submodules that were not called, with readings."""
     names = trace.tensors_of(module)
     return [(name, readings[name]) for name in names if name in readings]
 
 
 def _broken_gradients(trace: Trace) -> Iterator[tuple[Operation, Reading]]:
-    """Operations that were handed sound gradients and saw or handed on a broken one, in their order."""
+    """Yield the operations that received healthy gradients and have a bad one, in execution order."""
     handed: dict[Operation, list[Reading]] = {}
     for _, target, place in trace.delivered():
         handed.setdefault(target, []).append(trace.readings[place])
@@ -230,7 +235,7 @@ def _broken_gradients(trace: Trace) -> Iterator[tuple[Operation, Reading]]:
         if not all(reading.is_finite for reading in before) or not (before or operation.is_root):
             continue
         if operation.leaf is not None and trace.owner(operation.leaf) is None:
-            continue  # recomputation has leaves of its own
+            continue  # recomputation creates further leaves
         readings = trace.of(operation.given + [place for _, place in operation.gave])
         broken = next((reading for reading in readings if not reading.is_finite), None)
         if broken is not None:
@@ -239,18 +244,18 @@ def _broken_gradients(trace: Trace) -> Iterator[tuple[Operation, Reading]]:
 
 def _backward(trace: Trace, operation: Operation, gradient: Reading) -> Location:
     owner = trace.owner(operation.leaf)
-    if owner is not None:  # a hook of the parameter itself
+    if owner is not None:  # a hook of the parameter
         return Location(owner, "backward", 1, "non-finite", gradient.worst)
     if operation.call is None:
         return Location(_LOSS, "loss", 0, "non-finite", gradient.worst)
     return Location(operation.call.module, "backward", operation.call.number, "non-finite", gradient.worst)
 
 
-# What explodes
+# Exploding values
 
 
 def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Location]:
-    """Places, the likeliest first."""
+    """Yield candidate locations, the likeliest first."""
     sizes = trace.sizes()
 
     def ratio(what: str, name: str, number: int, index: int = 0) -> float | None:
@@ -266,7 +271,7 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
         came = ratio("incoming", name, number)
         left = [r for what in ("outgoing", "weights") if (r := ratio(what, name, number)) is not None]
         if came is None and not left and (name, number) in scales.calls:
-            # It passed on what it was given, at sound steps, without an operation of its own.
+            # At healthy steps, the call passed its gradients on without an operation.
             key = name, number, 0
             came_in, went_out = sizes.get(("incoming", *key)), sizes.get(("outgoing", *key))
             return 1.0, went_out / came_in if came_in and went_out is not None else None
@@ -284,8 +289,8 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
     for direction, each in ways:
         known = [(call, 1.0 if i is None else i, o) for call, i, o in each if o is not None]
         came_broken = list(_from_outside(direction, each, factor))
-        # What comes into the outermost call of the first one was there before all of them. Those behind a
-        # large fault may grow some times more by chance.
+        # The input of the first top-level call precedes all calls. After a large fault, a call may grow some
+        # times more by chance, so the input is the cause unless a call grew by more than its square.
         most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
         first = list(each[0][0].chain())[-1] if each else None
         yield from (location for call, location in came_broken if call is first and location.value**2 > most)
@@ -307,7 +312,7 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
 def _from_outside(
     direction: Direction, calls: list[tuple[Call, float | None, float | None]], factor: float
 ) -> Iterator[tuple[Call, Location]]:
-    """What came into a call that none is around, exploding: its input, or a gradient of its output."""
+    """Yield the top-level calls with an exploding input, or backward with an exploding output gradient."""
     for call, came_in, _ in calls:
         if call.parent is None and came_in is not None and came_in > factor:
             if direction == "backward":
@@ -317,7 +322,7 @@ def _from_outside(
 
 
 def _as_gradients_left(trace: Trace, calls: list[Call]) -> list[Call]:
-    """The calls in the order in which the last gradient left them; of equals the inner ones first."""
+    """Return the calls in the order in which their last gradient left. On a tie, inner calls are first."""
     left: dict[tuple[str, int], int] = {}
     for source, target, _ in trace.delivered():
         within = set(target.call.chain()) if target.call else set()

@@ -1,4 +1,4 @@
-"""ModuleScales: how large what goes in and out of each module is at sound steps, forward and backward."""
+"""ModuleScales: sizes of the inputs and outputs of each module at healthy steps, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ModuleScales"]
 
 @dataclass(frozen=True)
 class ModuleScales:
-    """References of one model; made by `observe`.
+    """Reference sizes of one model, created by `observe`.
 
     Attributes:
-        sizes: root mean squares as `Trace.sizes` has them, the largest of all steps.
+        sizes: root mean squares by the keys of `Trace.sizes`, the largest of all steps.
         calls: (module, number) of every call.
-        expected: the inputs and outputs that had a NaN or an infinity at a sound step, as additive masks do.
+        expected: inputs and outputs with a NaN or an infinity at a healthy step, such as additive masks.
     """
 
     sizes: Mapping[SizeKey, float]
@@ -29,15 +29,15 @@ class ModuleScales:
 
     @classmethod
     def observe(cls, model: nn.Module, *runs: Callable[[], object]) -> ModuleScales:
-        """Watch sound steps.
+        """Observe healthy steps.
 
-        Scales drift while a model learns, and gradients depend on the size of a batch: watch again from time
-        to time, with batches as they are trained on.
+        Scales change while a model learns, and gradients depend on the batch size. Repeat this from time to
+        time, with batches like those of the training.
 
         Args:
-            model: whose modules are watched.
-            runs: each computes the loss of a sound batch and calls backward() on it, once; it may be the
-                training step itself. The caller puts gradients, buffers and random states back.
+            model: model whose modules are observed.
+            runs: functions that each compute the loss of a healthy batch and call backward() on it, once. A
+                run may be the training step. The caller restores gradients, buffers and random states.
 
         Raises:
             ValueError: no run.
@@ -60,6 +60,6 @@ class ModuleScales:
         return cls(sizes, frozenset(calls), frozenset(expected))
 
     def ratio(self, key: SizeKey, size: float | None) -> float | None:
-        """How many times its reference `size` is; None where either is missing or the reference is 0."""
+        """Return `size` as a multiple of its reference; None if one is missing or the reference is 0."""
         reference = self.sizes.get(key)
         return size / reference if size is not None and reference else None

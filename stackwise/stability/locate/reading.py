@@ -1,4 +1,4 @@
-"""Reading: the extremes and the size of a tensor, left on its device until all of a run are wanted."""
+"""Reading: extremes and size of a tensor. Readings stay on their device until all of a run are settled."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Reading", "Readings", "tensors_in"]
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one tensor.
+    """Extremes and size of one tensor.
 
     Attributes:
-        low: its least value; NaN where there is a NaN.
-        high: its largest value; NaN where there is a NaN.
-        square: the sum of its squares, in float64.
-        count: how many values it has.
+        low: least value; NaN if the tensor has a NaN.
+        high: largest value; NaN if the tensor has a NaN.
+        square: sum of the squares, in float64.
+        count: number of values.
     """
 
     low: float
@@ -34,7 +34,7 @@ class Reading:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Reading]) -> Reading:
-        """Of a tensor in several parts."""
+        """Return the reading of a tensor in several parts."""
         broken = any(math.isnan(part.high) for part in parts)
         return cls(
             math.nan if broken else min((part.low for part in parts), default=0.0),
@@ -45,47 +45,47 @@ class Reading:
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is a NaN or a +inf."""
+        """True if the tensor has a NaN or a +inf."""
         return math.isnan(self.high) or self.high == math.inf
 
     @property
     def has_negative_infinity(self) -> bool:
-        """Whether there is a -inf, as far as no NaN hides it."""
+        """True if the tensor has a -inf that no NaN hides."""
         return self.low == -math.inf
 
     @property
     def is_mask(self) -> bool:
-        """Whether it may be an additive mask, whose largest value is 0 unless it hides everything."""
+        """True for a possible additive mask: its largest value is 0, or -inf if it hides everything."""
         return self.has_negative_infinity and self.high in (0.0, -math.inf)
 
     @property
     def is_finite(self) -> bool:
-        """Whether every value is."""
+        """True if every value is finite."""
         return not self.is_broken and not self.has_negative_infinity
 
     @property
     def worst(self) -> float:
-        """The NaN, +inf or -inf that it has, else the value of the largest magnitude."""
+        """The NaN, +inf or -inf of the tensor; if it has none, the value of the largest magnitude."""
         if self.is_broken:
             return self.high
         return self.low if abs(self.low) > abs(self.high) else self.high
 
 
 class Readings:
-    """Takes readings without waiting for the device."""
+    """Collection of readings that are taken without waiting for the device."""
 
     def __init__(self) -> None:
         self._taken: list[Tensor] = []
         self._counts: list[int] = []
-        self._lock = threading.Lock()  # devices have a thread each in the backward pass
+        self._lock = threading.Lock()  # each device has its own thread in the backward pass
 
     def take(self, value: Any) -> list[int]:
-        """Read each floating-point tensor in `value`; the places of the readings in `settle`'s list."""
+        """Read each floating-point tensor in `value`. Return the indices of the readings in `settle()`."""
         return [place for tensor in tensors_in(value) if (place := self.take_one(tensor)) is not None]
 
     @torch.no_grad()
     def take_one(self, tensor: Tensor | None) -> int | None:
-        """Read one tensor; None where it has no floating-point values."""
+        """Read one tensor and return the index of the reading; None if it has no floating-point values."""
         if tensor is None or tensor.is_meta:
             return None
         values = _values(tensor.detach())
@@ -100,14 +100,14 @@ class Readings:
             return len(self._taken) - 1
 
     def settle(self) -> list[Reading]:
-        """All readings so far, as numbers."""
+        """Return all readings as numbers."""
         by_device: dict[torch.device, list[int]] = {}
         for place, reading in enumerate(self._taken):
             by_device.setdefault(reading.device, []).append(place)
         settled: dict[int, Reading] = {}
         for device, places in by_device.items():
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # streams of the backward pass
+                torch.cuda.synchronize(device)  # wait for the streams of the backward pass
             rows = torch.stack([self._taken[place] for place in places]).tolist()
             for place, (low, high, square) in zip(places, rows, strict=True):
                 settled[place] = Reading(low, high, square, self._counts[place])
@@ -115,7 +115,7 @@ class Readings:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or output: also in tuples, lists, mappings and dataclasses."""
+    """Yield the tensors in arguments or an output, also in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """The values that this process holds, as real numbers that extremes can be taken of."""
+    """Return the values of this process as real numbers of a type that has extremes."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_nested:
@@ -144,5 +144,5 @@ def _values(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.float()  # torch takes no extremes of 8-bit floats
+        tensor = tensor.float()  # torch has no extremes of 8-bit floats
     return tensor

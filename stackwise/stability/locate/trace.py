@@ -1,9 +1,9 @@
-"""Trace: what every call of a module was given and gave in one run, forward and backward.
+"""Trace: readings of the inputs and outputs of every module call in one run, forward and backward.
 
-A call is known by when it ran, and in the graph of the backward pass by the sequence numbers of the
-operations that it made: those of one thread are counted up, so that a call's are a range. Nothing that the
-model computes is changed, neither values nor graph, so that in-place operations, shared modules and
-arguments of any form stay as they are.
+A call is identified by the time at which it ran, and in the backward graph by the sequence numbers of its
+operations. Autograd counts them up in each thread, so a call has a range of numbers. The trace changes
+neither the values nor the graph of the model. So it does not affect in-place operations, shared modules or
+arguments of any form.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stackwise.stability.locate.reading import Reading, Readings
 
 __all__ = ["Call", "Operation", "SizeKey", "Trace"]
 
-# The operation that torch puts around a module with backward hooks.
+# The operation that torch adds around a module with backward hooks.
 _HOOKED = "BackwardHookFunctionBackward"
 
 
-# What, the name of a module or parameter, the number of the call, the place among several tensors. What is
-# "input" or "output"; "incoming", "outgoing" or "weights" of the gradients that came to a call, left it for
-# other calls, or went to parameters, taken together; "parameter"; "loss".
+# Type, name of the module or parameter, number of the call, index of the tensor. The type is "input" or
+# "output"; "incoming", "outgoing" or "weights" for all gradients that a call receives, passes to other calls,
+# or passes to parameters; "parameter"; "loss".
 SizeKey = tuple[str, str, int, int]
 
 
@@ -43,18 +43,18 @@ class Call:
     """One call of a module.
 
     Attributes:
-        module: its name.
-        number: which call of it, from 1.
-        parent: the call that it was made in.
-        started: when, in steps of the trace.
-        first: sequence number of its first operation.
-        end: behind that of its last one; None where it did not return.
-        ended: when it returned.
-        thread: that it ran in.
-        recomputes: whether it runs in the backward pass, in place of an earlier call.
-        hooked: whether the module has backward hooks.
-        inputs: places of the readings of its arguments.
-        outputs: places of the readings of its output.
+        module: name of the module.
+        number: number of the call of this module, from 1.
+        parent: enclosing call.
+        started: time of the start, in events of the trace.
+        first: sequence number of the first operation.
+        end: sequence number after the last operation; None if the call did not return.
+        ended: time of the return.
+        thread: thread of the call.
+        recomputes: True if the call runs in the backward pass and recomputes an earlier call.
+        hooked: True if the module has backward hooks.
+        inputs: indices of the readings of the arguments.
+        outputs: indices of the readings of the output.
     """
 
     module: str
@@ -71,7 +71,7 @@ class Call:
     ended: int = -1
 
     def chain(self) -> Iterator[Call]:
-        """The call, the one around it, and so on."""
+        """Yield the call, its enclosing call, and so on."""
         call: Call | None = self
         while call is not None:
             yield call
@@ -83,16 +83,17 @@ class Operation:
     """One operation of a backward pass.
 
     Attributes:
-        node: of the graph. It is invalid after the graph is freed, if an `autograd.Function` made it.
-        name: of the node.
-        number: of the node in the order of the forward pass; None for a leaf, which has none.
-        thread: whose sequence numbers count.
-        leaf: the tensor that it adds a gradient to; None: it computes.
-        is_root: whether a backward pass begins here.
-        given: places of the readings of the gradients of its outputs, as it saw them.
-        gave: of the gradients of its inputs, by edge.
-        ran: when.
-        call: the innermost call that made it; None: it was made outside.
+        node: node of the graph. It is invalid after the graph is freed, if an `autograd.Function` created it.
+        name: name of the node.
+        number: sequence number of the node; None for a leaf, which has none.
+        thread: thread whose sequence numbers are used.
+        leaf: tensor to which the operation adds a gradient; None: the operation computes.
+        is_root: True if a backward pass starts at this operation.
+        edges: operations that receive the gradients of the inputs.
+        given: indices of the readings of the gradients of its outputs, as it received them.
+        gave: (edge, index of the reading) of each gradient of its inputs.
+        ran: time of the execution.
+        call: innermost call that created the operation; None: created outside the calls.
     """
 
     node: Node
@@ -109,15 +110,16 @@ class Operation:
 
 
 class Trace:
-    """Watches a model while a `with` block runs it forward and backward.
+    """Observes a model while a `with` block runs it forward and backward.
 
     Attributes:
-        calls: all that returned, in the order in which they did; filled at the end of the block.
-        operations: of the backward passes, in the order in which they ran; filled at the end.
-        readings: of which `Call` and `Operation` keep the places.
-        losses: places of the readings of what backward() was called on.
-        parameters: readings of parameters by name before the block, of this process's part of them.
-        buffers: the same of buffers.
+        calls: calls in the order of their return; filled at the end of the block.
+        operations: operations of the backward passes in execution order; filled at the end of the block.
+        readings: readings, to which the indices in `Call` and `Operation` refer.
+        losses: indices of the readings of the tensors on which backward() was called.
+        parameters: readings of the parameters before the block, by name. All shards of a sharded one are
+            included.
+        buffers: readings of the buffers before the block, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,18 +165,18 @@ class Trace:
         self._assign()
 
     def of(self, places: list[int]) -> list[Reading]:
-        """The readings at these places."""
+        """Return the readings at these indices."""
         return [self.readings[place] for place in places]
 
     def owner(self, leaf: Tensor | None) -> str | None:
-        """Name of the module that a parameter belongs to; None where it is no parameter of the model."""
+        """Return the name of the module that a parameter belongs to; None if the model does not have it."""
         for name, parameter in self._model.named_parameters():
             if parameter is leaf:
                 return shown_name(name.rpartition(".")[0])
         return None
 
     def tensors_of(self, module: str) -> list[str]:
-        """Names of parameters and buffers of a module, and of those in it that were not called."""
+        """Return the parameter and buffer names of a module, and of submodules that were not called."""
         called = {call.module for call in self.calls}
         first = {
             id(t): shown_name(n) for n, t in (*self._model.named_parameters(), *self._model.named_buffers())
@@ -192,14 +194,14 @@ class Trace:
 
     def _before(self, name: str, after: RemovableHandle) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Last, so that what other hooks make of the output is this module's doing.
+            # Last, so that the effects of other hooks are attributed to this module.
             module._forward_hooks.move_to_end(after.id)  # type: ignore[attr-defined]
             thread = threading.get_ident()
             stack = self._open.setdefault(thread, [])
             recomputes = _in_backward()
             if not recomputes:
                 self._counts[name] += 1
-                # Recomputation breaks a call off as soon as it has what it wants.
+                # Recomputation aborts a call as soon as it has the required values.
                 while stack and stack[-1][1].recomputes:
                     stack.pop()
             call = Call(
@@ -219,7 +221,7 @@ class Trace:
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> None:
         stack = self._open[threading.get_ident()]
-        while stack:  # calls that were broken off are left on top
+        while stack:  # aborted calls remain on top
             opened, call = stack.pop()
             if opened is module:
                 call.outputs = self._readings.take(output)
@@ -269,14 +271,14 @@ class Trace:
         return operation
 
     def _number_recomputed(self) -> None:
-        """Give each call that was made again the number of the first time: it had the same inputs."""
+        """Give each recomputed call the number of the original call, which had the same inputs."""
         first = [call for call in self.calls if not call.recomputes]
         taken: set[Call] = set()
         for call in self.calls:
             if call.recomputes:
                 same = [each for each in first if each.module == call.module and each not in taken]
                 equal = [each for each in same if self._print(each) == self._print(call)]
-                # The backward pass begins at the last.
+                # The backward pass starts with the last call.
                 for each in (equal or same)[-1:]:
                     call.number = each.number
                     taken.add(each)
@@ -285,7 +287,7 @@ class Trace:
         return repr(self.of(call.inputs))
 
     def _assign(self) -> None:
-        """Find the innermost call of each operation: calls return from the inside out."""
+        """Find the innermost call of each operation. Inner calls return first."""
         by_thread: dict[int, list[tuple[int, Operation]]] = {}
         for operation in self.operations:
             if operation.number is not None:
@@ -299,7 +301,7 @@ class Trace:
                 for place in range(bisect_left(numbers, call.first), bisect_left(numbers, call.end)):
                     operation = numbered[place][1]
                     operation.call = operation.call or call
-                # Around the output of a module with backward hooks, after its last forward hook.
+                # The operation that a module with backward hooks adds after its last forward hook.
                 place = bisect_left(numbers, call.end)
                 if call.hooked and place < len(numbers) and numbers[place] == call.end:
                     operation = numbered[place][1]
@@ -309,7 +311,7 @@ class Trace:
     # Sizes
 
     def delivered(self) -> Iterator[tuple[Operation, Operation, int]]:
-        """(from, to, place of the reading) of each gradient that an operation hands to another."""
+        """Yield (source, target, index of the reading) for each gradient between operations."""
         for operation in self.operations:
             for edge, place in operation.gave:
                 target = operation.edges[edge] if edge < len(operation.edges) else None
@@ -317,7 +319,7 @@ class Trace:
                     yield operation, target, place
 
     def sizes(self) -> dict[SizeKey, float]:
-        """Root mean squares of what is finite."""
+        """Return the root mean squares by key, without tensors that have non-finite values."""
         parts: dict[SizeKey, list[Reading]] = {}
 
         def add(what: str, name: str, number: int, index: int, place: int) -> None:
@@ -349,10 +351,10 @@ class Trace:
         }
 
     def _incoming(self) -> Iterator[tuple[Call, int]]:
-        """(call, place of the reading) of what comes into a call in the backward pass.
+        """Yield (call, index of the reading) for each gradient that enters a call in the backward pass.
 
-        Gradients for one operation are summed before it has them, and may cancel out: where none of them is
-        from within the call, it is the sum that came in.
+        Gradients for one operation are summed before it receives them, and may cancel out. If none of them
+        comes from inside the call, the sum is used; otherwise each gradient from outside is.
         """
         handed: dict[Operation, list[tuple[Operation, int]]] = {}
         for source, target, place in self.delivered():
@@ -379,7 +381,7 @@ def _read(named: Iterable[tuple[str, Tensor]]) -> dict[str, Reading]:
 
 
 def _over_ranks(readings: Mapping[str, Reading], tensors: Mapping[str, Tensor]) -> dict[str, Reading]:
-    """The readings by name; of a tensor that is spread over processes, of all its parts."""
+    """Return the readings by name. For a sharded tensor, combine the readings of all shards."""
     whole = dict(readings)
     meshes = {name: t.device_mesh for name, t in tensors.items() if hasattr(t, "device_mesh")}
     for mesh in dict.fromkeys(meshes.values()):
@@ -399,7 +401,10 @@ def _in_backward() -> bool:
 
 @contextmanager
 def _watching_backward(seen: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Call `seen` with what each backward pass starts from; Tensor.backward looks the function up by name."""
+    """Call `seen` with the roots of each backward pass.
+
+    This replaces `torch.autograd.backward`, which `Tensor.backward` looks up by name.
+    """
     plain: Callable[..., Any] = torch.autograd.backward
 
     def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:

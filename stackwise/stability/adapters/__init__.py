@@ -1,1 +1,1 @@
-"""The guard in training loops of other libraries, one file for each, which alone imports it."""
+"""Guard adapters for the training loops of other libraries. Each file imports only its own library."""

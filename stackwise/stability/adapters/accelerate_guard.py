@@ -1,4 +1,4 @@
-"""AcceleratedGuard: the guard in a loop that was written for accelerate, accumulation and all."""
+"""AcceleratedGuard: the guard in a training loop with accelerate, including gradient accumulation."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ class AcceleratedGuard:
                 accelerator.backward(loss)
                 guard.step(loss)
 
-    `accelerator.register_for_checkpointing(guard)` puts its state into `save_state`.
+    `accelerator.register_for_checkpointing(guard)` adds its state to `save_state`.
 
     Args:
-        accelerator: that has prepared what follows.
-        model: prepared.
-        optimizer: prepared.
-        scheduler: prepared; None: there is none.
-        max_grad_norm: as for `accelerator.clip_grad_norm_`, behind the decision; None: nothing is clipped.
-        policy: what counts as broken, and what is done. Without `clip`.
-        loss_of: the loss of (model, batch), as it is given to `accelerator.backward`; the model is
-            without what accelerate put around it for several processes. None: parameters are named by their
-            norms.
+        accelerator: accelerator that has prepared the next three arguments.
+        model: prepared model.
+        optimizer: prepared optimizer.
+        scheduler: prepared scheduler; None: no scheduler.
+        max_grad_norm: norm for `accelerator.clip_grad_norm_`, after the decision; None: no clipping.
+        policy: limits and responses, without `clip`.
+        loss_of: function of (model, batch) that returns the loss as it is passed to `accelerator.backward`.
+            The model is without the wrappers of accelerate for several processes. None: parameters are named
+            by their norms.
         batch_id: see `Guard`.
         others: see `Guard`.
         bundles: see `Guard`.
         lag: see `Guard`.
+        on_rewind: see `Guard`.
 
     Attributes:
-        guard: with alarms, records and all else.
+        guard: guard with the alarms, records and all other state.
 
     Raises:
-        ValueError: something that was not prepared; a policy that clips; a scheduler that follows what is
-            measured; an engine that keeps gradients to itself.
+        ValueError: an object that was not prepared; a policy that clips; a scheduler that needs a metric; an
+            engine that does not expose the gradients.
     """
 
     def __init__(
@@ -108,21 +109,22 @@ class AcceleratedGuard:
         self._loss: Tensor | None = None
         self._logit: Tensor | None = None
         self._n_given = 0
-        self._sizes: dict[int, int] = {}  # of steps with fewer batches than others, by number
+        self._sizes: dict[int, int] = {}  # number of batches of shorter steps, by step number
         self._loader: Any = None
-        self._iteration: int | None = None  # of the loader, where it goes on from a state
+        self._iteration: int | None = None  # epoch count of the loader in a loaded state
         accelerator.register_save_state_pre_hook(self._before_saving)
 
     def batches(self, loader: Iterable[Any], *, fast_forward: bool = False) -> Iterator[Any]:
-        """See `Guard.batches`. What is given again is accumulated as it was.
+        """Yield the batches of one epoch; see `Guard.batches`.
 
-        Behind `load_state_dict` a prepared loader is told the epoch in which the state was saved.
+        Replays are accumulated as in the first execution. After `load_state_dict`, the epoch of a prepared
+        loader is set to the saved one.
         """
         state: Any = self._accelerator.gradient_state
         opened: Any = None
         self._loader = loader
         if self._iteration is not None and _counts_epochs(loader):
-            # In a new process it counts from 0, and tells what shuffles so.
+            # In a new process the loader counts epochs from 0, and shuffles by this count.
             self._loader.set_epoch(self._iteration)
         self._iteration = None
         try:
@@ -133,7 +135,7 @@ class AcceleratedGuard:
                         opened = loader
                         opened.begin()
                     if state.in_dataloader:
-                        # As if the loader were where it was: with its last batch gradients are reduced.
+                        # As in the first execution: gradients are reduced at the last batch of the loader.
                         size = self._sizes.get(self.guard.steps)
                         state.active_dataloader.end_of_dataloader = self._n_given == size
                 yield batch
@@ -142,26 +144,26 @@ class AcceleratedGuard:
                 opened.end()
 
     def step(self, loss: Tensor, *, logit: Tensor | None = None) -> Decision | None:
-        """Behind `accelerator.backward`; clips, updates, advances the scheduler, and forgets gradients.
+        """Clip, update, advance the scheduler and zero the gradients. Call it after `accelerator.backward`.
 
         Args:
-            loss: of the batch, one element, as it was given to `accelerator.backward`.
-            logit: the largest attention logit of the batch, one element; None: it is no signal. The step has
-                the largest of its batches.
+            loss: loss of the batch, one element, as it was passed to `accelerator.backward`.
+            logit: largest attention logit of the batch, one element; None: no signal. The logit of the step
+                is the largest of its batches.
 
         Returns:
-            the decision; None: gradients are still accumulated.
+            The decision; None while gradients are accumulated.
 
         Raises:
-            ValueError: as `Guard.step`.
-            GuardError: training is broken for good.
+            ValueError: as in `Guard.step`.
+            GuardError: training cannot continue.
         """
         accelerator = self._accelerator
         part = loss.detach() / accelerator.gradient_accumulation_steps
         self._loss = part if self._loss is None else self._loss + part
         if logit is not None:
             logit = logit.detach()
-            # NaN is no number, as of a batch in which nothing was seen.
+            # fmax ignores NaN, the logit of a batch without observed attention.
             self._logit = logit if self._logit is None else torch.fmax(self._logit, logit)
         if not accelerator.sync_gradients:
             return None
@@ -185,11 +187,11 @@ class AcceleratedGuard:
         return decision
 
     def settle(self) -> None:
-        """See `Guard.settle`."""
+        """Wait for the device and handle every alarm; see `Guard.settle`."""
         self.guard.settle()
 
     def _before_saving(self, models: list[nn.Module], weights: list[Any], _folder: str) -> None:
-        """Answer alarms before anything is saved, which they may undo."""
+        """Handle alarms before a checkpoint is saved, because they may undo steps."""
         alarms = len(self.guard.alarms)
         self.settle()
         if len(self.guard.alarms) > alarms:
@@ -200,32 +202,37 @@ class AcceleratedGuard:
             weights[:] = [self._accelerator.get_state_dict(model, unwrap=False) for model in models]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Guard.state_dict`. Within an accumulation it is that of the step before, as weights are.
+        """Return the state; see `Guard.state_dict`.
 
-        Where training goes on, `batches` gives the batches of such a step again. Running statistics, which
-        are saved with the weights, have then seen them twice.
+        Within an accumulation it is the state of the previous step, like the weights. A resumed run replays
+        the batches of the unfinished step. Running statistics, which are saved with the weights, then include
+        these batches twice.
 
         Raises:
-            ValueError: within an accumulation with a lag, where the host does not know yet of that step.
+            ValueError: called within an accumulation with a lag, before the host knows the result of the
+                previous step.
         """
         counted = int(self._loader.iteration) if _counts_epochs(self._loader) else self._iteration
         return {
             **self.guard.state_dict(closed=True),
-            # Pairs: keys that are numbers would not come back as such from JSON.
+            # Pairs, because JSON turns numeric keys into strings.
             "sizes": [list(pair) for pair in self._sizes.items()],
             "iteration": counted,
         }
 
     @staticmethod
     def common_state(state: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Guard.common_state`. Sizes of steps and the loader's count are alike in all processes."""
+        """Return the part that all processes share; see `Guard.common_state`.
+
+        Sizes of steps and the loader's epoch count are equal in all processes.
+        """
         return Guard.common_state(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Guard.load_state_dict`."""
+        """Continue from a `state_dict`; see `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
         self._sizes = dict(state_dict.get("sizes", ()))
-        # Older states have the count of the guard alone.
+        # Older states have only the guard's epoch count.
         self._loader, self._iteration = None, state_dict.get("iteration", state_dict["feed"]["epoch"])
         self._loss, self._logit, self._n_given = None, None, 0
         accelerator = self._accelerator
@@ -233,5 +240,5 @@ class AcceleratedGuard:
 
 
 def _counts_epochs(loader: Any) -> bool:
-    """Whether a loader tells what shuffles the number of the epoch by its own count, as prepared ones do."""
+    """Return True if a loader shuffles by its own epoch count, as prepared loaders do."""
     return hasattr(loader, "iteration") and callable(getattr(loader, "set_epoch", None))

@@ -1,4 +1,4 @@
-"""Engine: where a trainer of others has its gradients, and what they are multiplied with."""
+"""Engine: supported engines and loss scale of a trainer that uses accelerate or a `GradScaler`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from stackwise.support.arguments import require
 
 __all__ = ["check_engine", "scale_of"]
 
-_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # of accelerate, whose gradients are in the parameters
+_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")  # engines of accelerate with gradients in the parameters
 
 
 def check_engine(accelerator: Any) -> bool:
-    """Refuse an `accelerate.Accelerator` that keeps gradients to itself.
+    """Refuse an `accelerate.Accelerator` that does not expose the gradients.
 
     Returns:
-        whether weights are in shards.
+        True if weights are sharded.
 
     Raises:
-        ValueError: DeepSpeed, FSDP1 and others.
+        ValueError: DeepSpeed, FSDP1 and other engines.
     """
     engine: str = accelerator.distributed_type.value
     sharded = engine == "FSDP"
@@ -32,7 +32,7 @@ def check_engine(accelerator: Any) -> bool:
 
 
 def scale_of(scaler: Any, device: torch.device) -> Tensor | None:
-    """What a `torch.amp.GradScaler` multiplies a loss with now: one element; None: there is no scaler."""
+    """Return the current loss scale of a `torch.amp.GradScaler`, one element; None without a scaler."""
     if scaler is None:
         return None
     scale: Tensor = scaler.scale(torch.ones((), device=device))

@@ -1,4 +1,4 @@
-"""GuardCallback of Lightning: a `Trainer.fit` under the guard, as a loop of one's own is."""
+"""GuardCallback for Lightning: runs `Trainer.fit` under the guard."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ except ImportError:
 __all__ = ["GuardCallback"]
 
 _LOG = logging.getLogger(__name__)
-_HELD = "held"  # an interval of schedulers that never comes
-# Of a ModelCheckpoint, whatever it saves for; the first is its choice, by a metric or not.
+_HELD = "held"  # interval of a scheduler that must not advance
+# Methods by which a ModelCheckpoint saves; the first selects checkpoints, with or without a metric.
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
 _NOT_SAVED = "no checkpoint, as training ended among alarms; the one before is the newest"
 
 
 class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Each step of a Lightning trainer is judged before its gradients are clipped.
+    """Callback that judges each step of a Lightning trainer before its gradients are clipped.
 
         trainer = Trainer(max_epochs=3, callbacks=[GuardCallback(GuardPolicy())])
         trainer.fit(module, loader)
 
-    A step that is left out leaves weights, optimizer and schedulers as they were; `trainer.global_step`
-    counts it, as it counts batches. A rewind makes steps again within `on_train_batch_end`, and no further
-    back than to the beginning of the epoch: they are neither counted nor logged. The host waits for each
-    step's verdict. Among alarms no `ModelCheckpoint` saves: that is put off until they are over.
+    A skipped step does not change weights, optimizer and schedulers. `trainer.global_step` includes it,
+    because it counts batches. A rewind replays steps inside `on_train_batch_end`, at most from the start of
+    the epoch. Replayed steps are neither counted nor logged. The host waits for the decision in each step.
+    While an alarm is unresolved, no `ModelCheckpoint` saves: a due checkpoint is deferred.
 
     Args:
-        policy: what counts as broken, and what is done. Without `clip`: `gradient_clip_val` clips.
-        locate: compute a broken step again by `training_step`, to name its module and to know whether it
-            breaks again; else parameters are named by their norms.
-        others: objects whose state goes back with a rewind, by name.
+        policy: limits and responses, without `clip`: `gradient_clip_val` clips.
+        locate: recompute a bad step with `training_step`, to name its module and to find out if it is bad in
+            the recomputation too. False: parameters are named by their norms.
+        others: objects whose state a rewind restores, by name.
         bundles: folder for diagnostic bundles; None: none are written.
-        logits: watch `training_step` by `AttentionLogit`; None: where the policy has a `logit_limit`.
+        logits: observe `training_step` with `AttentionLogit`; None: if the policy has a `logit_limit`.
 
     Attributes:
-        guard: of the training that runs, or of the last one; None: there was none.
+        guard: guard of the current training, or of the last one; None: no training yet.
 
     Raises:
         ValueError: a policy that clips.
@@ -84,18 +84,18 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._watch: AttentionLogit | None = None
         self._trainer: Any = None
         self._module: Any = None
-        self._own_step: Any = None  # where it is not that of its class
+        self._own_step: Any = None  # if it is not the method of the class
         self._loop: OuterLoop | None = None
         self._restored: dict[str, Any] | None = None
         self._held: list[tuple[Any, str]] = []
         self._scaler_state: dict[str, Any] | None = None
         self._logged = 0
-        self._saving: list[Any] = []  # callbacks whose saving waits for the end of a row of alarms
-        self._put_off: dict[Any, set[str]] = {}  # what waits
+        self._saving: list[Any] = []  # callbacks whose checkpoints are deferred during alarms
+        self._put_off: dict[Any, set[str]] = {}  # names of the deferred methods, by callback
         self.guard: Guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Optimizer and schedulers are ready.
+        """Create the guard. Optimizer and schedulers are ready.
 
         Raises:
             ValueError: a training that cannot be guarded from a callback.
@@ -144,33 +144,33 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             self._logged, self._restored = len(self.guard.alarms), None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Schedulers by epochs have been advanced: a rewind does not go back behind that."""
+        """Renew the snapshot: schedulers by epochs have advanced, which a rewind must not undo."""
         assert self.guard is not None
         assert self._loop is not None
-        self._loop.drop()  # of an epoch that the module ended before its batch was trained on
+        self._loop.drop()  # batch without a step, if the module stopped the epoch
         self.guard.renew_snapshot()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A batch was drawn."""
+        """Register a batch that was drawn."""
         assert self._loop is not None
         given = {"batch": _own(batch), "batch_idx": batch_idx}
         self._loop.give(given, (trainer.current_epoch, batch_idx))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
-        """The loss of a batch, divided by the batches of a step, and scaled where there is a scaler."""
+        """Add the loss of a batch, which is divided by the batches of a step, without the loss scale."""
         assert self._loop is not None
         scale = scale_of(getattr(trainer.precision_plugin, "scaler", None), loss.device)
         self._loop.add_loss(loss.detach() if scale is None else loss.detach() / scale)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
-        """Judge the step; where it is broken there is nothing to update from."""
+        """Judge the step. If it is bad, delete its gradients."""
         loop = self._loop
         assert loop is not None
         if not loop.has_loss:  # training_step returned None
             return
         loop.judge()
         if self._is_last():
-            # Behind what is made again.
+            # They advance after the replays.
             self._hold("epoch")
         if loop.makes_update:
             return
@@ -189,10 +189,10 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
     ) -> None:
-        """Answer the alarm of the step.
+        """Handle the alarm of the step.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         loop = self._loop
         assert loop is not None
@@ -217,7 +217,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         """Examine the result of the last step.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         assert self._loop is not None
         try:
@@ -226,11 +226,11 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             self._log()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave the module as it was; callbacks that save are so behind their own `on_exception`."""
+        """Restore the module. Callbacks that save are restored after their own `on_exception`."""
         self._watch_no_more()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Leave the module and other callbacks as they were; say it where a checkpoint was not written."""
+        """Restore the module and other callbacks. Warn if a checkpoint was not written."""
         self._watch_no_more()
         if self._put_off:
             warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
@@ -238,18 +238,19 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             self._let_save(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """The guard's, for Lightning's checkpoints; empty: there was no training.
+        """Return the guard's state for Lightning's checkpoints; empty before a training.
 
-        Within an accumulation it is that of the step before: Lightning goes on without the batches since.
+        Within an accumulation it is the state of the previous step, because Lightning resumes without the
+        later batches.
         """
         return {} if self.guard is None else self.guard.state_dict(closed=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, as training starts."""
+        """Continue from a `state_dict` when training starts."""
         self._restored = state_dict or None
 
     def _make_again(self, count: int) -> None:
-        """As `automatic_optimization` makes a step."""
+        """Run a replayed step, as `automatic_optimization` runs a step."""
         assert self.guard is not None
         guard, trainer, module = self.guard, self._trainer, self._module
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
@@ -286,7 +287,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def _loss_of(self, model: nn.Module, given: Any) -> Tensor:  # noqa: ARG002
         with self._not_logged(), self._trainer.precision_plugin.train_step_context():
             loss = _loss_in(self._module.training_step(*self._arguments(given)))
-        if loss is None:  # it has no part in the gradients
+        if loss is None:  # without effect on the gradients
             return torch.zeros((), device=self._module.device, requires_grad=True)
         return loss / int(self._trainer.accumulate_grad_batches)
 
@@ -294,14 +295,14 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         return step_arguments(self._module.training_step, _own(given["batch"]), given["batch_idx"])
 
     def _watched_logit(self) -> Callable[[], Tensor] | None:
-        """Watch `training_step`, which Lightning calls, and not the module."""
+        """Observe `training_step`, because Lightning calls it instead of the module."""
         self._watch_no_more()
         if not self._logits:
             return None
         module, original = self._module, self._module.training_step
         call = _TrainingStep(module, original)
 
-        @wraps(original)  # Lightning looks at its parameters
+        @wraps(original)  # Lightning inspects its parameters
         def training_step(*args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
@@ -310,7 +311,10 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         return self._watch.take
 
     def _watch_saving(self) -> None:
-        """Nothing is saved among alarms: weights may be broken, and a rewind would not undo a checkpoint."""
+        """Defer checkpoints while an alarm is unresolved.
+
+        Weights may be bad, and a rewind would not undo a checkpoint.
+        """
         for callback in list(self._saving):
             self._let_save(callback)
         for callback in self._trainer.checkpoint_callbacks:
@@ -326,7 +330,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         def waiting(*args: Any, **kwargs: Any) -> None:
             assert self._loop is not None
             if self._loop.among_alarms:
-                # Lightning asks for the last one only where another was written.
+                # Lightning saves the last one only if another was written.
                 names = _SAVES if callback.save_last else (name,)
                 self._put_off.setdefault(callback, set()).update(names)
             else:
@@ -356,16 +360,16 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         return and_what_was_put_off
 
     def _save_put_off(self, callback: Any, names: set[str]) -> None:
-        """Behind all callbacks of a batch, whose own states are in the checkpoint."""
+        """Write a deferred checkpoint after all callbacks of a batch, because it contains their states."""
         trainer, before = self._trainer, callback._last_global_step_saved
         if before == trainer.global_step:
             return
-        # What is chosen by a metric waits for the next one: this one is of weights among alarms.
+        # A choice by metric waits for the next metric: this one was measured during alarms.
         chosen = callback.monitor is not None
         for name in _SAVES:
             if name in names and not (chosen and name == _SAVES[0]):
                 getattr(callback, name)(trainer, callback._monitor_candidates(trainer))
-        if chosen:  # which may be found at this very step
+        if chosen:  # the next metric may be computed in this step
             callback._last_global_step_saved = before
 
     def _let_save(self, callback: Any) -> None:
@@ -384,20 +388,20 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             self._module.training_step = self._own_step
 
     def _is_last(self) -> bool:
-        """Whether the batch at hand is the last of its epoch."""
+        """Return True if the current batch is the last one of its epoch."""
         assert self._loop is not None
         trainer = self._trainer
         return not self._loop.again and bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
     def _hold(self, interval: str) -> None:
-        """Keep Lightning from advancing schedulers of an interval behind this step."""
+        """Prevent Lightning from advancing schedulers of an interval after this step."""
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == interval and not config.reduce_on_plateau:
                 self._held.append((config, interval))
                 config.interval = _HELD
 
     def _let_step(self) -> None:
-        """Schedulers by steps advance again."""
+        """Let schedulers by steps advance."""
         for config, interval in self._held:
             if interval == "step":
                 config.interval = interval
@@ -409,14 +413,14 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._held = []
 
     def _release_scaler(self) -> None:
-        """What a scaler counted of a step that was left out is taken back."""
+        """Restore the scaler's state from before a skipped step."""
         if self._scaler_state is not None:
             self._trainer.precision_plugin.scaler.load_state_dict(self._scaler_state)
             self._scaler_state = None
 
     @contextmanager
     def _not_logged(self) -> Iterator[None]:
-        """Inside, the module logs nothing: it has logged these batches."""
+        """Disable the module's logging in the block, because it has logged these batches."""
         module = self._module
         module.log = module.log_dict = lambda *_, **__: None
         try:
@@ -425,7 +429,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             del module.log, module.log_dict
 
     def _log(self) -> None:
-        """New alarms, to the loggers of the trainer."""
+        """Send new alarms to the loggers of the trainer."""
         assert self.guard is not None
         trainer = self._trainer
         for number, alarm in enumerate(self.guard.alarms[self._logged :], start=self._logged + 1):
@@ -441,7 +445,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _TrainingStep(nn.Module):
-    """A function of a module as a module, whose calls can be watched."""
+    """Wrapper of a module's function as a module, whose calls can be observed."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -452,7 +456,7 @@ class _TrainingStep(nn.Module):
 
 
 class _Schedulers:
-    """Several schedulers as one state."""
+    """Several schedulers with one common state."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self._schedulers = schedulers
@@ -466,12 +470,12 @@ class _Schedulers:
 
 
 def _own(batch: Any) -> Any:
-    """The same parts in a container of its own: `training_step` may take some out of what it is given."""
+    """Return a batch in a new container with the same parts: `training_step` may remove some of them."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch
 
 
 def _loss_in(output: Any) -> Tensor | None:
-    """Of what `training_step` returned; None: the batch is passed over."""
+    """Return the loss in the output of `training_step`; None: the batch is skipped."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     fits = loss is None or isinstance(loss, Tensor)
     require(fits, "training_step", type(loss).__name__, "a loss, also when it is made again, or None")

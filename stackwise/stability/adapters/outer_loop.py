@@ -1,7 +1,7 @@
-"""OuterLoop: the steps of a loop of others, which draws batches and updates by itself, under a guard.
+"""OuterLoop: runs the steps of a third-party loop, which draws batches and updates itself, under a guard.
 
-Each batch is drawn once. Steps that are to be made again are made where the last one is closed, so that the
-loop counts what it has drawn and knows of nothing.
+The loop draws each batch once. Replays run when the last step is closed, so the loop's counters include only
+the batches that it has drawn, and the loop does not notice the replays.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ __all__ = ["OuterLoop"]
 
 
 class OuterLoop:
-    """Between the hooks of a loop and its guard.
+    """Connection between the hooks of a loop and its guard.
 
     Args:
-        guard: of the loop.
-        make_again: makes a step of as many batches as it is told, of `guard.give_again()`: all up to and with
-            the scheduler, and forgets the gradients. It comes by `add_loss` and `judge` as other steps do.
-        logit: gives the largest attention logit since it was last asked; None: nobody watches.
+        guard: guard of the loop.
+        make_again: function that runs a step of the requested number of batches from `guard.give_again()`, up
+            to the scheduler, and zeroes the gradients. It calls `add_loss` and `judge` like other steps.
+        logit: function that returns the largest attention logit since its last call; None: logits are not
+            observed.
 
     Attributes:
-        guard: of the loop.
-        again: whether a step is being made again.
-        n_given: batches of the step at hand.
-        decision: of the step at hand; None: it is not judged yet.
-        makes_update: whether the optimizer is to be called at all.
+        guard: guard of the loop.
+        again: True during a replay.
+        n_given: number of batches of the current step.
+        decision: decision about the current step; None: not judged yet.
+        makes_update: True if the optimizer must be called.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class OuterLoop:
         self._loss: Tensor | None = None
 
     def give(self, batch: Any, identity: Hashable) -> None:
-        """A batch that the loop has drawn, before its forward pass; one that is made again is known."""
+        """Register a batch that the loop has drawn, before its forward pass. A replayed batch is known."""
         if not self.again:
             self.guard.give(batch, identity)
             if self.n_given == 0:
@@ -52,22 +53,22 @@ class OuterLoop:
         self.n_given += 1
 
     def add_loss(self, loss: Tensor) -> None:
-        """The part that a batch has in the loss of the step: one element."""
+        """Add the part of a batch, one element, to the loss of the step."""
         loss = loss.detach()
         self._loss = loss if self._loss is None else self._loss + loss
 
     @property
     def has_loss(self) -> bool:
-        """Whether a batch of the step at hand had a loss."""
+        """True if a batch of the current step had a loss."""
         return self._loss is not None
 
     @property
     def among_alarms(self) -> bool:
-        """Whether no update was made since the last alarm that was answered: weights may be broken."""
+        """True if no update followed the last handled alarm: weights may be bad."""
         return self.guard.in_row > 0
 
     def judge(self, scale: Tensor | None = None) -> None:
-        """Behind the last backward pass of a step, before clipping; see `Guard.judge_step`."""
+        """Judge a step after its last backward pass and before clipping; see `Guard.judge_step`."""
         assert self._loss is not None, "add_loss() first"
         loss, self._loss = self._loss, None
         logit = None if self._logit is None else self._logit()
@@ -75,32 +76,32 @@ class OuterLoop:
         self.makes_update = self.guard.makes_update(self.decision)
 
     def close(self, *, settle: bool = False) -> None:
-        """Behind a step and its gradients: answer alarms, and make again what is to be made again.
+        """Handle alarms and run all replays. Call it after a step, when its gradients are zeroed.
 
         Args:
-            settle: wait for all alarms of the steps so far.
+            settle: wait for all alarms of the steps up to now.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         self._close()
         self._make_all_again(settle)
 
     def pass_over(self) -> None:
-        """In place of `close`: no batch of the step had a loss. It counts, and a rewind makes it again."""
+        """Count a step in which no batch had a loss, instead of `close`. A rewind replays it."""
         self._forget_hand()
         self.guard._feed.take_hand()
 
     def drop(self) -> None:
-        """What was given since the last step is made no step of."""
+        """Drop the batches since the last step."""
         self._forget_hand()
         self.guard._feed.drop_hand()
 
     def settle(self) -> None:
-        """Wait for all alarms of the steps so far, and make again what is to be made again.
+        """Wait for all alarms of the steps up to now, and run all replays.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         self._make_all_again(settle=True)
 
@@ -115,7 +116,7 @@ class OuterLoop:
         self.makes_update, self.n_given = True, 0
 
     def _forget_logits(self) -> None:
-        """Those that were seen before a step are none of its own, as when another one is computed again."""
+        """Discard logits from before the step, for example from a recomputation."""
         if self._logit is not None:
             self._logit()
 

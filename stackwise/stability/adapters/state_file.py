@@ -1,4 +1,4 @@
-"""State file: what a guard goes on from, beside the checkpoint of another library; safetensors, no pickle."""
+"""State file: the guard's state next to a checkpoint of another library, as safetensors without pickle."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FORMAT = "1"
 
 
 def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
-    """Write the state of one process as a file in `folder`, which is there whole or not at all.
+    """Write the state of one process as a file in `folder`, completely or not at all.
 
     Raises:
-        ValueError: something in the state cannot be told without pickles.
-        OSError: the disk does not take it.
+        ValueError: a value in the state needs pickle.
+        OSError: the disk refuses it.
     """
     tensors: dict[str, Tensor] = {}
     plain = tree.encode(dict(state), ("guard",), tensors)
@@ -39,10 +39,10 @@ def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
 
 
 def read_state(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What `write_state` wrote; None: there is no such file.
+    """Return the state that `write_state` wrote; None if there is no such file.
 
     Raises:
-        ValueError: it is damaged; the message names it.
+        ValueError: a damaged file; the message names it.
     """
     place = _place(folder, rank)
     if not place.exists():
@@ -57,7 +57,7 @@ def read_state(folder: Path, rank: int) -> dict[str, Any] | None:
             )
             require(isinstance(state, dict), "state", type(state).__name__, "a mapping")
             return state
-    # A shape that does not fit is a RuntimeError, and so is JSON that is nested too deeply.
+    # RuntimeError: a wrong shape, or JSON that is nested too deeply.
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: no state of a guard, or a damaged one: {error!r}") from error
 

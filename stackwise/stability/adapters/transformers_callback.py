@@ -1,4 +1,4 @@
-"""GuardCallback of transformers: a `Trainer` under the guard, as a loop of one's own is."""
+"""GuardCallback for transformers: runs a `Trainer` under the guard."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ _LOG = logging.getLogger(__name__)
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Each step of a `transformers.Trainer` is judged before its gradients are clipped.
+    """Callback that judges each step of a `transformers.Trainer` before its gradients are clipped.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[GuardCallback(GuardPolicy())])
         trainer.train()
 
-    A step that is left out leaves weights, optimizer and scheduler as they were; `state.global_step` counts
-    it, as it counts batches. A rewind makes steps again within the `on_step_end` of the last one: other
-    callbacks are not called for them, nor are they counted. `max_grad_norm` of the arguments clips, as
-    without a guard. Among alarms nothing is saved: a checkpoint is put off until they are over.
+    A skipped step does not change weights, optimizer and scheduler. `state.global_step` includes it, because
+    it counts batches. A rewind replays steps inside the `on_step_end` of the last one. Other callbacks are
+    not called for replayed steps, and these are not counted. `max_grad_norm` of the arguments clips, as
+    without a guard. While an alarm is unresolved, no checkpoint is saved: a due checkpoint is deferred.
 
     Args:
-        policy: what counts as broken, and what is done. Without `clip`: the Trainer clips.
-        locate: compute a broken step again by `compute_loss`, to name its module and to know whether it
-            breaks again; else parameters are named by their norms.
-        others: objects whose state goes back with a rewind, by name.
+        policy: limits and responses, without `clip`: the Trainer clips.
+        locate: recompute a bad step with `compute_loss`, to name its module and to find out if it is bad in
+            the recomputation too. False: parameters are named by their norms.
+        others: objects whose state a rewind restores, by name.
         bundles: folder for diagnostic bundles; None: none are written.
         lag: see `Guard`.
-        logits: watch the model by `AttentionLogit`; None: where the policy has a `logit_limit`.
+        logits: observe the model with `AttentionLogit`; None: if the policy has a `logit_limit`.
 
     Attributes:
-        guard: of the training that runs, or of the last one; None: there was none.
+        guard: guard of the current training, or of the last one; None: no training yet.
 
     Raises:
         ValueError: a policy that clips.
@@ -83,19 +83,19 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._trainer: Any = None
         self._loop: OuterLoop | None = None
         self._optimizer: Any = None
-        self._own_step: Any = None  # where it is not that of its class
+        self._own_step: Any = None  # if it is not the method of the class
         self._resume: Any = None
-        self._trial: Any = None  # of a search for hyperparameters
-        self._put_off: set[str] = set()  # what is due as soon as the row of alarms is over
-        self._updates: int | None = None  # in an epoch
+        self._trial: Any = None  # of a hyperparameter search
+        self._put_off: set[str] = set()  # actions that are due when the alarm is resolved
+        self._updates: int | None = None  # updates per epoch
         self._logged = 0
         self.guard: Guard | None = None
 
     def attach(self, trainer: Any) -> Self:
-        """Watch a trainer: for one that was made without this callback.
+        """Attach to a trainer that was created without this callback.
 
         Raises:
-            ValueError: it watches another one already.
+            ValueError: the callback is attached to another trainer.
         """
         require(
             self._trainer is None or self._trainer is trainer,
@@ -114,15 +114,16 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """The trainer is made: watch it."""
+        """Attach to the trainer, which is complete now."""
         if self._trainer is None:
             self.attach(_caller(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Model, optimizer and scheduler are ready.
+        """Create the guard. Model, optimizer and scheduler are ready.
 
         Raises:
-            ValueError: it was added to a trainer without `attach`, or an engine keeps gradients to itself.
+            ValueError: the callback was added to a trainer without `attach`, or the engine does not expose
+                the gradients.
         """
         trainer = self._trainer
         allowed = (
@@ -158,14 +159,14 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._restore(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Answer the alarms of the steps so far.
+        """Handle the alarms of the steps up to now.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         assert self._loop is not None
         try:
-            # What is saved or evaluated must not wait for an answer.
+            # No alarm may be outstanding when a state is saved or evaluated.
             self._loop.close(
                 settle=control.should_save or control.should_evaluate or control.should_training_stop
             )
@@ -173,10 +174,10 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._log()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Answer every alarm.
+        """Handle every alarm.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: training cannot continue.
         """
         assert self._loop is not None
         try:
@@ -185,12 +186,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._log()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A schedule may follow what was measured: a rewind does not go back behind it."""
+        """Renew the snapshot: a schedule may depend on the evaluation, which a rewind must not undo."""
         if self.guard is not None and self._trainer.is_in_train:
             self.guard.renew_snapshot()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Put the guard's state into the checkpoint that was written; it can be without, with a warning."""
+        """Write the guard's state into the new checkpoint. Warn if this fails."""
         if self.guard is not None and not args.save_only_model:
             folder = Path(self._trainer._get_output_dir(self._trial)) / f"checkpoint-{state.global_step}"
             guarded = self.guard.state_dict()
@@ -200,12 +201,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 warnings.warn(f"{folder}: no state of the guard: {error}", RuntimeWarning, stacklevel=2)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Say it where the last checkpoint was not written."""
+        """Warn if the last checkpoint was not written."""
         if self._put_off:
             told = "no checkpoint, as training ended among alarms; the one before is the newest"
             warnings.warn(f"step {state.global_step}: {told}", RuntimeWarning, stacklevel=2)
 
-    # What is called in place of the trainer's own.
+    # Replacements of the trainer's methods.
 
     def _watched_train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._resume = resume_from_checkpoint
@@ -241,9 +242,10 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._log_save_evaluate(*args, **kwargs)
 
     def _put_off_saving(self, control: Any) -> None:
-        """Nothing is saved among alarms: weights may be broken, and a rewind would not undo a checkpoint.
+        """Defer checkpoints while an alarm is unresolved.
 
-        Here and not in `on_step_end`: callbacks behind this one may ask for a checkpoint, too.
+        Weights may be bad, and a rewind would not undo a checkpoint. This is not done in `on_step_end`,
+        because later callbacks may request a checkpoint too.
         """
         assert self._loop is not None
         if not (control.should_save or control.should_evaluate or self._put_off):
@@ -258,7 +260,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 setattr(control, name, True)
             self._put_off = set()
         elif control.should_save or (control.should_evaluate and args.save_strategy == "best"):
-            # What an evaluation finds best has to be in a checkpoint.
+            # The best evaluation needs a checkpoint.
             finds_best = args.metric_for_best_model is not None
             for name in ("should_save", "should_evaluate") if finds_best else ("should_save",):
                 if getattr(control, name):
@@ -270,9 +272,9 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         assert loop is not None
         original = optimizer.step
 
-        @wraps(original)  # a scheduler looks for its mark on it
+        @wraps(original)  # a scheduler checks for its mark on the function
         def step(*args: Any, **kwargs: Any) -> Any:
-            # As after an overflow: the trainer then leaves its scheduler alone.
+            # As after an overflow: the trainer then does not advance its scheduler.
             optimizer._is_overflow = not loop.makes_update
             if loop.makes_update:
                 return original(*args, **kwargs)
@@ -283,7 +285,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         optimizer.step = step
 
     def _make_again(self, count: int) -> None:
-        """As `_run_epoch` makes a step."""
+        """Run a replayed step, as `_run_epoch` runs a step."""
         assert self.guard is not None
         trainer, model = self._trainer, self._trainer.model_wrapped
         accelerator = trainer.accelerator
@@ -308,7 +310,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         model.zero_grad()
 
     def _loss_of(self, model: nn.Module, given: Any) -> Tensor:
-        """The part of a micro-batch in the loss of its step, as `training_step` has it."""
+        """Return the part of a micro-batch in the loss of its step, as in `training_step`."""
         trainer, n_items = self._trainer, given["num_items_in_batch"]
         inputs = trainer._prepare_inputs(given["inputs"])
         with trainer.compute_loss_context_manager():
@@ -320,13 +322,13 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return loss if is_part else loss / given["n_batches"]
 
     def _identity(self, number: int) -> tuple[int, int]:
-        """(epoch, place in it) of a micro-batch, from the number of updates alone."""
+        """Return (epoch, index in the epoch) of a micro-batch, from the number of updates only."""
         step, per_update = self._trainer.state.global_step, self._trainer.args.gradient_accumulation_steps
         epoch, update = (0, step) if self._updates is None else divmod(step, self._updates)
         return epoch, update * per_update + number
 
     def _restore(self, args: Any) -> None:
-        """The guard's state from the checkpoint that training goes on from."""
+        """Load the guard's state from the checkpoint from which training resumes."""
         assert self.guard is not None
         if not self._resume:
             return
@@ -334,7 +336,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         folder = latest(args.output_dir) if self._resume is True else self._resume
         state = read_state(Path(folder), args.process_index)
         if state is None and (of_first := read_state(Path(folder), 0)) is not None:
-            # Saved by fewer processes: all have to go on from one history, or they would not decide as one.
+            # Saved by fewer processes. All need the same history, because they decide as one.
             state = Guard.common_state(of_first)
         if state is None:
             warnings.warn(
@@ -345,7 +347,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._logged = len(self.guard.alarms)
 
     def _log(self) -> None:
-        """New alarms, into the log history."""
+        """Add new alarms to the log history."""
         assert self.guard is not None
         trainer = self._trainer
         should_log = trainer.control.should_log
@@ -353,11 +355,11 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             _LOG.warning("%s", alarm)
             trainer.log(_logs(alarm, number, self.guard.skipped))
         self._logged = len(self.guard.alarms)
-        # What is due to be logged is not yet.
+        # The regular log of this step is still due.
         trainer.control.should_log = should_log
 
     def _release(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer."""
         if self._optimizer is not None:
             vars(self._optimizer).pop("step", None)
             if self._own_step is not None:
@@ -369,7 +371,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class _Schedule:
-    """The state of a scheduler that the trainer advances, also of one that follows what is measured."""
+    """State of a scheduler that the trainer advances, also of one that needs a metric."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -383,7 +385,7 @@ class _Schedule:
 
 
 def _caller(callback: GuardCallback) -> Any:
-    """The trainer that calls `on_init_end`: callbacks are not told whose they are."""
+    """Return the trainer that calls `on_init_end`: it does not pass itself to its callbacks."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -394,7 +396,7 @@ def _caller(callback: GuardCallback) -> Any:
 
 
 def _updates_per_epoch(loader: Any, per_update: int) -> int | None:
-    """None: the loader does not say how many batches it has."""
+    """Return the number of updates in an epoch; None if the loader has no length."""
     try:
         return max(1, math.ceil(len(loader) / per_update))
     except TypeError:

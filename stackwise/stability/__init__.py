@@ -1,4 +1,4 @@
-"""Does it stay alive? Faults, telemetry and alarms, for any model and any loop."""
+"""Stability: faults, telemetry and alarms, for any model and any training loop."""
 
 from stackwise.stability.faults import Fault, GradientExplosion, Injection, NanInjection, broken
 from stackwise.stability.gradient_controller import GradientController, GradientWarning

@@ -1,4 +1,4 @@
-"""BrokenSteps: the batches and losses of a model that is trained here, broken at the steps of faults."""
+"""BrokenSteps: batches and losses of a model that is trained under a guard with injected faults."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["BrokenSteps"]
 
 
 class BrokenSteps:
-    """What a training under a guard is given, which may ask for the loss of a batch more than once.
+    """Batches and losses of a training under a guard, which may compute the loss of a batch more than once.
 
     Args:
-        spec: of the model.
-        faults: what is broken, when.
-        batch_size: rows.
-        seq_len: positions.
-        device: of the batches.
-        seed: of batches and dropout.
+        spec: description of the model.
+        faults: faults to inject.
+        batch_size: number of rows.
+        seq_len: number of positions.
+        device: device of the batches.
+        seed: seed of batches and dropout.
 
     Raises:
         ValueError: a fault without a target.
@@ -45,28 +45,28 @@ class BrokenSteps:
         self._spec, self._device, self._seed = spec, device, seed
         self._shape = batch_size, seq_len
         self.faults = self._resolved(faults)
-        self._given: dict[int, tuple[int, Tensor]] = {}  # by identity: a batch is given and computed again
+        self._given: dict[int, tuple[int, Tensor]] = {}  # step and batch, by identity of the batch
         self._begun: set[int] = set()
         self._acted: set[tuple[int, Fault]] = set()
 
     @property
     def fired(self) -> list[int]:
-        """The steps at which a fault did act."""
+        """Steps at which a fault acted."""
         return sorted({step for step, _ in self._acted})
 
     def batches(self, steps: int) -> Iterator[Tensor]:
-        """One a step, each another."""
+        """Yield one batch for each step, all of them different."""
         for step in range(steps):
             inputs = self._batch(self._seed + 1 + step)
             self._given[id(inputs)] = step, inputs
             yield inputs
 
     def step_of(self, inputs: Tensor) -> int:
-        """The number of the step whose batch it is."""
+        """Return the number of the step of a batch."""
         return self._given[id(inputs)][0]
 
     def begin(self, step: int) -> list[Fault]:
-        """The faults that break weights and gradients at this attempt: none where the step is made again."""
+        """Return the active faults of weights and gradients for this execution; none if it is a replay."""
         again = step in self._begun
         self._begun.add(step)
         return [] if again else self._active(step)
@@ -74,12 +74,12 @@ class BrokenSteps:
     def before_step(
         self, step: int, active: Sequence[Fault], model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Break what is there before the forward pass."""
+        """Apply faults before the forward pass."""
         for fault in active:
             fault.before_step(model, optimizer, self._noting(step, fault))
 
     def loss_of(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The loss of a batch, broken whenever it is asked for, but where others are held against it."""
+        """Return the loss of a batch. Its faults act each time, unless it is a healthy reference."""
         step = self.step_of(inputs)
         active = [] if is_reference() else self._active(step)
         inputs = inputs.clone()
@@ -94,7 +94,7 @@ class BrokenSteps:
         return loss
 
     def after_backward(self, step: int, active: Sequence[Fault], model: nn.Module) -> None:
-        """Break the gradients.
+        """Apply faults to the gradients.
 
         Raises:
             TargetNotReachedError: a fault has not acted in this step.
@@ -117,14 +117,14 @@ class BrokenSteps:
         return self._spec.batch(*self._shape, device=self._device, seed=seed)
 
     def _resolved(self, faults: Sequence[Fault]) -> tuple[Fault, ...]:
-        """The faults with their targets spelled out, as a step of a throwaway model shows them."""
+        """Return the faults with explicit targets, found with one step of a temporary model."""
         if not faults:
             return ()
         spec, device, seed = self._spec, self._device, self._seed
         twin = spec.create(device, seed).train()
         inputs = self._batch(seed)
         optimizer = None
-        if any(fault.damages for fault in faults):  # what it keeps is seen after an update
+        if any(fault.damages for fault in faults):  # its state exists after an update only
             optimizer = spec.optimizer([p for p in twin.parameters() if p.requires_grad])
         with torch.enable_grad(), seeded(seed, device):
             anatomy = Anatomy.of(

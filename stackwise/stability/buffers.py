@@ -1,4 +1,4 @@
-"""Buffers: what forward passes write of a model, as it was, to be put back where the step is left out."""
+"""Buffers: copies of the tensors that forward passes write, to restore them if a step is skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BrokenBuffers", "Buffers", "elements"]
 
 
 class BrokenBuffers(NamedTuple):
-    """Buffers that are not finite any more. Shapes: B buffers.
+    """Buffers that became non-finite. Shapes: B buffers.
 
     Attributes:
         buffers: names of all buffers that were examined.
@@ -27,23 +27,24 @@ class BrokenBuffers(NamedTuple):
     flags_B: Tensor
 
     def names(self) -> list[str]:
-        """Return the names of the broken buffers. The host waits."""
+        """Return the names of the non-finite buffers. The host waits."""
         return [name for name, flag in zip(self.buffers, self.flags_B.tolist(), strict=True) if flag]
 
 
 class Buffers:
-    """Copies of what a forward pass may change beside the weights that are trained.
+    """Copies of the tensors that a forward pass may change, apart from the trained weights.
 
-    Of buffers, such as running statistics and counts, all are copied each time. Their version counters do not
-    tell which have changed: batch normalization writes its statistics without raising them.
+    All buffers, such as running statistics and counters, are copied each time. Their version counters do not
+    show which of them have changed, because batch normalization writes its statistics without increasing
+    them.
 
-    Of weights without a gradient, such as a running average of others, the counters do tell, but not by whom
-    they were written: a target network is its loop's affair. So a weight is copied each time from the first
-    look on whose own forward passes wrote it; the others stay as they are, and cost nothing. What is written
-    through `.data` is not seen, nor what is in shards.
+    For weights without a gradient, such as a running average of other weights, the version counters show a
+    write, but not its author. For example, a target network is written by the loop, which is responsible for
+    it. So a weight is copied only after a recomputation in which its own forward passes wrote it. All other
+    weights are never copied. Writes through `.data` and in shards are not detected.
 
     Args:
-        model: whose buffers and weights.
+        model: model with the buffers and weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,13 +52,13 @@ class Buffers:
         self._weights = [
             (name, p)
             for name, p in model.named_parameters()
-            # Of no module that is lazy still, and of no tensor around others.
+            # Neither lazy nor a wrapper of other tensors.
             if not (is_lazy(p) or p.is_inference() or hasattr(p, "__tensor_flatten__"))
         ]
-        self._versions: list[int] = []  # of the weights, when they were kept
-        self._candidates: dict[str, nn.Parameter] = {}  # written between two looks, by whom is not known
-        self._looked_at: dict[str, nn.Parameter] = {}  # candidates of the look at hand
-        self._written: dict[str, nn.Parameter] = {}  # by forward passes
+        self._versions: list[int] = []  # of the weights, at the last `keep`
+        self._candidates: dict[str, nn.Parameter] = {}  # written between two recomputations, by unknown code
+        self._looked_at: dict[str, nn.Parameter] = {}  # candidates in the current recomputation
+        self._written: dict[str, nn.Parameter] = {}  # weights that forward passes write
         self._kept: dict[str, Tensor] = {}
         # Buffers that are not finite in a healthy model, by the names and shapes that were examined.
         self._usual: tuple[list[tuple[str, torch.Size]], Tensor] | None = None
@@ -66,8 +67,8 @@ class Buffers:
     def broken(self) -> BrokenBuffers | None:
         """Return the buffers that got a NaN or +inf. The host does not wait.
 
-        Ignored are -inf, of which masks are made, buffers that had a NaN or +inf when they were first
-        examined, and buffers whose shape changed since the last `keep`. None: no buffer can be examined.
+        Ignored are -inf, which masks contain, buffers that had a NaN or +inf when they were first examined,
+        and buffers whose shape changed since the last `keep`. None: no buffer can be examined.
         """
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors(self._written):
@@ -87,7 +88,7 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Remember them as they are."""
+        """Copy the current values."""
         kept = {}
         for name, tensor in self._tensors(self._written | self._looked_at):
             place = self._kept.get(name)
@@ -99,12 +100,12 @@ class Buffers:
         self._versions = [p._version for _, p in self._weights]
 
     def note_written(self) -> None:
-        """Behind a step: weights without a gradient that it wrote are looked at by the next look."""
+        """Note the weights without a gradient that a step wrote, as candidates for the next recomputation."""
         self._candidates.update(self._changed())
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Keep them for forward passes by which alone they are written, and put them back behind these."""
+        """Copy the tensors, and restore them after the block. Only its forward passes may write them."""
         self._looked_at, self._candidates = self._candidates, {}
         self.keep()
         try:
@@ -115,21 +116,21 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, broken: Tensor | None = None) -> None:
-        """Put them back.
+        """Restore the copied values.
 
         Args:
-            broken: a boolean scalar on the device: only where it is true. None: in any case.
+            broken: boolean scalar on the device: restore only if it is true. None: always restore.
         """
         if self._looked_at:
             self._written |= {name: p for name, p in self._changed() if name in self._looked_at}
         for name, tensor in self._tensors(self._written):
             copy = self._kept.get(name)
-            # One of another shape is no statistic, but something computed for a longer input.
+            # A tensor of another shape is no statistic: it was computed for a longer input.
             if copy is not None and tensor.shape == copy.shape:
                 tensor.copy_(copy if broken is None else torch.where(broken, copy, tensor))
 
     def _changed(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Weights without a gradient that were written since they were kept."""
+        """Yield the weights without a gradient that were written since the last `keep`."""
         for (name, p), version in zip(self._weights, self._versions, strict=True):
             if p._version != version and not p.requires_grad:
                 yield name, p
@@ -144,7 +145,7 @@ class Buffers:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """A view that has each element in memory once: an expanded tensor cannot be written as a whole."""
+    """Return a view with each element in memory once, because torch cannot write to an expanded tensor."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
         for dimension, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dimension] > 1:

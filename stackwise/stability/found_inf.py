@@ -1,4 +1,4 @@
-"""found_inf: optimizers that leave a step out by themselves, on the device, where it is 1."""
+"""found_inf: optimizers that skip a step on the device if their attribute `found_inf` is 1."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["check_leaves_out", "reads_found_inf", "start_momentum"]
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it leaves a step out where its `found_inf` is 1, and divides gradients by its `grad_scale`."""
+    """Return True if it skips a step if its `found_inf` is 1, and divides gradients by its `grad_scale`."""
     if isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):  # AdamW is an Adam
         return all(group.get("fused") for group in optimizer.param_groups)
     return hasattr(optimizer, "found_inf")
 
 
 def check_leaves_out(optimizer: torch.optim.Optimizer, otherwise: str = "") -> None:
-    """Refuse an optimizer that would make the update before the host knows better.
+    """Refuse an optimizer that would update before the host knows the decision.
 
     Args:
-        optimizer: any of torch.
-        otherwise: what else is allowed, for the message.
+        optimizer: any optimizer of torch.
+        otherwise: further allowed cases, for the message.
 
     Raises:
-        ValueError: one that does not read `found_inf`; SGD with dampening, which the first gradient has not:
-            where `start_momentum` has put zeros, torch takes it for a later one.
+        ValueError: an optimizer that does not read `found_inf`; SGD with dampening. SGD does not dampen the
+            first gradient, but after the zeros of `start_momentum`, torch would treat it as a later one.
     """
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
         allowed = f"Adam, AdamW or SGD of torch with fused=True, one that has `found_inf`{otherwise}"
@@ -40,7 +40,10 @@ def check_leaves_out(optimizer: torch.optim.Optimizer, otherwise: str = "") -> N
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros where there is no momentum yet: that of a first step left out would be whatever memory held."""
+    """Create missing momentum buffers of SGD with zeros.
+
+    If a first step is skipped, torch would leave them uninitialized.
+    """
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:

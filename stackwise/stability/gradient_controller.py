@@ -1,4 +1,4 @@
-"""GradientController: clipping that says when it acts too often, as a view of the records of a monitor."""
+"""GradientController: clips gradients, and warns from the records of a monitor if this happens too often."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["GradientController", "GradientWarning"]
 
 @dataclass(frozen=True)
 class GradientWarning:
-    """What somebody who watches a training should know.
+    """Warning about the gradients of a training.
 
     Attributes:
-        step: at which it was seen.
+        step: number of the step.
         kind: "frequent clipping", "explosion" or "non-finite".
-        value: the clipped steps of the window, or the gradient norm.
-        limit: of the value.
-        where: the parameter with the largest norm, or the first that is not finite; "" for clipping.
+        value: number of clipped steps in the window, or the gradient norm.
+        limit: largest value without a warning.
+        where: parameter with the largest norm, or the first non-finite one; "" for clipping.
     """
 
     step: int
@@ -35,7 +35,7 @@ class GradientWarning:
     where: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -58,24 +58,24 @@ class _Record(Protocol):
 
 class _Source(Protocol):
     def records(self) -> Any:
-        """Records that have arrived since the last call."""
+        """Return the records that have arrived since the last call."""
 
 
 class GradientController:
-    """Counts how often the gradient is above a norm among the last steps, and warns; it waits for no device.
+    """Counts the last steps with a gradient above a norm, and warns. It never waits for a device.
 
-    A warning of frequent clipping comes once in a window. Norms are of all gradients as one vector, before
-    they are clipped.
+    A warning of frequent clipping is issued once per window. Norms are of all gradients as one vector, before
+    clipping.
 
     Args:
-        source: whose records are read: a `GradientMonitor` or a `Guard`. They are taken from it.
-        max_norm: what gradients are clipped to, at most.
-        window: how many of the last steps are counted.
-        allowed: how many of them may be clipped.
-        explosion: a norm that is warned of each time.
+        source: `GradientMonitor` or `Guard` whose records are read. They are removed from it.
+        max_norm: norm to which gradients are clipped.
+        window: number of the last steps that are counted.
+        allowed: number of clipped steps in the window without a warning.
+        explosion: norm above which each step is warned of.
 
     Raises:
-        ValueError: a norm that is not positive, a window below 1, or more allowed than it has.
+        ValueError: a norm that is not positive, a window below 1, or `allowed` not below `window`.
     """
 
     def __init__(
@@ -95,25 +95,26 @@ class GradientController:
         self._source, self.max_norm = source, max_norm
         self._allowed, self._explosion = allowed, explosion
         self._clipped: deque[bool] = deque(maxlen=window)
-        self._silent = 0  # steps until clipping may be warned of again
+        self._silent = 0  # steps until the next warning of frequent clipping may be issued
         self.clips = 0  # since the start
 
     @property
     def clips_in_window(self) -> int:
-        """Clipped steps among the last ones."""
+        """Number of clipped steps in the window."""
         return sum(self._clipped)
 
     def clip(self, parameters: nn.Module, step: int | None = None) -> Tensor:
-        """Observe and clip the gradients on the device: with a `GradientMonitor`, between backward and step.
+        """Observe and clip the gradients on the device.
 
-        A `Guard` clips by itself, as its policy says.
+        Call it between the backward pass and the optimizer step. This is for a `GradientMonitor`. A `Guard`
+        clips by its policy.
 
         Args:
-            parameters: the model.
+            parameters: model.
             step: number of the record; None: one more than before.
 
         Returns:
-            the norm before clipping, a scalar on the device.
+            The norm before clipping, a scalar on the device.
 
         Raises:
             ValueError: the source is no `GradientMonitor`.
@@ -127,13 +128,13 @@ class GradientController:
         return total
 
     def read(self) -> list[GradientWarning]:
-        """Warnings from the records that have arrived since the last call."""
+        """Return warnings from the records that have arrived since the last call."""
         return [warning for record in self._source.records() for warning in self._seen(record)]
 
     def _seen(self, record: _Record) -> list[GradientWarning]:
         warnings: list[GradientWarning] = []
         norm, norms = record.total_norm, record.parameter_norms
-        clipped = not norm <= self.max_norm  # one that is no number as well
+        clipped = not norm <= self.max_norm  # NaN is included
         self._clipped.append(clipped)
         self.clips += clipped
         if not math.isfinite(norm):

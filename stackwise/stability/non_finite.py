@@ -1,4 +1,4 @@
-"""Non-finite tensors: finds NaN and infinities on the device, without a host synchronisation.
+"""Non-finite tensors: finds NaN and infinities on the device, without a host synchronization.
 
 Shapes: T tensors.
 """
@@ -17,9 +17,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def examinable(tensor: Tensor) -> Tensor | None:
-    """Return the elements that this process holds, as real numbers.
+    """Return the elements of this process as real numbers.
 
-    None: integers, float8, an empty or sparse tensor, or another subclass than a parameter or a DTensor.
+    None: integers, float8, an empty or sparse tensor, or a subclass other than a parameter or a DTensor.
     """
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     floating = tensor.is_floating_point() or tensor.is_complex()
@@ -31,11 +31,11 @@ def examinable(tensor: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def non_finite(tensors: Sequence[Tensor], *, masks: bool = False) -> Tensor:
-    """Return for each tensor if it has a NaN or an infinity: boolean (T,), on the first tensor's device.
+    """Return True for each tensor with a NaN or an infinity: boolean (T,), on the first tensor's device.
 
     Args:
-        tensors: at least one, as `examinable` returns them.
-        masks: allow -inf, of which additive masks are made.
+        tensors: at least one tensor, as `examinable` returns it.
+        masks: allow -inf, which additive masks contain.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -57,7 +57,10 @@ def _on_device(members: list[Tensor], masks: bool) -> Tensor:
 
 
 def _on_cpu(members: list[Tensor], masks: bool) -> Tensor:
-    """An L2 norm takes a third of the time of a maximum. Where it overflows, the elements decide."""
+    """Return the flags of tensors on the CPU.
+
+    An L2 norm takes a third of the time of a maximum. If it overflows, the elements decide.
+    """
     norms = torch.stack(torch._foreach_norm(members, 2))
     flags = ~norms.isfinite()
     for index in flags.nonzero().flatten().tolist():

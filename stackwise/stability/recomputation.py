@@ -1,4 +1,4 @@
-"""Whether what runs is a step computed again, to see if it breaks again."""
+"""Recomputation: marks the recomputation of a step, which tests if the step is bad a second time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNDER_WAY: ContextVar[Literal["", "broken", "sound"]] = ContextVar(
 
 @contextmanager
 def recomputation(of: Literal["broken", "sound"] = "broken") -> Iterator[None]:
-    """Inside, steps are computed again.
+    """Mark the block as a recomputation of steps.
 
     Args:
-        of: the broken one, or sound ones before it, which it is compared with.
+        of: "broken": the bad step. "sound": earlier healthy steps, with which it is compared.
     """
     token = _UNDER_WAY.set(of)
     try:
@@ -29,13 +29,14 @@ def recomputation(of: Literal["broken", "sound"] = "broken") -> Iterator[None]:
 
 
 def is_recomputation() -> bool:
-    """Whether this is inside of `recomputation`.
+    """Return True inside `recomputation`.
 
-    A fault of the machine, such as one in gradients, does not come again then; one of a batch does.
+    A fault of the machine, such as one in gradients, does not act in a recomputation. A fault of a batch
+    does.
     """
     return bool(_UNDER_WAY.get())
 
 
 def is_reference() -> bool:
-    """Whether this is inside of `recomputation("sound")`: no fault of any kind acts there."""
+    """Return True inside `recomputation("sound")`, where no fault acts."""
     return _UNDER_WAY.get() == "sound"

@@ -1,4 +1,4 @@
-"""Recovery: whether a broken training had its alarm at once, and comes back to its clean twin in time."""
+"""Recovery: compares a training under faults with its fault-free twin: alarms, skipped steps and losses."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from stackwise.support.arguments import check_number, check_sizes, require
 __all__ = ["Recovery", "check_recovery", "recovery_run"]
 
 _SHOWN = 4
-# Where a broken gradient was clipped, to up to three times its ordinary length, runs have been seen to end at
-# up to 0.8 and 0.5. Where one of a thousand times its length was not, at hundreds and more with SGD, and with
-# Adam, which keeps its square, at 0.5 to 1.3 of the late way.
+# Observed drift and late drift: up to 0.8 and 0.5 if the bad gradient was clipped, to at most three times its
+# usual length. If a gradient of a thousand times its length was not clipped: hundreds and more with SGD, and
+# a late drift of 0.5 to 1.3 with Adam, which stores the squared gradient.
 _LARGEST_DRIFT, _LARGEST_LATE_DRIFT = 1.0, 0.5
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """A run under faults beside its clean twin: the same seeds, the same batches, no fault.
+    """Run under faults and its clean twin: the same seeds and batches without a fault.
 
     Attributes:
-        run: the broken one.
-        twin: the clean one.
-        within: steps after the last broken one, after which the losses have to agree.
-        loss_tolerance: how far the loss of a step may be from the twin's loss of the same batch, in nats.
-        drift: of a run that tells of no alarms, and whose weights show a broken step: how far the ways of its
-            weights and the twin's are apart since the first broken step, in lengths of the twin's. None:
-            each broken update was left out or taken back, or alarms tell what was done.
-        late_drift: the same since `within` steps after the last broken one.
+        run: run under faults.
+        twin: run without faults.
+        within: number of steps after the last faulty one, after which the losses must agree.
+        loss_tolerance: largest difference to the twin's loss of the same batch, in nats.
+        drift: distance between the weight changes of run and twin since the first faulty step, relative to
+            the twin's change. It is measured if the run reports no alarms and a faulty step changed its
+            weights. None: each faulty update was skipped or undone, the run reports alarms, or it stopped
+            early.
+        late_drift: the same distance since `within` steps after the last faulty step.
     """
 
     run: StabilityRun
@@ -45,7 +46,7 @@ class Recovery:
 
     @cached_property
     def gaps(self) -> dict[int, float]:
-        """Of each step behind the last broken one: |loss - the twin's|; infinite where one is not finite."""
+        """Loss difference to the twin for each step after the last faulty one; infinite if not finite."""
         last = self._last
         ours, theirs = ({r.step: r.loss for r in run.records} for run in (self.run, self.twin))
         gaps = {}
@@ -56,7 +57,7 @@ class Recovery:
 
     @property
     def step(self) -> int | None:
-        """The first step from which on the losses agree; None: at the end they do not."""
+        """First step from which the losses agree until the end; None: they do not agree at the end."""
         back = None
         for step in sorted(self.gaps, reverse=True):
             if self.gaps[step] > self.loss_tolerance:
@@ -66,12 +67,12 @@ class Recovery:
 
     @property
     def after(self) -> int | None:
-        """How many steps behind the last broken one that is; None: never."""
+        """Number of steps from the last faulty one to `step`; None: never."""
         return None if self.step is None else self.step - self._last
 
     @property
     def problems(self) -> list[str]:
-        """Why the run has not recovered, a sentence each; []: it has."""
+        """Reasons why the run has not recovered, one sentence each; []: it has recovered."""
         found = []
         if self.twin.verdict != "stable":
             found.append(f"without a fault: {_of_twin(self.twin)}")
@@ -88,12 +89,12 @@ class Recovery:
 
     @property
     def ok(self) -> bool:
-        """Whether it has."""
+        """True if the run has recovered."""
         return not self.problems
 
     @property
     def verdict(self) -> str:
-        """In a word: "caught", or "recovered" of a run that tells of no alarms; else what is wrong."""
+        """Result in a word: "caught", "recovered" for a run that reports no alarms, or the problem."""
         if self.ok:
             return "caught" if self.run.watched else "recovered"
         wrong = self.run.verdict
@@ -101,7 +102,7 @@ class Recovery:
 
     @property
     def _last(self) -> int:
-        """The last broken step; -1: training ended before there was one."""
+        """Last faulty step; -1: training stopped before the first one."""
         return max(self.run.fired, default=-1)
 
     def _of_alarms(self) -> list[str]:
@@ -122,8 +123,8 @@ class Recovery:
         return found
 
     def _of_updates(self) -> list[str]:
-        """Sound steps that were left out, and broken ones that were not."""
-        if not self.run.finite:  # nothing is an update any more
+        """Return problems of healthy steps that were skipped, and of faulty ones that were not."""
+        if not self.run.finite:  # no step is an update any more
             return []
         found = []
         made, of_twin = ({r.step for r in run.records if not r.skipped} for run in (self.run, self.twin))
@@ -164,7 +165,7 @@ class Recovery:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             **self.run.to_dict(),
             "verdict": self.verdict,
@@ -198,24 +199,30 @@ class Recovery:
 def recovery_run(
     subject: ModelSpec | TrainerSpec, *, within: int, loss_tolerance: float, **arguments: Any
 ) -> Recovery:
-    """Train under faults, and once more without, and hold the two against each other.
+    """Train under faults, and once more without them, and compare both runs.
 
-    It has recovered where: each broken step had an alarm and its update was left out; there was no other
-    alarm; no sound step was left out that the twin made; weights are finite at the end; and from `within`
-    steps after the last broken one on, to the end, each step's loss is within `loss_tolerance` of the twin's.
-    A model is trained under a `Guard`. Of a training step that tells of no alarms (see `stability_run`) none
-    are asked: a broken update has to be left out, or taken back within as many steps, or to leave the weights
-    on the twin's way: no further off than if they had stood still since the first broken step, and from
-    `within` steps after the last one on at most half as far.
+    A model is trained under a `Guard`. The run has recovered if all of these are true:
+
+    - Each faulty step had an alarm, and its update was skipped or clipped.
+    - There was no other alarm.
+    - No healthy step was skipped that the twin took.
+    - Weights and buffers are finite at the end.
+    - From `within` steps after the last faulty one to the end, each loss is within `loss_tolerance` of the
+      twin's.
+
+    A training step that reports no alarms (see `stability_run`) needs none. Each of its faulty updates must
+    be skipped, or undone within `within` steps. Otherwise the weights must stay near the twin's: since the
+    first faulty step, the distance is at most the length of the twin's change, as if the weights had not
+    moved. From `within` steps after the last faulty one, it is at most half of that length.
 
     Args:
-        subject: the model, or the training step.
-        within: steps, at least 1.
-        loss_tolerance: in nats, above 0.
-        **arguments: of `stability_run`; `faults` are needed.
+        subject: model, or training step.
+        within: number of steps, at least 1.
+        loss_tolerance: difference in nats, above 0.
+        **arguments: arguments of `stability_run`; `faults` are required.
 
     Raises:
-        ValueError: no faults, no step left to look at, or what `stability_run` refuses.
+        ValueError: no faults, no step after them, or an argument that `stability_run` refuses.
     """
     check_recovery(within=within, loss_tolerance=loss_tolerance)
     faults = tuple(arguments.pop("faults", ()))
@@ -246,10 +253,10 @@ def recovery_run(
 
 
 def check_recovery(*, within: int, loss_tolerance: float) -> None:
-    """Refuse what `recovery_run` cannot take.
+    """Refuse invalid arguments of `recovery_run`.
 
     Raises:
-        ValueError: naming it, the value and what is allowed.
+        ValueError: an invalid argument; the message names it, its value and the allowed values.
     """
     check_sizes(**{"recovers: within": within})
     check_number("recovers: loss_tolerance", loss_tolerance, "a finite number > 0", lambda nats: nats > 0)

@@ -1,4 +1,4 @@
-"""StabilityRun: a short training run of any model or training step, with faults, and what became of it."""
+"""StabilityRun: a short training run of any model or training step with faults, and its result."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class StabilityRun:
     """Losses, alarms and verdict of a short training with injected faults.
 
     Attributes:
-        model: the spec's name.
+        model: name of the spec.
         seq_len: length of the sequences.
-        records: one per step as it was made, in order; those left out, and those made again, included.
-        alarms: in order.
-        faults: what was injected.
-        fired: the steps at which a fault did act.
-        finite: whether every parameter and buffer is finite at the end, buffers of -inf aside, since
-            masks are made of it.
-        steps: how many the run was to have.
-        watched: whether the run tells of alarms at all. A training step of one's own need not.
-        stopped: the error that ended it before its last step; "": none did.
-        stopped_at: the step at which it was; None: it was not.
+        records: one record per executed step, in order, including skipped and repeated steps.
+        alarms: alarms in order.
+        faults: injected faults.
+        fired: steps at which a fault acted.
+        finite: True if every parameter and buffer is finite at the end. In buffers, -inf is allowed, because
+            masks contain it.
+        steps: planned number of steps.
+        watched: True if the run reports alarms. A user-defined training step need not.
+        stopped: error that stopped the run early; "": no error.
+        stopped_at: step of this error; None: no error.
     """
 
     model: str
@@ -62,23 +62,23 @@ class StabilityRun:
 
     @property
     def alarm_steps(self) -> list[int]:
-        """The steps that raised an alarm."""
+        """Steps with an alarm."""
         return [alarm.step for alarm in self.alarms]
 
     @property
     def missed(self) -> list[int]:
-        """Broken steps that raised no alarm."""
+        """Faulty steps without an alarm."""
         return sorted(set(self.fired) - set(self.alarm_steps))
 
     @property
     def false_alarms(self) -> list[Alarm]:
-        """Alarms at steps that no fault broke, nor what a fault has left in weights or optimizer state."""
+        """Alarms at steps without a fault, except for steps in `damaged`."""
         damaged = self.damaged
         return [alarm for alarm in self.alarms if alarm.step not in self.fired and alarm.step not in damaged]
 
     @property
     def recovered(self) -> bool:
-        """Whether parameters, buffers and last loss are finite, and the last step was taken."""
+        """True if parameters, buffers and the last loss are finite, and the last step was not skipped."""
         if self.stopped or not self.records:
             return False
         last = self.records[-1]
@@ -86,10 +86,10 @@ class StabilityRun:
 
     @property
     def verdict(self) -> Verdict:
-        """The run in a word.
+        """Result in one word.
 
-        Good are "stable", without faults, and with them "caught", or "recovered" of a run that tells of no
-        alarms.
+        Good results are "stable" without faults, and with faults "caught", or "recovered" for a run that
+        reports no alarms.
         """
         if not self.fired:
             return "stable" if self.recovered and not self.alarms else "unstable"
@@ -103,7 +103,7 @@ class StabilityRun:
 
     @property
     def damaged(self) -> set[int]:
-        """The steps that a written weight kept broken: its own, and those in a row behind it left out."""
+        """Steps with a fault in weights or optimizer state, and the consecutive skipped steps after each."""
         starts = {step for fault in self.faults if fault.damages for step in fault.steps}
         damaged: set[int] = set()
         holds = False
@@ -114,7 +114,7 @@ class StabilityRun:
         return damaged
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "model": self.model,
             "seq_len": self.seq_len,
@@ -138,38 +138,38 @@ def stability_run(
     seed: int = 0,
     policy: GuardPolicy | None = None,
 ) -> StabilityRun:
-    """Train a new model for a few steps with injected faults, and report what the guard detects.
+    """Train a new model for a few steps with injected faults, and report losses and alarms.
 
-    A model is trained under a `Guard`, which judges each step before its update: a broken step is left out
-    and leaves no trace, and what a fault has written into weights or optimizer state is undone by a rewind.
-    The culprit is named by running the step again under hooks, with the same fault. This is a test harness:
-    it waits for the device at each step.
+    A model is trained under a `Guard`, which judges each step before its update. A bad step is skipped
+    without a trace. If a fault has written to weights or optimizer state, a rewind undoes it. The step is
+    recomputed under hooks, with the same fault, to name the bad module. This is a test harness: the host
+    waits for the device at each step.
 
-    A training step (a TrainerSpec) runs as it is, without a guard: what is seen is whether *it* gets over the
-    fault. Alarms are those of its attribute `alarms`, a list of `Alarm`, or of its `guard`; without either
-    it tells of none. An error that it raises once it is broken ends the run.
+    A training step (a TrainerSpec) runs unchanged, without a guard, so the result shows if it recovers by
+    itself. Its alarms are in its attribute `alarms`, a list of `Alarm`, or in its `guard`. Without either, it
+    reports no alarms. An error that it raises after a fault stops the run.
 
-    What a fault does to gradients, weights or optimizer state it does once at each of its steps, as a machine
-    that fails: computed again, such a step is sound. What it does to batch, forward pass or loss comes with
-    the batch, whenever that is computed.
+    A fault in gradients, weights or optimizer state acts once at each of its steps, like a failure of the
+    machine: a recomputation of the step is healthy. A fault in the batch, the forward pass or the loss
+    belongs to the batch, and acts in every computation of it.
 
     Args:
-        subject: a ModelSpec or what `ModelSpec.of` takes; or a TrainerSpec.
-        steps: length of the run.
-        faults: what to break, and when.
-        batch_size: rows of a batch; each step has another batch. None: 8, or a training step's own. With
-            very few rows the norms of sound steps scatter by more than a fault's factor.
-        seq_len: positions; None: the spec's own.
-        device: where to run; a training step is where it sets itself up.
-        seed: of weights, batches and dropout.
-        policy: of the guard; None: `GuardPolicy()`, as a training has it that says nothing. A training step
-            has what it has.
+        subject: a ModelSpec or an argument of `ModelSpec.of`; or a TrainerSpec.
+        steps: number of steps.
+        faults: faults to inject.
+        batch_size: rows of a batch; each step has another batch. None: 8, or the training step's own size.
+            With very few rows, the norms of healthy steps scatter by more than the factor of a fault.
+        seq_len: number of positions; None: the spec's.
+        device: device of the model; a training step chooses its own.
+        seed: seed of weights, batches and dropout.
+        policy: policy of the guard; None: `GuardPolicy()`, the default of a training. It must be None for a
+            training step.
 
     Raises:
-        ValueError: a fault beyond the run, or too early to be judged, or with no target, or of something
-            that this run has not, such as workers and checkpoints; a length that the model does not take;
-            a training step with a policy, or one that returns no loss.
-        TypeError: alarms of a training step that are none.
+        ValueError: a fault after the end of the run, too early to be judged, without a target, or of a part
+            that this run lacks, such as workers and checkpoints; a length that the model does not accept; a
+            training step with a policy, or one that returns no loss.
+        TypeError: alarms of a training step that are no `Alarm`.
     """
     if isinstance(subject, TrainerSpec):
         return run_of_trainer(
@@ -197,7 +197,7 @@ def stability_run(
 
 
 def shortest_length(spec: ModelSpec) -> int:
-    """The fewest positions that have a loss."""
+    """Return the smallest number of positions that has a loss."""
     return 2 if spec.inputs == "tokens" and spec.causal and spec.loss is None else 1
 
 
@@ -233,7 +233,7 @@ def _run_of_model(
                 try:
                     guard.step(loss)
                 finally:
-                    # A step that was only doubted is made again as it was.
+                    # A suspicious step without an alarm is replayed unchanged: no record.
                     records += [
                         StepRecord(step, seen.loss, seen.total_norm, lr, seen.skipped)
                         for seen in guard.records()
@@ -267,7 +267,10 @@ def run_of_trainer(
     policy: GuardPolicy | None = None,
     marks: Sequence[int] = (),
 ) -> tuple[StabilityRun, WeightPath]:
-    """`stability_run` of a training step, and the way of its weights, measured from steps `marks` on."""
+    """Run a training step like `stability_run`.
+
+    Return the result and the path of the weights, for drifts from the steps `marks`.
+    """
     check_sizes(steps=steps)
     faults = tuple(faults)
     _require_place(faults, steps, of_trainer=True)
@@ -339,7 +342,7 @@ def _require_history(faults: Sequence[Fault], records: Sequence[StepRecord], min
 
 
 def _steps_of(injection: Injection | None, starts: Sequence[tuple[int, int]]) -> list[int]:
-    """Numbers of the batches' steps at which a fault did act, of which the injection counts every attempt."""
+    """Return the steps of batches at which a fault acted. The injection counts every attempt of a step."""
     if injection is None:
         return []
     attempts = [attempt for attempt, _ in starts]
@@ -367,7 +370,7 @@ def _number(name: str, loss: Any) -> float:
 
 
 def _alarms_of(run: TrainingRun, name: str) -> list[Alarm] | None:
-    """Of the run itself, or of its guard; None: it tells of none."""
+    """Return the alarms of the run, or of its guard; None: it reports no alarms."""
     for owner in (run, getattr(run, "guard", None)):
         alarms = getattr(owner, "alarms", None)
         if alarms is None or callable(alarms):

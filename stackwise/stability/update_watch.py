@@ -1,4 +1,4 @@
-"""UpdateWatch: whether a training step that somebody else makes did change the weights."""
+"""UpdateWatch: detects if a user-defined training step changed the weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["UpdateWatch"]
 
 
 class UpdateWatch:
-    """Around one step: `updated` says whether its update was made.
+    """Context around one step. After it, `updated` is True if the update was made.
 
-    An update is made where a weight is another afterwards: an optimizer that leaves a step out on the device
-    is called all the same. Waits for the device.
+    An update is detected by changed weights, because an optimizer that skips a step on the device is called
+    all the same. The host waits for the device.
 
     Args:
-        run: whose weights are watched.
-        damages: whether something else writes into the weights in this step, so that only the call of the
-            optimizer tells.
+        run: run whose weights are compared.
+        damages: True if a fault writes to the weights in this step. The optimizer must then have been called
+            too.
     """
 
     def __init__(self, run: TrainingRun, damages: bool = False) -> None:
@@ -50,5 +50,5 @@ class UpdateWatch:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether all are equal, a NaN to a NaN."""
+    """Return True if all values are equal. NaN is equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,4 +1,4 @@
-"""WeightPath: where the weights of a run have been, and how far they end from those of another."""
+"""WeightPath: weights of a run at its steps, and their distance to the weights of another run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Digest = tuple[float, ...]
 
 
 class WeightPath:
-    """The weights of a model before each step and at the end. Waits for the device at each step.
+    """Weights of a model before each step and at the end. The host waits for the device at each step.
 
     Args:
-        model: whose parameters are followed.
-        marks: steps from which on the way is measured.
+        model: model whose parameters are recorded.
+        marks: steps from which a drift can be computed.
     """
 
     def __init__(self, model: nn.Module, marks: Sequence[int] = ()) -> None:
@@ -28,27 +28,31 @@ class WeightPath:
         self._end: list[Tensor] = []
 
     def before_step(self) -> None:
-        """Note the weights that the next step finds."""
+        """Record the weights before the next step."""
         step = len(self._digests)
         if step in self._marks:
             self._at[step] = _copies(self._model)
         self._digests.append(_digest(self._model))
 
     def finish(self) -> None:
-        """Note the weights that the last step has left."""
+        """Record the weights after the last step."""
         self._digests.append(_digest(self._model))
         self._end = _copies(self._model)
 
     def leaves_no_trace(self, step: int, within: int) -> bool:
-        """Whether the weights behind a step, or one of the `within` after it, were there before it."""
+        """Return True if a step was skipped or undone.
+
+        This is the case if the weights after it, or after one of the next `within` steps, equal weights from
+        before it.
+        """
         known = set(self._digests[: step + 1])
         return any(digest in known for digest in self._digests[step + 1 : step + within + 2])
 
     def drift(self, clean: WeightPath, mark: int) -> float:
-        """How far apart the ways of both are since the step `mark`, in lengths of the clean one's.
+        """Return the distance between both weight changes since step `mark`, relative to that of `clean`.
 
-        0 where both have gone the same way, 1 where ours has not gone at all; infinite where weights are not
-        finite.
+        0: both changes are equal. A value of 1 results, for example, if our weights have not moved. Infinite:
+        weights are not finite.
         """
         clean_way = _difference(clean._end, clean._at[mark])
         apart = _length(_difference(_difference(self._end, self._at[mark]), clean_way))
@@ -65,7 +69,7 @@ def _copies(model: nn.Module) -> list[Tensor]:
 
 
 def _digest(model: nn.Module) -> _Digest:
-    """Two sums of each parameter. Those of NaN are equal to none, their own included."""
+    """Return two sums of each parameter. A sum that is NaN is equal to no other, not even to itself."""
     sums = []
     for parameter in model.parameters():
         values = _reals(parameter.detach())
@@ -82,5 +86,5 @@ def _length(way: Sequence[Tensor]) -> float:
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """In float64, complex numbers as two."""
+    """Return float64 values. A complex number becomes two values."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()

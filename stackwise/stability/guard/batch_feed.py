@@ -250,7 +250,7 @@ class BatchFeed:
         self._kept = [given for given in self._kept if given.step >= least]
 
     def quarantine(self, given: Sequence[GivenBatch]) -> None:
-        """Never return these batches any more."""
+        """Exclude these batches from now on."""
         self.quarantined |= dict.fromkeys(each.id for each in given)
 
     def sound_before(self, given: Sequence[GivenBatch], count: int) -> list[GivenBatch]:

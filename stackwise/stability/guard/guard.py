@@ -252,7 +252,7 @@ class Guard:
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
         self._feed.drop_hand()
         self._feeds = True
-        # What a loop does between epochs, to learning rates for one, is not undone by a rewind.
+        # A rewind must not undo actions of the loop between epochs, such as changes of learning rates.
         self.renew_snapshot()
         given = self._feed.batches(loader, fast_forward=fast_forward, ending=self._settle_all)
         for batch in given:

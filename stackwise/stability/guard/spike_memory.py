@@ -94,6 +94,6 @@ class SpikeMemory:
         self.largest_S, self.unusual_S, self._last_spike_S, self._pending_S = copied_4S.unbind()
 
     def _logs(self, values_S: Tensor) -> Tensor:
-        """Logarithms; -inf for numbers that are not positive and finite."""
+        """Return logarithms; -inf for numbers that are not positive and finite."""
         known_S = (values_S > 0) & values_S.isfinite()
         return torch.where(known_S, values_S.to(self.largest_S.dtype).log(), -math.inf)

@@ -290,7 +290,7 @@ def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Lo
         known = [(call, 1.0 if i is None else i, o) for call, i, o in each if o is not None]
         came_broken = list(_from_outside(direction, each, factor))
         # The input of the first top-level call precedes all calls. After a large fault, a call may grow some
-        # times more by chance, so the input is the cause unless a call grew by more than its square.
+        # times more by chance, so the input is the cause unless a call grew by the square of its rise.
         most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
         first = list(each[0][0].chain())[-1] if each else None
         yield from (location for call, location in came_broken if call is first and location.value**2 > most)

@@ -1,4 +1,7 @@
-"""Faults: what can be broken on purpose in a training, when and where. One noun a file."""
+"""Faults: planned errors in a training run, each with a target and a first step.
+
+Each file defines one kind.
+"""
 
 from collections.abc import Mapping
 
@@ -54,7 +57,7 @@ __all__ = [
     "kill_child",
 ]
 
-# By the name that markers and messages give them.
+# Maps the name of each fault, as used by markers and messages, to its class.
 KNOWN_FAULTS: Mapping[str, type[Fault]] = {
     fault.name: fault
     for fault in (

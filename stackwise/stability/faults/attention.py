@@ -1,4 +1,4 @@
-"""LogitGrowth: attention logits that grow from step to step, by the scale of the queries.
+"""LogitGrowth: multiplies queries, so that attention logits grow from step to step.
 
 Shapes: ... any, F features.
 """
@@ -21,25 +21,26 @@ from stackwise.support.arguments import check_number, require
 
 __all__ = ["LogitGrowth"]
 
-# What the libraries call what makes the queries of attention. A norm of them comes after their projection and
-# would undo its scale, so that it is meant where there is one.
+# Names that libraries use for the modules that compute queries. A norm of the queries comes after their
+# projection and would undo its scale. If there is such a norm, its output is scaled instead.
 _NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 _ALONE = ("q_proj", "query", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q")
-# What makes queries, keys and values at once, in this order; others, which interleave heads, are refused.
+# Modules that compute queries, keys and values together, in this order. Interleaved heads are not supported.
 _FUSED = ("qkv", "qkv_proj", "c_attn", "Wqkv", "in_proj")
 
 
 @dataclass(frozen=True)
 class LogitGrowth(Fault):
-    """Multiplies the queries, and so the attention logits, by `factor` to the power of the broken step.
+    """Fault that multiplies queries, and so attention logits, by a factor that grows from step to step.
 
-    The weights stay as they are. Of modules that make queries, keys and values at once, only the queries are
-    scaled; of `nn.MultiheadAttention` its argument `query`.
+    In faulty step n, counted from 1, the factor is `factor` to the power of n. The weights are not changed.
+    If a module computes queries, keys and values together, only the queries are scaled. If it is an
+    `nn.MultiheadAttention`, its argument `query` is scaled.
 
     Attributes:
-        factor: from one broken step to the next; above 1.
-        target: a pattern of module names, of which all matches are meant; None: all that make queries, by
-            the names that the libraries give them.
+        factor: growth from one faulty step to the next, above 1.
+        target: pattern of module names. All matches are used. None: all modules that compute queries,
+            recognised by the names that libraries use.
     """
 
     name: ClassVar[str] = "logit_growth"
@@ -132,10 +133,12 @@ class LogitGrowth(Fault):
 
 
 def _query_width(model: nn.Module, name: str, width: int) -> int:
-    """How many of the features of a fused projection are queries: as many as what follows it takes in.
+    """Return the number of query features in the output of a fused projection.
+
+    It is the number of input features of the projection that follows it, or one third of the output.
 
     Raises:
-        ValueError: nothing says it.
+        ValueError: the number cannot be determined.
     """
     parent = model.get_submodule(_parent(name))
     for sibling in parent.children():

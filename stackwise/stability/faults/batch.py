@@ -1,4 +1,4 @@
-"""Batches of any shape: the tensors in one by name, and the batch with another tensor in place of one."""
+"""Tensors in a batch of any structure: listed by name, or one of them replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Batch = Any
 
 
 def parts_of(batch: Batch) -> dict[str, Tensor]:
-    """By name: keys and numbers, joined by dots; "" where the batch is a tensor."""
+    """Return the tensors of a batch by name.
+
+    A name consists of keys and indices, joined by dots. It is "" if the batch itself is a tensor.
+    """
     return dict(_parts(batch, ""))
 
 
@@ -30,7 +33,10 @@ def _parts(batch: Batch, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def with_part(batch: Batch, name: str, tensor: Tensor) -> Batch:
-    """A batch with `tensor` at that name; what is around it is copied, what is beside it is not."""
+    """Return a batch with `tensor` at that name.
+
+    The containers around it are copied, other tensors are not.
+    """
     return _with(batch, "", name, tensor)
 
 
@@ -56,7 +62,7 @@ def _with(batch: Batch, prefix: str, name: str, tensor: Tensor) -> Batch:
 
 
 def described(batch: Batch) -> str:
-    """What is in it, for messages."""
+    """Return a description of the tensors in a batch, for messages."""
     parts = parts_of(batch)
     if not parts:
         return f"a {type(batch).__name__} without tensors"

@@ -1,4 +1,4 @@
-"""BitFlip: one bit of one number, as a memory error leaves it."""
+"""BitFlip: flips one bit of one number, like a memory error."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["BitFlip"]
 
-# The integers of the same width, in which a bit can be flipped.
+# Integer types of the same width, in which a bit can be flipped.
 _INTEGERS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Below the sign: of float64 63, of float16 15. The upper bits of the exponent are what shows.
+# Index of the sign bit. A flip in the upper bits of the exponent has the largest effect.
 _SIGN = {torch.float16: 15, torch.bfloat16: 15, torch.float32: 31, torch.float64: 63}
 
 
 @dataclass(frozen=True)
 class BitFlip(PlaceFault):
-    """Flips one bit of one element.
+    """Fault that flips one bit of one element.
 
     Attributes:
-        target: "weight", "activation", "gradient" or "optimizer_state", with or without a pattern after a
-            colon; see PlaceFault.
-        bit: counted from the lowest, the sign being the highest; None: the highest of the exponent, which
-            turns a usual number into a huge one, and a 0 into 2.
+        target: "weight", "activation", "gradient" or "optimizer_state", optionally with a colon and a
+            pattern; see PlaceFault.
+        bit: index of the bit, counted from the lowest; the sign is the highest. None: highest bit of the
+            exponent, which turns an ordinary number into a huge one, and 0 into 2.
     """
 
     name: ClassVar[str] = "bit_flip"
@@ -52,6 +52,6 @@ class BitFlip(PlaceFault):
         integers = _INTEGERS[tensor.element_size()]
         power = 1 << bit
         if bit == 8 * tensor.element_size() - 1 and integers is not torch.uint8:
-            power -= 1 << (bit + 1)  # in two's complement, the highest bit alone is the least number
+            power -= 1 << (bit + 1)  # in two's complement, the highest bit has a negative value
         flipped = (tensor.detach()[index].clone().view(integers) ^ power).view(tensor.dtype)
         return torch.where(mask, flipped, tensor)

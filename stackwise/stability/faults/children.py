@@ -1,4 +1,4 @@
-"""Children: a function in new processes, in which faults may end, slow down or break what it does."""
+"""Children: run a function in new processes, in which faults may end, delay or break its work."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["Child", "Inject", "run_children"]
 
 @dataclass(frozen=True)
 class Child:
-    """What came of a process.
+    """Result of a child process.
 
     Attributes:
-        rank: its number, from 0.
-        exit_code: 0, where the function returned; 1, where it raised; -N, where signal N ended it.
-        value: that the function returned; None where it did not.
-        error: what it raised; "": nothing.
-        fired: the steps at which a fault did act in it.
-        acted: the numbers of the faults that did, in the order in which they were given.
-        timed_out: whether it was ended since it took too long.
+        rank: number of the process, from 0.
+        exit_code: 0 if the function returned, 1 if it raised an error, -N if signal N ended the process.
+        value: return value of the function. None if it did not return.
+        error: description of the error that the function raised. "" if there was none.
+        fired: steps at which a fault acted in this process.
+        acted: indices of the faults that acted, in the list of faults.
+        timed_out: True if the process was killed after the timeout.
     """
 
     rank: int
@@ -53,18 +53,20 @@ class Child:
 
 @dataclass(frozen=True)
 class Inject:
-    """`broken`, with the faults and the journal of a child: `with inject((model, optimizer)) as injection:`.
+    """Callable like `broken`, with the faults and the journal of a child process.
+
+    Usage: `with inject((model, optimizer)) as injection:`.
 
     Attributes:
-        faults: what is broken.
-        journal: where each action is written down before the fault goes on.
+        faults: faults to inject.
+        journal: file to which each action is written before the fault continues.
     """
 
     faults: tuple[Fault, ...]
     journal: Path
 
     def __call__(self, subject: Any) -> AbstractContextManager[Injection]:
-        """As `stackwise.stability.broken(subject, faults)`."""
+        """Return `stackwise.stability.broken(subject, faults)` with the journal."""
         return broken(subject, self.faults, journal=self.journal)
 
 
@@ -77,18 +79,21 @@ def run_children(
 ) -> list[Child]:
     """Call `function(inject, *arguments)` in `n` new processes at the same time, and wait for them.
 
-    Several are the ranks of a gloo group that is there when the function begins, with RANK, LOCAL_RANK and
-    WORLD_SIZE set.
+    If there are several processes, they are the ranks of a gloo group. The group is initialised before the
+    function is called, with RANK, LOCAL_RANK and WORLD_SIZE set.
 
     Args:
-        function: what pickle takes: one at the top of a module that can be imported.
-        *arguments: what pickle takes; so has to be what the function returns.
-        faults: that `inject` puts into a training.
-        n: processes.
-        timeout: seconds after which all are killed.
+        function: function at the top level of an importable module, so that it can be pickled.
+        *arguments: arguments of `function`. They and its return value must be picklable.
+        faults: faults that `inject` injects into a training.
+        n: number of processes.
+        timeout: seconds after which all processes are killed.
+
+    Returns:
+        The results in the order of the ranks.
 
     Raises:
-        ValueError: something that pickle does not take, or a number out of range.
+        ValueError: the function or an argument cannot be pickled, or a number is out of range.
     """
     check_sizes(n=n)
     check_number("timeout", timeout, "seconds, above 0", lambda seconds: seconds > 0)
@@ -110,7 +115,7 @@ def run_children(
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> set[int]:
-    """Until all have ended; those that had to be killed."""
+    """Wait until all processes have ended. Return the ranks that had to be killed."""
     end = time.monotonic() + timeout
     try:
         for process in processes:
@@ -139,14 +144,14 @@ def _child(folder: Path, rank: int, process: BaseProcess, timed_out: bool) -> Ch
 
 
 def _told(raised: BaseException) -> str:
-    """What was raised, and where."""
+    """Return a description of an error, with the location at which it was raised."""
     place = traceback.extract_tb(raised.__traceback__)[-1]
     text = "".join(traceback.format_exception_only(raised)).strip()
     return f"{text} ({place.filename}:{place.lineno} in {place.name})"
 
 
 def _work(request: bytes, rank: int, n: int, timeout: float, folder: Path) -> None:
-    """What each process does."""
+    """Run the function in a child process, and write its result to a file."""
     if n > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n)}
         meeting = f"file://{folder}/meeting"
@@ -165,4 +170,4 @@ def _work(request: bytes, rank: int, n: int, timeout: float, folder: Path) -> No
         distributed.destroy_process_group()
     if error:
         sys.stdout.flush()
-        os._exit(1)  # without waiting for ranks that are gone
+        os._exit(1)  # does not wait for ranks that are gone

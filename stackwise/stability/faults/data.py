@@ -1,4 +1,4 @@
-"""Broken data: a sample of noise, a sample that cannot be read, a worker of the loader that dies."""
+"""Data faults: a sample replaced by noise, an unreadable sample, and a dead worker process of the loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECONDS = 30.0
 
 
 class UnreadableSampleError(RuntimeError):
-    """What a loader raises for a sample that an UnreadableSample has broken."""
+    """Error that a loader raises for a sample that an UnreadableSample has broken."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,13 @@ class _Seeded(Fault):
 
 @dataclass(frozen=True)
 class CorruptSample(_Seeded):
-    """Replaces one row of a batch by noise: whole numbers that occur in the batch, and floats of their size.
+    """Fault that replaces one row of a batch with noise.
+
+    Integers are drawn from the integers of the batch. Floating-point noise has the same root mean square as
+    the batch.
 
     Attributes:
-        seed: chooses the row and the noise; others at each step.
+        seed: seed of the random row and noise, which differ from step to step.
     """
 
     name: ClassVar[str] = "corrupt_sample"
@@ -75,19 +78,20 @@ def _noise(part: Tensor, generator: torch.Generator) -> Tensor:
     if part.is_floating_point():
         size = float(part.detach().float().square().mean().sqrt()) or 1.0
         return (size * torch.randn(shape, generator=generator)).to(part)
-    # What is between two of them need not be one: labels are -100 where nothing is predicted.
+    # Integers between two valid ones may be invalid: ignored labels are -100.
     places = torch.randint(part.numel(), shape, generator=generator).to(part.device)
     return part.detach().flatten()[places]
 
 
 @dataclass(frozen=True)
 class UnreadableSample(_Seeded):
-    """The loader raises UnreadableSampleError in place of its batch, as for a file that cannot be decoded.
+    """Fault that makes the loader raise UnreadableSampleError instead of returning a batch.
 
-    It is raised once in each of its steps: a loop that goes on gets the batch then.
+    This is like a file that cannot be decoded. The error is raised once in each faulty step. If the loop
+    continues, the loader returns the batch.
 
     Attributes:
-        seed: the number of the sample that the error names.
+        seed: number of the sample that the error names, at the first faulty step. It grows by one per step.
     """
 
     name: ClassVar[str] = "unreadable_sample"
@@ -100,10 +104,10 @@ class UnreadableSample(_Seeded):
 
 @dataclass(frozen=True)
 class WorkerDeath(_Seeded):
-    """Kills one of the worker processes of a `DataLoader`, which then raises as it draws a batch.
+    """Fault that kills a worker process of a `DataLoader`, which then raises an error when a batch is drawn.
 
     Attributes:
-        seed: chooses the worker.
+        seed: selects the worker.
     """
 
     name: ClassVar[str] = "worker_death"

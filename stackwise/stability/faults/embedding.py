@@ -1,4 +1,4 @@
-"""EmbeddingExplosion: the norm of an embedding that grows from step to step."""
+"""EmbeddingExplosion: makes the norm of an embedding grow from step to step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["EmbeddingExplosion"]
 
 @dataclass(frozen=True)
 class EmbeddingExplosion(Fault):
-    """Multiplies the table of an embedding by `factor` at each of its steps; the table stays so.
+    """Fault that multiplies the table of an embedding by `factor` at each faulty step. The change persists.
 
     Attributes:
-        factor: above 1.
-        target: a pattern of names of `nn.Embedding` modules that a step calls; the first match is broken.
+        factor: factor per step, above 1.
+        target: pattern of names of `nn.Embedding` modules that a step calls. The first match is broken.
     """
 
     name: ClassVar[str] = "embedding_explosion"
@@ -54,6 +54,6 @@ class EmbeddingExplosion(Fault):
         table = model.get_parameter(f"{self.target}.weight")
         mine = local(table)
         scaled = mine * self.factor
-        if mine is not table or breaks(mine, scaled):  # of other rows it is another rank's to say
+        if mine is not table or breaks(mine, scaled):  # the other rows are on other ranks
             acted()
         mine.copy_(scaled)

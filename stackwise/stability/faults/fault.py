@@ -1,7 +1,7 @@
-"""Fault: what can be broken on purpose in a training step, and when.
+"""Fault: base class of all faults, which break a training step on purpose at chosen steps.
 
-Before it acts, a fault is resolved against what the model really does in a step, so that its target is known
-to exist; each time it acts, it says so.
+Before a fault acts, its target is resolved against the modules and parameters that the model uses in a step,
+so the target is known to exist. The fault calls `acted` each time it acts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a training step of a model touches.
+    """Modules, parameters and optimizer state that a training step of a model uses.
 
     Attributes:
-        modules: names of the modules that are called and return tensors, in the model's order.
-        leaves: those of them without children.
-        parameters: names of the parameters that get a gradient, in the model's order.
-        types: of the modules, by name.
-        states: names of what the optimizer keeps, "PARAMETER.KEY"; None: not known yet.
+        modules: names of the called modules that return tensors, in the model's order.
+        leaves: names of the modules in `modules` without children.
+        parameters: names of the parameters that receive a gradient, in the model's order.
+        types: maps the name of each module to its type.
+        states: names of the optimizer's state tensors, "PARAMETER.KEY". None: not known yet.
     """
 
     modules: tuple[str, ...]
@@ -52,7 +52,13 @@ class Anatomy:
         step: Callable[[], object],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Anatomy:
-        """Watch `step`, which runs the model forward and backward, and then an update by `optimizer`."""
+        """Return the anatomy of one training step.
+
+        Args:
+            model: model of the step.
+            step: runs the model forward and backward.
+            optimizer: makes an update after `step`, so that its state exists. None: `states` is None.
+        """
         with watched(model) as called:
             step()
         anatomy = cls.seen(model, called, {n for n, p in model.named_parameters() if p.grad is not None})
@@ -63,18 +69,18 @@ class Anatomy:
 
     @classmethod
     def seen(cls, model: nn.Module, called: set[str], with_gradient: set[str]) -> Anatomy:
-        """After a step, from the names of modules and parameters that it touched."""
+        """Return the anatomy from the names of the modules and parameters that a step has used."""
         names = [name for name, _ in model.named_modules() if name in called]
         parameters = (name for name, _ in model.named_parameters() if name in with_gradient)
         return cls._sorted(model, names, tuple(parameters))
 
     @classmethod
     def possible(cls, model: nn.Module) -> Anatomy:
-        """Before any step: all that one might touch."""
+        """Return every module and parameter that a step might use. No step is needed."""
         never = {
             f"{name}.out_proj".removeprefix(".")
             for name, module in model.named_modules()
-            if isinstance(module, nn.MultiheadAttention)  # whose projection is read, not called
+            if isinstance(module, nn.MultiheadAttention)  # its projection is read, not called
         }
         names = [
             name
@@ -90,13 +96,13 @@ class Anatomy:
         return cls(tuple(names), leaves, parameters, types)
 
 
-# What a module has that defines no forward pass, such as a ModuleList.
+# The forward method of a module that defines none, such as a ModuleList.
 _NOT_CALLED = nn.Module.forward
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[set[str]]:
-    """Inside, the names of the modules that are called and return tensors are gathered; the root has none."""
+    """Collect the names of called modules that return tensors in the block. The root module is excluded."""
     called: set[str] = set()
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -127,10 +133,10 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 def matching(fault: Fault, key: str, pattern: str, names: Sequence[str], noun: str) -> list[str]:
-    """Those of `names` that match.
+    """Return the elements of `names` that match.
 
     Raises:
-        ValueError: none does; some are shown.
+        ValueError: no element matches. The message shows some of the names.
     """
     found = fnmatch.filter(names, pattern)
     if not found:
@@ -144,19 +150,19 @@ def matching(fault: Fault, key: str, pattern: str, names: Sequence[str], noun: s
 
 @dataclass(frozen=True)
 class Fault:
-    """Base of all faults. A fault overrides those of the hooks below that it acts in.
+    """Base class of all faults. A subclass overrides the hooks below in which it acts.
 
     Attributes:
-        step: the first step that is broken, counted from 0.
-        duration: how many steps are.
+        step: first faulty step, counted from 0.
+        duration: number of consecutive faulty steps.
     """
 
     name: ClassVar[str]
-    # What it breaks beside model, batch, loss and gradients: "loader", "ranks", "process" or "storage".
+    # Target other than model, batch, loss and gradients: "loader", "ranks", "process" or "storage".
     breaks: ClassVar[str] = ""
-    # Whether nothing but the norms of the steps before tells a broken step from a sound one.
+    # True if a faulty step differs from a healthy one only by its norms relative to earlier steps.
     told_by_history: ClassVar[bool] = False
-    # Whether it raises, so that what a training does next is another step.
+    # True if the fault raises an error, so that the training continues with a new step.
     raises: ClassVar[bool] = False
 
     step: int
@@ -174,53 +180,56 @@ class Fault:
 
     @property
     def steps(self) -> range:
-        """The steps at which the fault acts."""
+        """Steps at which the fault acts."""
         return range(self.step, self.step + self.duration)
 
     @property
     def here(self) -> bool:
-        """Whether it is for this process to act."""
+        """True if the fault acts in this process."""
         return True
 
     @property
     def damages(self) -> bool:
-        """Whether it writes into weights or optimizer state, which stay as they are when it is over."""
+        """True if the fault writes into weights or optimizer state, which stay changed after it."""
         return False
 
     def at(self, step: int) -> Self:
-        """The fault as it is at one of its steps: another each time where it grows or chooses by chance."""
+        """Return the fault for one of its steps. It differs from step to step if it grows or is random."""
         assert step in self.steps
         return self
 
     def resolve(self, anatomy: Anatomy) -> Self:  # noqa: ARG002
-        """The fault with its target spelled out; ValueError where the model has no such place."""
+        """Return the fault with its target as a full name.
+
+        Raise ValueError if the model has no such target.
+        """
         return self
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, acted: Acted) -> None:  # noqa: ARG002
-        """Break what is there before the forward pass; `optimizer` is None until it is known."""
+        """Break model or optimizer before the forward pass. `optimizer` is None until it is known."""
         self.on_start(acted)
 
     def on_start(self, acted: Acted) -> None:
-        """Break what is beside model and optimizer as the step begins."""
+        """Break something other than model and optimizer when the step begins."""
 
     def on_batch(self, batch: Batch, acted: Acted) -> Batch:  # noqa: ARG002
-        """Break a batch, which is not changed itself."""
+        """Return a broken copy of a batch. The batch itself is not changed."""
         return batch
 
     def around_forward(self, model: nn.Module, acted: Acted) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Break the forward pass that runs inside."""
+        """Break the forward pass that runs in the block."""
         return nullcontext()
 
     def on_loss(self, loss: Tensor, acted: Acted) -> Tensor:  # noqa: ARG002
-        """Break the loss before its backward pass."""
+        """Return a broken loss, before its backward pass."""
         return loss
 
     def on_gradients(self, model: nn.Module, acted: Acted) -> None:
         """Break the gradients before the update."""
 
     def on_loader(self, batches: Iterator[Any], acted: Acted) -> None:
-        """Break a data loader before a batch is drawn from `batches`, its iterator."""
+        """Break a data loader before a batch is drawn from its iterator, `batches`."""
 
     def around_saves(self, acted: Acted) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Break what is written inside, which is from the beginning of a step to that of the next."""
+        """Break the files that are written in the block, which lasts until the next step begins."""
         return nullcontext()

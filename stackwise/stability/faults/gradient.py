@@ -1,4 +1,4 @@
-"""Gradients of another size: all of them, or those of some parameters, times a factor."""
+"""Gradient faults: multiply all gradients, or the gradients of some parameters, by a factor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["GradientExplosion", "GradientScale"]
 
 @dataclass(frozen=True)
 class GradientScale(Fault):
-    """Multiplies gradients by `factor`.
+    """Fault that multiplies gradients by `factor`.
 
     Attributes:
-        factor: above 0, and not 1.
-        target: a pattern of parameter names; all that match are meant.
+        factor: positive factor other than 1.
+        target: pattern of parameter names. All matches are scaled.
     """
 
     name: ClassVar[str] = "gradient_scale"
@@ -52,7 +52,7 @@ class GradientScale(Fault):
             if parameter.grad is not None and fnmatch.fnmatch(name, self.target):
                 mine = local(parameter.grad)
                 scaled = mine * float(self.factor)
-                # Of a gradient that is spread over ranks, zeros are here and the rest is elsewhere.
+                # A sharded gradient may be zero on this rank and non-zero on another one.
                 broken |= mine is not parameter.grad or breaks(mine, scaled)
                 mine.copy_(scaled)
         if broken:
@@ -61,11 +61,11 @@ class GradientScale(Fault):
 
 @dataclass(frozen=True)
 class GradientExplosion(GradientScale):
-    """Multiplies gradients by `factor`, which makes them larger.
+    """Fault that makes gradients larger: it multiplies them by `factor`.
 
     Attributes:
-        factor: above 1.
-        target: a pattern of parameter names; all that match are meant.
+        factor: factor above 1.
+        target: pattern of parameter names. All matches are scaled.
     """
 
     name: ClassVar[str] = "gradient_explosion"

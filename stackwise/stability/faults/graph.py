@@ -1,4 +1,4 @@
-"""The graph of a loss: whether its backward pass reaches some parameters."""
+"""Autograd graph of a loss: check if its backward pass reaches given parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ __all__ = ["reaches"]
 
 
 def reaches(roots: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
-    """Whether a gradient of `roots` flows into one of `parameters`. Of what is sharded, it is taken to."""
+    """Return True if a gradient of `roots` flows into one of `parameters`.
+
+    Always return True for sharded parameters.
+    """
     parameters = tuple(parameters)
     if any(hasattr(p, "_local_tensor") for p in parameters):
-        return True  # the graph holds what was gathered of them
+        return True  # the graph contains gathered copies of them
     wanted = {id(p) for p in parameters}
     roots = tuple(roots)
     if any(id(root) in wanted for root in roots):

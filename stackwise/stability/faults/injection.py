@@ -1,7 +1,7 @@
-"""Injection: the faults of a training that somebody else runs, by hand or by a trainer of any library.
+"""Injection: inserts faults into a training that runs in a block, by hand or by a trainer of any library.
 
-A step begins at the first forward pass with gradients, and ends after the update, or, where a backward pass
-was not followed by one, as its gradients are dropped. All that is put in place for a step is gone at its end.
+A step begins at the first forward pass with gradients. It ends after the update or, if no update follows a
+backward pass, when its gradients are cleared. The hooks and patches of a step are removed at its end.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Wrap = Callable[[Any], Any]
 
 
 class TargetNotReachedError(ValueError):
-    """A fault did not act, since the training did not come by its target."""
+    """Error for a fault without an action, because the training did not reach its target."""
 
 
 @contextmanager
 def broken(
     subject: Any, faults: Iterable[Fault], *, journal: str | os.PathLike[str] | None = None
 ) -> Iterator[Injection]:
-    """Break the training that runs inside.
+    """Inject faults into the training that runs in the block.
 
         with broken((model, optimizer), [NanInjection(step=5)]) as injection:
             for batch in injection.batches(loader):
@@ -48,20 +48,21 @@ def broken(
         assert injection.fired == [5]
 
     Args:
-        subject: a module; a tuple (module, optimizer); a run of a TrainerSpec; a `transformers.Trainer`; a
-            Lightning module, which a Lightning trainer then fits. Steps are counted from 0 as the block
-            begins.
-        faults: what to break, and when. One that lasts beyond the end of the training is cut there.
-        journal: a file to which each action is added, and flushed to the disk before the fault goes on: for
-            faults that end the process.
+        subject: a module; a tuple (module, optimizer); a run of a TrainerSpec; a `transformers.Trainer`; or a
+            Lightning module, which a Lightning trainer fits in the block. Steps are counted from 0 at the
+            start of the block.
+        faults: faults to inject. A fault that lasts beyond the end of the training ends with it.
+        journal: file for faults that end the process. Each action is appended and flushed to the disk before
+            the fault continues.
 
     Yields:
-        The injection; `injection.fired` are the steps at which a fault did act.
+        The injection. `injection.fired` lists the steps at which a fault acted.
 
     Raises:
-        ValueError: a fault without a target: at once, where no part of the model matches, else at the end of
-            the step in which it did not act, or of a training that did not come so far.
-        TypeError: `subject` is something else.
+        ValueError: a fault without a target. It is raised immediately if no part of the model matches.
+            Otherwise it is raised at the end of the step in which the fault did not act, or at the end of a
+            training that did not reach this step.
+        TypeError: `subject` has an unsupported type.
     """
     injection = Injection(subject, faults, journal=journal)
     with injection._installed():
@@ -70,12 +71,12 @@ def broken(
 
 
 class Injection:
-    """What is done to a training, and what came of it; made by `broken`.
+    """Faults in a training, and the record of their actions. Created by `broken`.
 
     Attributes:
-        step: the number of the step that runs, or comes next.
-        faults: what was asked for.
-        acted: (step, fault with its target spelled out), in order.
+        step: number of the current step, or of the next step between two steps.
+        faults: faults that were passed to `broken`.
+        acted: tuples (step, fault with the full name of its target), in the order of the actions.
     """
 
     def __init__(
@@ -91,26 +92,26 @@ class Injection:
         self._possible = Anatomy.possible(self._model)
         for fault in self.faults:
             fault.resolve(self._possible)
-        # What a step of it did touch, once one has been watched.
+        # Modules and parameters used by a step. None until a step was observed.
         self._seen: Anatomy | None = None
         self._watching: set[str] | None = None
         self._with_gradient: set[str] = set()
         self._noted: set[tuple[int, int]] = set()
         self._depth = 0
         self._in_backward = False
-        self._waiting = ExitStack()  # until a step begins
-        self._of_step = ExitStack()  # until it ends
-        self._of_saves = ExitStack()  # until the next one begins
+        self._waiting = ExitStack()  # closed when a step begins
+        self._of_step = ExitStack()  # closed when the step ends
+        self._of_saves = ExitStack()  # closed when the next step begins
         self._saving = False
         self._reset()
 
     @property
     def fired(self) -> list[int]:
-        """The steps at which a fault did act."""
+        """Steps at which a fault acted."""
         return sorted({step for step, _ in self.acted})
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of `loader`, those of broken steps broken: for faults of batches and of workers."""
+        """Yield the batches of `loader`, with the faults of batches and of workers in faulty steps."""
         iterator = iter(loader)
         while True:
             for number, fault in self._active():
@@ -123,18 +124,18 @@ class Injection:
             yield batch if self._names_batches else self._broken_batch(batch, "loader")
 
     def loader(self, loader: Iterable[Batch]) -> Iterable[Batch]:
-        """`loader` with broken batches each time it is iterated; all else of it is as it was."""
+        """Return a loader like `loader` that yields broken batches in each iteration."""
         return _Loader(self, loader)
 
     def end_step(self) -> None:
-        """The step is over: for a loop that leaves an update out and does not call `zero_grad`."""
+        """End the step. Needed for a loop that skips an update and does not call `zero_grad`."""
         self._end()
 
-    # How it is put into a training.
+    # Installation of hooks and patches.
 
     @property
     def _names_batches(self) -> bool:
-        """Whether batches are seen where a step takes them, and not before."""
+        """True if batches are broken when a step receives them, instead of when the loader returns them."""
         subject = self._subject
         return not (subject.run is None and subject.trainer is None and subject.lightning is None)
 
@@ -158,7 +159,7 @@ class Injection:
             yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Wrap]]:
-        """What is replaced for the length of the block."""
+        """Yield the attributes that are replaced within the block: holder, name and wrapper."""
         subject = self._subject
         yield torch.autograd, "backward", self._around_backward
         yield nn.Module, "zero_grad", self._around_zero_grad
@@ -183,7 +184,7 @@ class Injection:
             yield subject.lightning, "training_step", partial(self._around_batch, place=0, key="batch")
 
     def _arm(self) -> None:
-        """Wait for the first forward pass of a step that is broken."""
+        """Install hooks that wait for the first forward pass of a faulty step."""
         if not self._active() and not self._saving:
             return
 
@@ -203,7 +204,7 @@ class Injection:
                 handle = module.register_forward_pre_hook(enter, prepend=True)
                 self._waiting.callback(handle.remove)
 
-    # What happens in a step.
+    # Events of a step.
 
     def _reset(self) -> None:
         self._begun = False
@@ -213,7 +214,7 @@ class Injection:
         self._loss_given = False
 
     def _active(self) -> list[tuple[int, Fault]]:
-        """The faults of this step, with their numbers, as they are in it."""
+        """Return the faults of the current step with their indices, as returned by `Fault.at`."""
         if self._now is None:
             self._now = [
                 (number, self._resolved(fault.at(self.step)))
@@ -227,12 +228,12 @@ class Injection:
         if self._seen is not None:
             try:
                 return fault.resolve(replace(self._seen, states=states))
-            except ValueError:  # of a module that only some steps call
+            except ValueError:  # a module that only some steps call
                 pass
         return fault.resolve(replace(self._possible, states=states))
 
     def _noting(self, number: int, fault: Fault) -> Acted:
-        step = self.step  # a save behind a step is of that step
+        step = self.step  # a save after a step belongs to that step
 
         def acted() -> None:
             if (step, number) not in self._noted:
@@ -240,7 +241,7 @@ class Injection:
                 self.acted.append((step, fault))
                 if self._journal is not None:
                     _add_line(self._journal, {"step": step, "number": number, "fault": str(fault)})
-            if fault.raises and self.step == step:  # what the training does next is another step
+            if fault.raises and self.step == step:  # the training continues with another step
                 self._end(whole=False)
 
         return acted
@@ -263,7 +264,7 @@ class Injection:
                     self._saving = True
                 fault.before_step(self._model, self._optimizer, noting)
                 self._of_step.enter_context(fault.around_forward(self._model, noting))
-            if is_compiled(self._subject.called):  # it leaves hooks out
+            if is_compiled(self._subject.called):  # compiled code ignores hooks
                 stance: Any = torch.compiler.set_stance("force_eager")
                 self._of_step.enter_context(stance)
             if not self._names_losses:
@@ -295,7 +296,7 @@ class Injection:
             )
 
     def _check_all(self) -> None:
-        """After a training without an error."""
+        """Raise an error if a fault never acted. Called after a training without an error."""
         ever = {number for _, number in self._noted}
         for number, fault in enumerate(self.faults):
             if number not in ever and fault.here:
@@ -310,7 +311,11 @@ class Injection:
         return ""
 
     def _broken_batch(self, batch: Batch, seam: str) -> Batch:
-        """Of all the places where a batch passes by, the first in a step is where it is broken."""
+        """Return the batch after the faults of the step.
+
+        A batch may pass several interception points, named by `seam`. It is broken at the first of them in a
+        step.
+        """
         if is_reference() or self._batch_seam not in ("", seam):
             return batch
         for number, fault in self._active():
@@ -322,7 +327,10 @@ class Injection:
         return batch
 
     def _broken_loss(self, loss: Tensor) -> Tensor:
-        """A fault has acted where a gradient flows through what it made of the loss."""
+        """Return the loss after the faults of the step.
+
+        A fault is recorded only if a gradient flows through the changed loss.
+        """
         if is_reference():
             return loss
         for number, fault in self._active():
@@ -333,7 +341,10 @@ class Injection:
         return loss
 
     def _with_broken_loss(self, output: Any) -> Any:
-        """What a step returned: a loss, (loss, more), or something with a `loss`."""
+        """Return the output of a step with a broken loss.
+
+        The output is a loss, a tuple (loss, ...), or a mapping or object with a `loss`.
+        """
         if isinstance(output, Tensor):
             return self._broken_loss(output) if output.numel() == 1 else output
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].numel() == 1:
@@ -349,7 +360,7 @@ class Injection:
             changed.loss = self._broken_loss(loss)
         return changed
 
-    # Where a training passes by.
+    # Interception points in a training.
 
     def _on_input(self, args: Any, kwargs: Any) -> Any:
         if self._names_batches or not self._active():
@@ -361,7 +372,7 @@ class Injection:
         return self._broken_batch((args, kwargs), "forward")
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Of a model that computes its loss itself."""
+        """Break the loss in the output of a model that computes its loss itself."""
         if isinstance(output, Tensor | tuple):
             return None
         changed = self._with_broken_loss(output)
@@ -400,7 +411,7 @@ class Injection:
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:
-        """A call of the run's own `step`: its updates are not counted themselves."""
+        """Treat a call of the run's own `step` as one step. Its updates are not counted separately."""
         self._depth += 1
         number = self.step
         try:
@@ -417,7 +428,7 @@ class Injection:
             self._end()
 
     def _around_batch(self, original: Any, *, place: int, key: str) -> Any:
-        """Around a method that takes a batch and makes a backward pass of it, or leads to one."""
+        """Wrap a method that takes a batch and runs its backward pass, or causes it to run."""
 
         @wraps(original)
         def takes(*args: Any, **kwargs: Any) -> Any:
@@ -461,7 +472,8 @@ class Injection:
             finally:
                 self._in_backward = False
             if given is not None and loss is not None and loss is not given:
-                # What the loop reports. Past autograd: what it has kept of the loss is used up by now.
+                # The loop reports this value. `data` bypasses autograd, because the graph of the loss is
+                # already freed.
                 given.data.copy_(loss.detach())
             return None
 
@@ -469,7 +481,10 @@ class Injection:
 
     @contextmanager
     def _contribution(self) -> Iterator[None]:
-        """Inside, gradients are those of this backward pass alone, where a fault breaks them."""
+        """Isolate the gradients of this backward pass within the block, if a fault breaks gradients.
+
+        Afterwards they are added to the earlier gradients.
+        """
         breaks = any(type(fault).on_gradients is not Fault.on_gradients for _, fault in self._active())
         before = [(p, p.grad) for p in self._model.parameters() if p.grad is not None] if breaks else []
         for parameter, _ in before:
@@ -497,7 +512,7 @@ class Injection:
         self._end()
 
     def _after_drop(self, holder: Any) -> None:
-        """Gradients are dropped: where there was a backward pass and no update, that was left out."""
+        """End the step when its gradients are cleared, if a backward pass was not followed by an update."""
         if self._backwards and not self._depth and not self._in_backward and self._subject.owns(holder):
             self._end()
 
@@ -518,7 +533,7 @@ class Injection:
         return zero_grad
 
     def _around_own_update(self, original: Any) -> Any:
-        """Of an optimizer that is not torch's, which tells nobody of its updates."""
+        """Wrap the update of an optimizer that is not a subclass of torch's, so torch's hooks do not run."""
 
         @wraps(original)
         def update(*args: Any, **kwargs: Any) -> Any:
@@ -530,7 +545,7 @@ class Injection:
 
 
 class _Loader:
-    """A loader whose batches an injection breaks."""
+    """Loader whose batches are broken by an injection."""
 
     def __init__(self, injection: Injection, loader: Any) -> None:
         self._injection, self._loader = injection, loader
@@ -546,7 +561,7 @@ class _Loader:
 
 
 def _calling(acted: Acted) -> Callable[[Tensor], None]:
-    """A hook of a tensor that leaves its gradient as it is."""
+    """Return a tensor hook that calls `acted` and leaves the gradient unchanged."""
     return lambda _gradient: acted()
 
 

@@ -1,4 +1,4 @@
-"""LabelCorruption: wrong labels for a part of what a batch predicts."""
+"""LabelCorruption: replaces a fraction of the labels of a batch with wrong ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _NAMES = ("labels", "label", "targets", "target", "y")
 
 @dataclass(frozen=True)
 class LabelCorruption(Fault):
-    """Replaces labels by other ones, up to the largest of the batch; those below 0, not predicted, stay.
+    """Fault that replaces labels with other labels, up to the largest of the batch.
 
-    Labels are what a batch calls "labels", "label", "targets", "target" or "y", or the second of two tensors.
+    Negative labels are not predicted and stay unchanged. Labels are the tensor named "labels", "label",
+    "targets", "target" or "y" in a batch, or the second of two tensors.
 
     Attributes:
-        fraction: of the labels; at least one is replaced.
-        seed: chooses which, and by what; others at each step.
+        fraction: fraction of the labels to replace. At least one is replaced.
+        seed: seed of the random positions and replacements, which differ from step to step.
     """
 
     name: ClassVar[str] = "label_corruption"
@@ -57,10 +58,11 @@ class LabelCorruption(Fault):
                 f"it has {described(batch)}"
             )
         labels = parts[names[0]]
-        # A sum of two labels may be above what their own type holds.
+        # A sum of two labels may exceed the range of their type.
         changed = labels.detach().flatten().to("cpu", torch.int64, copy=True)
         (places,) = torch.where(changed >= 0)
-        # Other tensors, such as ids, do not tell how many classes there are, and one too many is an error.
+        # Other tensors, such as ids, do not show the number of classes, and a label that is too large is an
+        # error.
         n_classes = 1 + int(changed.max()) if len(places) else 0
         if n_classes < 2:
             raise ValueError(f"{self.name}: {names[0]}: got no label, or only 0; wanted one above 0 at least")

@@ -1,4 +1,4 @@
-"""LossSpike: the loss of a step times a factor, and so its gradients."""
+"""LossSpike: multiplies the loss of a step, and so its gradients, by a factor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["LossSpike"]
 
 @dataclass(frozen=True)
 class LossSpike(Fault):
-    """Multiplies the loss by `factor`.
+    """Fault that multiplies the loss by `factor`.
 
     Attributes:
-        factor: above 1.
+        factor: factor above 1.
     """
 
     name: ClassVar[str] = "loss_spike"

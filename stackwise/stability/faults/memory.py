@@ -1,4 +1,4 @@
-"""OutOfMemory: the error of an allocation that fails, in the middle of a step."""
+"""OutOfMemory: raises the error of a failed allocation in the middle of a step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOMENTS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class OutOfMemory(Fault):
-    """Raises `torch.OutOfMemoryError` where a module is computed; no memory is taken.
+    """Fault that raises `torch.OutOfMemoryError` when a module is computed. No memory is allocated.
 
-    The step ends there: what a loop that catches the error does next is its next step.
+    The error ends the step. If a loop catches the error, it continues with its next step.
 
     Attributes:
-        target: a pattern of names of modules that a step calls, of which the first match is meant; None: the
-            middle one of those without children.
+        target: pattern of names of modules that a step calls. The first match is used. None: middle one of
+            the called modules without children.
         moment: "forward" or "backward".
     """
 

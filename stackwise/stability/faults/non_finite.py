@@ -1,4 +1,4 @@
-"""NanInjection: one NaN or infinity, in any tensor of a step."""
+"""NanInjection: writes one NaN or infinity into any tensor of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _VALUES = {"nan": math.nan, "inf": math.inf}
 
 @dataclass(frozen=True)
 class NanInjection(PlaceFault):
-    """Writes one NaN or infinity.
+    """Fault that writes one NaN or infinity.
 
-    In "weight" and "optimizer_state" it stays there, as it would: leaving out updates does not help, going
-    back to a snapshot does. What the optimizer keeps is not in the gradients, so that the first step that
-    shows it is the next.
+    In "weight" and "optimizer_state" the value persists. Skipped updates do not remove it; a rollback to a
+    snapshot does. Optimizer state does not affect the gradients of its step, so the next step is the first to
+    show it.
 
     Attributes:
-        target: "loss", or, with or without a pattern after a colon, "activation", "gradient", "weight",
-            "optimizer_state" or "batch"; see PlaceFault.
+        target: "loss", "activation", "gradient", "weight", "optimizer_state" or "batch". All except "loss"
+            accept a colon and a pattern; see PlaceFault.
         kind: "nan" or "inf".
     """
 

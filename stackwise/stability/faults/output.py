@@ -1,4 +1,4 @@
-"""Outputs of modules: the tensor in one that can be broken, and the output with another in its place."""
+"""Outputs of modules: find the tensor that can be broken, and replace it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["first_tensor", "with_first"]
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The floating-point tensor that can be broken in a module's output, or None."""
+    """Return the floating-point tensor that can be broken in a module's output, or None."""
     if isinstance(output, tuple | list) and output:
         output = output[0]
     elif isinstance(output, Mapping):
@@ -21,7 +21,7 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The output with `change` of its first floating-point tensor in its place; it is not changed itself."""
+    """Return a copy of the output in which `change` was applied to its first floating-point tensor."""
     tensor = first_tensor(output)
     assert tensor is not None
     changed = change(tensor)

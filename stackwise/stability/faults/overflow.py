@@ -1,4 +1,4 @@
-"""HalfOverflow: values beyond what float16 holds, as training in it meets them."""
+"""HalfOverflow: raises values above the range of float16, as in float16 training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class HalfOverflow(PlaceFault):
-    """Multiplies a tensor until its largest element is `factor` times what float16 holds, and rounds it.
+    """Fault that scales a tensor to `factor` times the maximum of float16, and rounds it to float16.
 
-    What is above the largest number of float16, 65504, becomes infinite; all else is rounded to its 11 bits.
-    It is the same in every precision of the model, so that the CPU shows what a run in float16 would do.
+    Elements above 65504, the largest float16 number, become infinite. All elements are rounded to the 11 bits
+    of float16. The effect is the same in every precision of the model, so the CPU shows the effect of a
+    float16 run.
 
     Attributes:
-        target: "activation" or "gradient", with or without a pattern after a colon; see PlaceFault.
-        factor: above 1; the larger, the more elements overflow.
+        target: "activation" or "gradient", optionally with a colon and a pattern; see PlaceFault.
+        factor: factor above 1. A larger factor makes more elements overflow.
     """
 
     name: ClassVar[str] = "half_overflow"
@@ -38,6 +39,6 @@ class HalfOverflow(PlaceFault):
         check_number(f"{self.name}: factor", self.factor, "a finite number > 1", lambda factor: factor > 1)
 
     def changed(self, tensor: Tensor) -> Tensor:  # noqa: D102
-        # In float32, since the product is more than float16 holds; a tensor of zeros stays one of zeros.
+        # In float32, because the product exceeds float16. A tensor of zeros stays zero.
         largest = tensor.detach().abs().max().float().clamp_min(torch.finfo(torch.float32).tiny)
         return (tensor.float() / largest * (self.factor * _LARGEST)).half().to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""patched: an attribute replaced for the length of a block."""
+"""patched: replaces an attribute within a block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MISSING = object()
 
 @contextmanager
 def patched(holder: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, `holder.name` is `wrap` of what it was; after it, what it was, also where that is inherited."""
+    """Replace `holder.name` by `wrap` of its value within the block, and restore it afterwards.
+
+    An inherited attribute is inherited afterwards, too.
+    """
     own = vars(holder).get(name, _MISSING)
     setattr(holder, name, wrap(getattr(holder, name)))
     try:

@@ -1,4 +1,4 @@
-"""Place: one tensor of a training step, named by a target, and the faults that change it."""
+"""PlaceFault: base class of the faults that change one tensor of a training step, selected by a target."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _NOUNS = {
     "weight": "parameters with a gradient",
     "optimizer_state": "what the optimizer keeps",
 }
-# Read whole: no module has a name in it.
+# Targets without a pattern, because they contain no named modules.
 _WHOLE = ("loss",)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that is spread over many; else the tensor itself."""
+    """Return the local shard of a distributed tensor. Return any other tensor unchanged."""
     shard = getattr(tensor, "_local_tensor", None)
     return shard if isinstance(shard, Tensor) else tensor
 
 
 def breaks(before: Tensor, after: Tensor) -> bool:
-    """Whether a tensor is a broken one now: a bit of it is another, or it is not finite any more.
+    """Return True if `after` is broken: a bit differs from `before`, or an element is not finite.
 
-    What an earlier fault has left without a finite number cannot be changed further, and is broken.
+    A tensor that an earlier fault has filled with non-finite values cannot be changed further. It is broken
+    too.
     """
     if after.is_sparse:
         before, after = before.coalesce().values(), after.coalesce().values()
@@ -53,7 +54,7 @@ def breaks(before: Tensor, after: Tensor) -> bool:
 
 
 def place_of(shape: torch.Size, seed: int | None) -> tuple[int, ...]:
-    """The index of one element: the first, or one that `seed` chooses."""
+    """Return the index of one element: the first one, or a random one drawn with `seed`."""
     if seed is None:
         return (0,) * len(shape)
     generator = torch.Generator().manual_seed(seed)
@@ -67,15 +68,16 @@ def place_of(shape: torch.Size, seed: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlaceFault(Fault):
-    """Base of the faults that change one tensor.
+    """Base class of the faults that change one tensor.
 
     Attributes:
-        target: the place, with a pattern of names after a colon: of modules for "activation", of parameters
-            for "gradient" and "weight", "PARAMETER.KEY" for "optimizer_state" ("*.exp_avg_sq"), of what is
-            in a batch for "batch". Only modules that a step calls, and parameters that get a gradient, are
-            meant; the first match is broken. Without a pattern it is the middle one of the called modules
-            without children, or of those parameters, and the first tensor of numbers in a batch.
-        seed: chooses the element, another one at each step; None: the first.
+        target: a place, or a place, a colon and a pattern of names. The pattern matches module names for
+            "activation", parameter names for "gradient" and "weight", "PARAMETER.KEY" for "optimizer_state"
+            ("*.exp_avg_sq"), and names of tensors for "batch". Only modules that a step calls and parameters
+            that receive a gradient are candidates. The first match is broken. Without a pattern, it is the
+            middle one of the called modules without children, or of the parameters, and the first
+            floating-point tensor of a batch.
+        seed: seed of the random choice of an element, which differs from step to step. None: first element.
     """
 
     places: ClassVar[tuple[str, ...]]
@@ -95,7 +97,7 @@ class PlaceFault(Fault):
             check_sizes(0, **{f"{self.name}: seed": self.seed})
 
     def changed(self, tensor: Tensor) -> Tensor:
-        """The tensor as the fault leaves it; a new one, through which gradients flow."""
+        """Return the tensor after the fault, as a new tensor through which gradients flow."""
         raise NotImplementedError
 
     @property
@@ -125,7 +127,7 @@ class PlaceFault(Fault):
             return self
         default = anatomy.leaves if place == "activation" else names
         if not pattern and not default:
-            pattern = "*"  # which matches nothing, and says so
+            pattern = "*"  # matches no name, so an error is raised
         found = (
             matching(self, "target", pattern, names, _NOUNS[place])
             if pattern
@@ -175,7 +177,7 @@ class PlaceFault(Fault):
                 acted()
             return with_first(output, lambda _: changed)
 
-        # First among the module's hooks, so that whatever watches the module sees the broken output.
+        # The hook is the module's first, so that every later hook sees the broken output.
         handle = model.get_submodule(self._name).register_forward_hook(change, prepend=True)
         try:
             yield
@@ -190,7 +192,10 @@ class PlaceFault(Fault):
                 self._overwrite(gradient, acted)
 
     def _overwrite(self, tensor: Tensor, acted: Acted) -> None:
-        """In place. What a rank has of a tensor may be nothing, or not change: another one's does."""
+        """Change a tensor in place.
+
+        The shard of a rank may be empty or unaffected because the element is on another rank.
+        """
         mine = local(tensor)
         changed = self.changed(mine) if mine.numel() else mine
         if mine is not tensor or breaks(mine, changed):

@@ -1,4 +1,4 @@
-"""Processes that are ended: a signal in the middle of a step or of a save, and a child that is killed."""
+"""Process faults: a signal in the middle of a step or of a save, and a killed child process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ _POLL = 1e-3
 
 @dataclass(frozen=True)
 class ProcessSignal(Fault):
-    """Sends this process a signal. A journal knows that it did.
+    """Fault that sends a signal to this process. The action is recorded in the journal.
 
     Attributes:
         kind: "SIGTERM" or "SIGKILL".
-        moment: "forward", in the middle of the pass; "update", between gradients and update; or "save",
-            before one of the operations on files below `folder`.
-        folder: where is saved; None where `moment` is another.
-        operation: which of the operations after the beginning of the step, counted from 0: opening for
-            writing, writing, syncing and renaming.
-        target: a pattern of names of modules, for "forward"; None: the middle one of those without children.
+        moment: "forward", in the middle of the forward pass; "update", between gradients and update; or
+            "save", before one of the operations on files below `folder`.
+        folder: folder of the saved files. None with any other moment.
+        operation: index of the file operation since the beginning of the step, counted from 0. Operations are
+            opening for writing, writing, syncing and renaming.
+        target: pattern of module names, for "forward". None: middle one of the called modules without
+            children.
     """
 
     name: ClassVar[str] = "process_signal"
@@ -61,7 +62,7 @@ class ProcessSignal(Fault):
 
     @property
     def breaks(self) -> str:  # type: ignore[override]
-        """A save is behind a step, not in it."""
+        """Target of the fault: "storage" for a save, which follows the step, otherwise "process"."""
         return "storage" if self.moment == "save" else "process"
 
     def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
@@ -83,7 +84,7 @@ class ProcessSignal(Fault):
 
         def send(*_: Any) -> None:
             nonlocal sent
-            if not sent:  # a module may be called often
+            if not sent:  # a module may be called several times
                 sent = True
                 self._send(acted)
 
@@ -131,18 +132,19 @@ def kill_child(
     """Start a process, and end it from outside.
 
     Args:
-        command: of the process.
-        when: asked every millisecond; the process may live until it says yes. None: from the start.
-        after: seconds that it may live after that.
-        kind: of signal, "SIGKILL" or "SIGTERM".
-        limit: seconds after which it is killed in any case.
-        **arguments: of `subprocess.Popen`.
+        command: command of the process.
+        when: called every millisecond. The process may live until it returns True. None: True from the start.
+        after: seconds that the process may live after that.
+        kind: signal, "SIGKILL" or "SIGTERM".
+        limit: seconds after which the process is killed in any case.
+        **arguments: arguments of `subprocess.Popen`.
 
     Returns:
-        Its return code: negative where a signal ended it, -9 for SIGKILL; its own where it was done before.
+        The return code: negative if a signal ended the process (-9 for SIGKILL), its own if it finished
+        before.
 
     Raises:
-        TimeoutError: `limit` has passed before `when` said yes, or the process outlived the signal.
+        TimeoutError: `limit` passed before `when` returned True, or the process survived the signal.
     """
     check_choice("kind", kind, _SIGNALS)
     end = time.monotonic() + limit

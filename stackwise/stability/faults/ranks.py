@@ -1,4 +1,4 @@
-"""Ranks that are slow, and ranks that die."""
+"""Rank faults: a slow rank, and a rank that dies."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _OfRank(Fault):
 
 @dataclass(frozen=True)
 class SlowRank(_OfRank):
-    """One rank waits before its step.
+    """Fault that delays one rank before its step.
 
     Attributes:
-        rank: which.
-        seconds: above 0.
+        rank: number of the rank.
+        seconds: delay in seconds, above 0.
     """
 
     name: ClassVar[str] = "slow_rank"
@@ -64,11 +64,13 @@ class SlowRank(_OfRank):
 
 @dataclass(frozen=True)
 class DeadRank(_OfRank):
-    """One rank is gone as its step begins, without a word to the others. A journal knows that it acted.
+    """Fault that ends one rank when its step begins, without a message to the other ranks.
+
+    The action is recorded in the journal.
 
     Attributes:
-        rank: which.
-        kind: "kill", by SIGKILL, or "exit", with code 1 and without cleaning up.
+        rank: number of the rank.
+        kind: "kill" ends it by SIGKILL, "exit" with code 1 and without cleanup.
     """
 
     name: ClassVar[str] = "dead_rank"

@@ -1,4 +1,4 @@
-"""Storage that fails: a full disk, a write that is lost, and files that rot."""
+"""Storage faults: a full disk, lost writes and damaged files."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class _OfFolder(Fault):
 
 @dataclass(frozen=True)
 class DiskFull(_OfFolder):
-    """Writes below a folder fail with ENOSPC as soon as `after` bytes are written, which stay.
+    """Fault that makes writes below a folder fail with ENOSPC after `after` bytes. These bytes stay written.
 
-    In a training it lasts from the beginning of its first step to that of the first step after it, so that
-    what is saved behind a step is met. By itself: `with DiskFull(step=0, folder=...).around_saves(acted):`.
+    In a training, it lasts from the beginning of its first step to the beginning of the first step after it.
+    So it affects saves that follow a step. Without a training, use `with DiskFull(step=0,
+    folder=...).around_saves(acted):`.
 
     Attributes:
-        folder: where.
-        target: a pattern of paths in it.
-        after: bytes that fit, all files together.
+        folder: folder of the files.
+        target: pattern of paths in the folder.
+        after: number of bytes that fit, in all files together.
     """
 
     name: ClassVar[str] = "disk_full"
@@ -74,14 +75,15 @@ class DiskFull(_OfFolder):
 
 @dataclass(frozen=True)
 class ShortWrite(_OfFolder):
-    """Of each file below a folder, what is written after the first `after` bytes is lost, without an error.
+    """Fault that drops the bytes of each file below a folder after the first `after` bytes, without an error.
 
-    So does a crash before the disk has it, or a disk that says too early that it has. It lasts as DiskFull.
+    This is like a crash before the data is on the disk, or a disk that confirms a write too early. The
+    duration is the same as for DiskFull.
 
     Attributes:
-        folder: where.
-        target: a pattern of paths in it.
-        after: bytes of each file that reach the disk.
+        folder: folder of the files.
+        target: pattern of paths in the folder.
+        after: number of bytes of each file that reach the disk.
     """
 
     name: ClassVar[str] = "short_write"
@@ -112,13 +114,13 @@ class ShortWrite(_OfFolder):
 
 @dataclass(frozen=True)
 class BitRot(_OfFolder):
-    """Changes one file below a folder as a step begins, or at once by `strike`.
+    """Fault that changes one file below a folder when a step begins, or immediately by `strike`.
 
     Attributes:
-        folder: where.
-        target: a pattern of paths in it.
-        kind: "flip" one bit, or "truncate" at a byte.
-        seed: chooses the file and the byte; others at each step.
+        folder: folder of the files.
+        target: pattern of paths in the folder.
+        kind: "flip" flips one bit, "truncate" cuts the file at a byte.
+        seed: seed of the random file and byte, which differ from step to step.
     """
 
     name: ClassVar[str] = "bit_rot"
@@ -138,10 +140,10 @@ class BitRot(_OfFolder):
         """Change a file.
 
         Returns:
-            Which, and the number of the byte that is another, or is the first that is not there.
+            The path of the file, and the offset of the changed byte or of the first removed byte.
 
         Raises:
-            ValueError: no file that matches has a byte.
+            ValueError: every matching file is empty, or no file matches.
         """
         folder = Path(self.folder)
         files = [
@@ -156,7 +158,7 @@ class BitRot(_OfFolder):
                 f"{self.name}: target: got {self.target!r}, which matches no file with content in {folder}"
             )
         generator = torch.Generator().manual_seed(self.seed)
-        # By bytes, so that each is as likely.
+        # Choose by bytes, so that each byte has the same probability.
         sizes = [path.stat().st_size for path in files]
         offset = int(torch.randint(sum(sizes), (), generator=generator))
         bit = int(torch.randint(8, (), generator=generator))

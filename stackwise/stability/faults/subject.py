@@ -1,4 +1,4 @@
-"""Subjects of an injection: where in a training of any library a step, its batch and its loss pass by."""
+"""Subject: model, optimizer and trainer of a training of any library, into which faults are injected."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from stackwise.subject.transformers_run import is_transformers_trainer
 
 __all__ = ["IN_PLACE", "Subject", "is_compiled"]
 
-# What torch.compile puts around a module, and what module.compile() puts into one.
+# Attributes of compiled modules: torch.compile wraps a module, and module.compile() changes it in place.
 _COMPILED, IN_PLACE = "_orig_mod", "_compiled_call_impl"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is broken.
+    """Training that is broken by faults.
 
     Attributes:
-        called: the module that the training calls.
-        model: the same without what compiling and data parallelism put around it; its names are meant.
-        optimizer: None: not known yet; it is seen at its first update.
-        run: whose `step(batch)` is one update; None: updates are seen at the optimizer.
-        trainer: a `transformers.Trainer`, or None.
-        lightning: a Lightning module, or None.
+        called: module that the training calls.
+        model: the same module without the wrappers of compilation and data parallelism. Targets use its
+            names.
+        optimizer: optimizer of the model. None: not known until its first update.
+        run: training run with a method `step(batch)` that makes one update. None: updates are observed at the
+            optimizer.
+        trainer: `transformers.Trainer`, or None.
+        lightning: Lightning module, or None.
     """
 
     called: nn.Module
@@ -42,10 +44,10 @@ class Subject:
 
     @classmethod
     def of(cls, given: Any) -> Subject:
-        """What of `given` can be broken, and where.
+        """Return the subject for an argument of `broken`.
 
         Raises:
-            TypeError: nothing known.
+            TypeError: `given` has an unsupported type.
         """
         if is_transformers_trainer(given):
             return cls(given.model, unwrapped(given.model), trainer=given)
@@ -72,13 +74,13 @@ class Subject:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Optimizers that update the model, as far as they are known."""
+        """Known optimizers that update the model."""
         if isinstance(self.optimizer, JoinedOptimizers):
             return list(self.optimizer.members)
         return [] if self.optimizer is None else [self.optimizer]
 
     def owns(self, holder: Any) -> bool:
-        """Whether an optimizer updates, or a module holds, what is broken."""
+        """Return True if `holder` is a module that contains the model, or an optimizer of its parameters."""
         if isinstance(holder, nn.Module):
             return any(module is self.model for module in holder.modules())
         mine = {id(p) for p in self.model.parameters()}
@@ -87,12 +89,15 @@ class Subject:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of it is."""
+    """Return True if the model or a part of it is compiled."""
     return any(hasattr(m, _COMPILED) or getattr(m, IN_PLACE, None) is not None for m in model.modules())
 
 
 def _inner_optimizer(optimizer: Any) -> Any:
-    """Of a wrapper, such as accelerate's or Lightning's, what it wraps: torch tells of its updates."""
+    """Return the optimizer in a wrapper, such as accelerate's or Lightning's. torch reports its updates.
+
+    Any other optimizer is returned unchanged.
+    """
     for name in ("optimizer", "_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Tap: what this process writes below a folder, seen operation by operation before it is done."""
+"""Tap: intercept each operation of this process on files below a folder, before it is executed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from stackwise.stability.faults.patch import patched
 __all__ = ["Operation", "tapped"]
 
 _WRITING = frozenset("wax+")
-_COPIED = 2**20  # bytes at once, of what the system would copy from file to file by itself
-# What the writer of `torch.save` says where a small file does not fit; of a larger one it says itself that
-# its position is unexpected.
+_COPIED = 2**20  # bytes per step of a copy that the system would do from file to file by itself
+# Error message of the writer of `torch.save` if a small file does not fit. For a larger file, the writer
+# reports an unexpected position itself.
 _STREAM_ERROR = "basic_ios::clear: iostream error"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that is done to a file.
+    """Operation on a file or, for a rename, on a folder.
 
     Attributes:
-        kind: "open" for writing, "write", "sync", or "rename", of a folder too.
-        path: of the file, before it is renamed.
-        size: of a write, in bytes.
+        kind: "open" for writing, "write", "sync" or "rename".
+        path: path of the file, before a rename.
+        size: number of bytes of a write.
     """
 
     kind: Literal["open", "write", "sync", "rename"]
@@ -45,13 +45,14 @@ class Operation:
     size: int = 0
 
 
-# Of `os`; not all are on every system.
+# Functions of `os`. Some systems do not have all of them.
 _CALLS = (
     *("open", "write", "writev", "pwrite", "pwritev", "sendfile", "copy_file_range"),
     *("fsync", "rename", "replace"),
 )
 
-# How many bytes of a write reach the disk; of other operations the answer is not read. It may raise instead.
+# Returns the number of bytes of a write that reach the disk; ignored for other operations. May raise an
+# error.
 Decide = Callable[[Operation], int]
 
 
@@ -59,17 +60,18 @@ Decide = Callable[[Operation], int]
 def tapped(
     folder: str | os.PathLike[str], pattern: str, decide: Decide, error: OSError | None
 ) -> Iterator[None]:
-    """Inside, ask `decide` before each operation on files below `folder`.
+    """Call `decide` before each operation in the block on files below `folder`.
 
-    Seen is what Python code writes, by `open` or `os.write` and its like, or copies, by `shutil` or
-    `os.sendfile`, in every thread, `torch.save`, and safetensors' `save_file`; maps of memory are not, nor
-    other libraries that write by themselves, nor other processes.
+    Covered are writes of Python code (`open`, `os.write` and similar) and copies (`shutil`, `os.sendfile`) in
+    every thread, `torch.save`, and safetensors' `save_file`. Not covered are memory maps, libraries with
+    their own write functions, and other processes.
 
     Args:
-        folder: of the files; it need not be there yet.
-        pattern: of their paths in it.
-        decide: what of an operation is done.
-        error: raised by a write of which not all is, after that; None: none is, as if all were there.
+        folder: folder of the files. It may be created later.
+        pattern: pattern of paths in the folder.
+        decide: decides which part of an operation is executed.
+        error: raised by an incomplete write, after its part was written. None: an incomplete write reports
+            success.
     """
     tap = _Tap(Path(os.path.abspath(folder)), pattern, decide, error)  # noqa: PTH100  links stay as they are
     with ExitStack() as stack:
@@ -99,10 +101,10 @@ class _Tap:
         self._asking: set[int] = set()
 
     def _meant(self, path: Any) -> Path | None:
-        """The path, where it is below the folder and matches."""
+        """Return the path if it is below the folder and matches."""
         if isinstance(path, int):
             found = self._path_of(path)
-            real = Path(os.path.realpath(self._folder))  # the system knows a file behind all links
+            real = Path(os.path.realpath(self._folder))  # the system resolves all links in the path of a file
             if found is not None and found.is_relative_to(real):
                 found = self._folder / found.relative_to(real)
         elif isinstance(path, str | bytes | os.PathLike):
@@ -121,7 +123,7 @@ class _Tap:
 
     def _ask(self, kind: Any, path: Any, size: int = 0) -> int:
         found, thread = self._meant(path), threading.get_ident()
-        if found is None or thread in self._asking:  # what is written about an operation is none
+        if found is None or thread in self._asking:  # writes of `decide` are excluded
             return size
         self._asking.add(thread)
         try:
@@ -172,12 +174,12 @@ class _Tap:
     around_pwritev = around_writev
 
     def _said(self, passed: int, size: int) -> int:
-        """What a call says that was to write more than has passed."""
+        """Return the result of a call of which only `passed` of `size` bytes were written."""
         if self._error is None:
             return size
         if passed:
-            return passed  # as the system does it: the error comes with the next call
-        raise copy(self._error)  # who catches it may write a name into it
+            return passed  # like the system: the next call raises the error
+        raise copy(self._error)  # a handler may write a file name into the error
 
     def around_sendfile(self, original: Any) -> Any:
         @wraps(original)
@@ -229,7 +231,10 @@ class _Tap:
         return opens
 
     def around_archive(self, original: Any) -> Any:
-        """Of `torch.save`, which gives a path to its own writer: that writes to a file of Python here."""
+        """Wrap the function of `torch.save` that passes a path to its own writer.
+
+        It writes to a Python file instead.
+        """
 
         @wraps(original)
         def opens(name: str) -> Any:
@@ -241,7 +246,7 @@ class _Tap:
         return opens
 
     def around_descriptor(self, original: Any) -> Any:
-        """Of `torch.save` in its old format, which writes past a file to what is below it."""
+        """Wrap a check of `torch.save` in the legacy format, which would bypass the Python file."""
 
         @wraps(original)
         def has_descriptor(file: Any) -> bool:
@@ -250,7 +255,10 @@ class _Tap:
         return has_descriptor
 
     def around_serialize(self, original: Any) -> Any:
-        """Of safetensors, which writes by itself: cut afterwards, and the error that it raises."""
+        """Wrap safetensors' writer.
+
+        The file is truncated afterwards, and safetensors' own error is raised.
+        """
 
         @wraps(original)
         def serializes(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
@@ -287,11 +295,14 @@ class _Tap:
 
 
 def _copied(source: int, target: int, count: int, offset: int | None, at: int | None) -> int:
-    """So many bytes at most from file to file, by the calls that ask.
+    """Copy at most `count` bytes from file to file through the wrapped functions. Return the number of bytes.
 
     Args:
-        offset: in the source; None: where it is, which goes on.
-        at: where in the target; None: where it is.
+        source: descriptor to read.
+        target: descriptor to write.
+        count: maximum number of bytes.
+        offset: offset in the source. None: its current position, which is advanced.
+        at: offset in the target. None: its current position.
     """
     begin = os.lseek(source, 0, os.SEEK_CUR) if offset is None else offset
     data = os.pread(source, min(count, _COPIED), begin)
@@ -304,7 +315,7 @@ def _copied(source: int, target: int, count: int, offset: int | None, at: int | 
 
 
 class _File:
-    """A file whose writes are asked for."""
+    """File whose writes are reported to the tap."""
 
     def __init__(self, file: Any, path: Path, tap: _Tap) -> None:
         self._file, self._path, self._tap = file, path, tap
@@ -334,7 +345,7 @@ class _File:
 
 
 class _Archive:
-    """What `torch.save` writes to a path: the context in which it does, and the file of its writer."""
+    """Context and file of the writer of `torch.save`, for a path."""
 
     def __init__(self, name: str) -> None:
         self._file: Any = io.open(name, "wb")  # noqa: SIM115, UP020  the one that asks
@@ -350,7 +361,7 @@ class _Archive:
             return int(self._file.write(data))
         except OSError:
             raise
-        except BaseException as raised:  # by the handler of a signal: the writer would make another of it
+        except BaseException as raised:  # of a signal handler; torch's writer would replace it
             self._raised = self._raised or raised
             return int(self._file.unasked(data))
 

@@ -1,4 +1,4 @@
-"""Lengths: from which sequence length on does training go wrong, and in what way?"""
+"""Lengths: stability of training at several sequence lengths, and the shortest unstable length."""
 
 from stackwise.stability.lengths.first_unstable import FirstUnstable, first_unstable_length
 from stackwise.stability.lengths.point import LengthPoint

@@ -1,4 +1,4 @@
-"""FirstUnstable: the sequence length from which on training is unstable, found by bisection."""
+"""FirstUnstable: shortest sequence length at which training is unstable, found by bisection."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["FirstUnstable", "first_unstable_length"]
 
-_FRESH = 50_000_017  # away from those that are counted from the first seed on
+_FRESH = 50_000_017  # offset of fresh seeds, far from the seeds that are counted from the first one
 
 
 @dataclass(frozen=True, repr=False)
 class FirstUnstable:
-    """Where training becomes unstable.
+    """Result of the search for the shortest unstable length.
 
     Attributes:
-        model: the spec's name.
-        low: the shortest length that was asked about.
-        high: the longest.
-        step: how finely: lengths are low, low + step, ... high.
-        first: the shortest unstable length; None: none was found, as far as memory lasted (`verdict`).
-        points: of all lengths that were looked at, the shortest first, each with all its seeds.
-        order: the lengths in the order of the looks; those that were looked at again are in it twice.
-        notes: what does not fit one length from which on all are unstable; spiky lengths; what memory was too
-            small for; lengths around the find that are not confirmed; that growth or divergence was not
-            judged; rows that do not divide the tokens of a step.
+        model: name of the spec.
+        low: shortest length of the search.
+        high: longest length of the search.
+        step: resolution. The lengths are low, low + step, ... high.
+        first: shortest unstable length. None: no tested length is unstable, see `verdict`.
+        points: points of all tested lengths with all their seeds, shortest first.
+        order: tested lengths in the order of the tests. A length that was tested twice occurs twice.
+        notes: sentences about stable lengths above `first`, spiky lengths, lengths that do not fit into
+            memory, unconfirmed lengths around the result, growth or divergence that was not judged, and
+            lengths that do not divide the tokens of a step.
     """
 
     model: str
@@ -49,27 +49,28 @@ class FirstUnstable:
 
     @property
     def stable_up_to(self) -> int | None:
-        """The longest length looked at that is not unstable, below the first that is; None: `low` is."""
+        """Longest tested length below `first` that is not unstable. None if `low` is unstable."""
         stable = [p.seq_len for p in self.points if p.verdict in ("stable", "spiky")]
         return max((n for n in stable if self.first is None or n < self.first), default=None)
 
     @property
     def verdict(self) -> Literal["found", "stable", "unstable at low", "out of memory"]:
-        """The answer in a word.
+        """Result in a few words.
 
-        "found": `first` is unstable, and the length one step below it is not. "stable": all that was looked
-        at is, up to `high`. "unstable at low": `first` is `low`, and what is below was not asked about.
-        "out of memory": stable as far as memory lasts.
+        - "found": `first` is unstable, and the length one step below it is not.
+        - "stable": no tested length up to `high` is unstable.
+        - "unstable at low": `first` is `low`. Shorter lengths were not tested.
+        - "out of memory": stable up to the longest length that fits into memory.
         """
         if self.first is not None:
             return "unstable at low" if self.first == self.low else "found"
         return "out of memory" if any(point.stopped for point in self.points) else "stable"
 
     def point(self, seq_len: int) -> LengthPoint:
-        """What a length showed.
+        """Return the point of a length.
 
         Raises:
-            ValueError: it was not looked at.
+            ValueError: the length was not tested.
         """
         found = next((point for point in self.points if point.seq_len == seq_len), None)
         looked = ", ".join(str(point.seq_len) for point in self.points)
@@ -78,7 +79,7 @@ class FirstUnstable:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "model": self.model,
             "low": self.low,
@@ -93,10 +94,10 @@ class FirstUnstable:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Gradient norms over the length, with the find, as an SVG; the same file each time.
+        """Write a plot of gradient norms over the length, with the result, as a reproducible SVG file.
 
         Raises:
-            ValueError: another ending than .svg, or no length was run.
+            ValueError: the path does not end with .svg, or no length was run.
             ImportError: matplotlib is not installed.
         """
         return write_length_plot(path, self.points, self.model, self.first)
@@ -147,38 +148,39 @@ def first_unstable_length(
     on_point: Callable[[LengthPoint], None] | None = None,
     **arguments: Any,
 ) -> FirstUnstable:
-    """The shortest length at which training is unstable, by bisection down to `step`.
+    """Find the shortest length at which training is unstable, by bisection with resolution `step`.
 
-    Bisection rests on training being unstable from some length on. That is looked at where it can be: at
-    both ends, and around the find, where the length found and the one a step below it are trained again
-    with fresh seeds. What then does not hold sends the bisection on from there; a longer length that is
-    stable is noted. About log2((high - low) / step) + 2 lengths are looked at, and two of them twice.
+    A bisection assumes that every length above the first unstable one is unstable. The search tests both
+    ends. It trains the result and the length one step below it again with fresh seeds. If one of them is not
+    confirmed, the bisection continues from there. A stable longer length is noted. About log2((high - low) /
+    step) + 2 lengths are tested, and two of them twice.
 
-    Where memory is too small for a length, the search goes on below it. Where it is for the fresh seeds
-    alone, the find stays as the first ones showed it, with a note.
+    If a length does not fit into memory, the search continues below it. If only its fresh seeds do not fit,
+    the result of the first seeds is used, with a note.
 
     Args:
-        spec: a ModelSpec, or what `ModelSpec.of` takes.
-        low: the shortest length; gradient norms of the others are held against those at it.
-        high: the longest length.
-        step: how finely; divides high - low.
-        seeds: of each length: how many, from `seed` on; or which. Unstable is what is not finite in any of
-            them, or in trouble in more than half.
-        fresh_seeds: of the two lengths around the find; None: as many as `seeds`, and others.
-        tokens_per_step: of each training step, whatever the length; None: `batch_size` rows at each length.
-        batch_size: rows; None: 4, unless `tokens_per_step` is given.
-        gradient_factor: a rise of the gradient norms, from `low` on, that passes.
-        loss_tolerance: how far above its beginning the loss of a training may end, in nats.
-        device: where to run.
-        seed: of weights and batches.
-        memory: whether the peak of a training at each length is measured: one step more, at the first.
-        on_point: called with each length as it was looked at.
-        **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
-            second broken step in a row.
+        spec: a ModelSpec, or an argument of `ModelSpec.of`.
+        low: shortest length. Gradient norms of all lengths are compared with the norms at this length.
+        high: longest length.
+        step: resolution, a divisor of high - low.
+        seeds: seeds of each length: a number of seeds, counted from `seed`, or a list. A length is unstable
+            if a value is not finite in any seed, or if more than half of the seeds are in trouble.
+        fresh_seeds: seeds for the two lengths around the result. None: as many new seeds as `seeds`.
+        tokens_per_step: number of tokens of a training step at every length. None: `batch_size` rows.
+        batch_size: rows of a step. None: 4, unless `tokens_per_step` is set.
+        gradient_factor: allowed ratio of gradient norms to the norms at `low`.
+        loss_tolerance: allowed increase of the loss from the beginning to the end of a training, in nats.
+        device: device to run on.
+        seed: seed of weights and batches.
+        memory: True: measure the peak memory of a training at each length. The first length needs one more
+            step.
+        on_point: called with the point of each length after its test.
+        **arguments: arguments of `stability_run`, such as `steps`. Without faults and a policy, a training
+            ends at its second consecutive alarm.
 
     Raises:
-        ValueError: lengths that the model does not take, a step that does not divide their distance, or
-            fewer tokens per step than the longest has.
+        ValueError: the model does not accept a length, the step does not divide high - low, or the tokens per
+            step are fewer than `high`.
     """
     spec = ModelSpec.of(spec)
     check_sizes(shortest_length(spec), low=low)
@@ -209,7 +211,7 @@ def first_unstable_length(
 
 
 class _Search:
-    """The bisection: what was looked at, and what is to be looked at next."""
+    """State of a bisection: tested lengths, and choice of the next length."""
 
     def __init__(
         self,
@@ -228,12 +230,12 @@ class _Search:
 
     @property
     def first(self) -> int | None:
-        """The shortest length so far that is not good, if training is unstable there."""
+        """Shortest tested length that is not stable or spiky, if it is unstable. Otherwise None."""
         bad = self._bad()
         return bad if bad is not None and self.points[bad].verdict == "unstable" else None
 
     def run(self, low: int, high: int) -> None:
-        """Look at both ends, then between, until an unstable length and a stable one are a step apart."""
+        """Test both ends, then midpoints, until an unstable and a stable length are one step apart."""
         self._look(low)
         while True:
             bad = self._bad()
@@ -247,7 +249,7 @@ class _Search:
                 self._look(good + (bad - good) // self._step // 2 * self._step)
                 continue
             around = [n for n in (bad, good) if n is not None and n not in self._confirmed]
-            # More seeds make no room in memory.
+            # More seeds would not fit into memory either.
             if not around or self.points[bad].stopped:
                 return
             self._confirm(around[0])
@@ -265,7 +267,7 @@ class _Search:
         self._confirmed.add(seq_len)
         again = self._probe.look(seq_len, self._fresh)
         if again.stopped:
-            # It says nothing against what the first seeds showed.
+            # The verdict of the first seeds stays valid.
             self.unconfirmed.append(f"T={seq_len}: {again.stopped} with fresh seeds: not confirmed")
             self._keep(self.points[seq_len])
         else:

@@ -1,4 +1,4 @@
-"""The plot of lengths: gradient norms over the sequence length, as an SVG, with the first unstable one."""
+"""Length plot: gradient norms over the sequence length, with the first unstable length, as an SVG."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 __all__ = ["length_svg", "write_length_plot"]
 
 _COLOURS = {"stable": "#2a7f4f", "spiky": "#c98a1b", "unstable": BAD}
-_LEAST_SPAN = 20.0  # of the axis of norms, from its lower end to its upper one
+_LEAST_SPAN = 20.0  # minimum ratio of the upper and lower end of the axis of norms
 
 
 def write_length_plot(
     path: str | Path, points: Sequence[LengthPoint], title: str, first: int | None = None
 ) -> Path:
-    """`length_svg` as a file.
+    """Write the plot of `length_svg` to a file.
 
     Raises:
-        ValueError: another ending than .svg, or no length was run.
+        ValueError: the path does not end with .svg, or no length was run.
         ImportError: matplotlib is not installed.
     """
     return write_svg(path, length_svg(points, title, first))
 
 
 def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = None) -> str:
-    """Gradient norms over the sequence length, as an SVG, the same text each time.
+    """Return a plot of gradient norms over the sequence length as SVG. The text is reproducible.
 
-    A dot is the median norm of a seed's training, the thin line above it reaches up to its largest one. Its
-    colour is the verdict on its length. A norm that is not finite has no place on the axis: such a seed is a
-    cross above all others.
+    A dot is the median norm of one seed's training. The thin line above it ends at the largest norm. The
+    colour is the verdict of the length. If a norm of a seed is not finite, the seed is a cross above all
+    dots.
 
     Args:
-        points: in any order; those that were not run are left out.
-        title: above the plot.
-        first: the first unstable length, marked; None: there is none.
+        points: points in any order. Points that were not run are omitted.
+        title: title above the plot.
+        first: first unstable length, marked by a line. None: no line.
 
     Raises:
         ValueError: no length was run.
@@ -88,7 +88,7 @@ def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
         medians = []
         for number, each in enumerate(point.runs):
             norms = [norm for norm in each.gradient_norms if 0 < norm < math.inf]
-            # Beside each other, so that seeds that agree are seen as several.
+            # Shift the seeds horizontally, so that equal values do not overlap.
             place = point.seq_len * 1.012 ** (number - (len(point.runs) - 1) / 2)
             label = "" if point.verdict in told else point.verdict
             told.add(point.verdict)
@@ -104,14 +104,14 @@ def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     places = [point.seq_len for point in points]
-    # Ticks at the lengths themselves, as far as they do not run into each other.
+    # Ticks at the lengths, except for lengths whose labels would overlap.
     ticks = [n for n, before in zip(places, [0, *places], strict=False) if n > 1.25 * before]
     axes.set_xticks(ticks, labels=[str(n) for n in ticks], rotation=45 if len(ticks) > 8 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda norm, _: f"{norm:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    # Norms that hardly differ are not to look as if they did.
+    # Widen a narrow axis, so that small differences look small.
     low, high = axes.get_ylim()
     widen = max(1.0, math.sqrt(_LEAST_SPAN / (high / low)))
     axes.set_ylim(low / widen, high * widen)

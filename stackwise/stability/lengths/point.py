@@ -1,4 +1,4 @@
-"""LengthPoint: what one sequence length showed: loss, logits, the training of each seed, time and memory."""
+"""LengthPoint: results of one sequence length: loss, logits, one training per seed, time and memory."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ LengthVerdict = Literal["stable", "spiky", "unstable", "out of memory", "not run
 
 @dataclass(frozen=True, repr=False)
 class LengthPoint:
-    """What a length showed.
+    """Results of one length.
 
     Attributes:
-        model: the spec's name.
-        seq_len: T.
+        model: name of the spec.
+        seq_len: sequence length T.
         batch_size: rows of a training step.
-        loss: mean of the untouched model of the first seed in eval mode, in nats for tokens.
+        loss: mean loss of the initial model of the first seed in eval mode, in nats if inputs are tokens.
         logit_max: largest |logit|.
-        logit_rms: root of the mean square of the logits.
-        step_seconds: of a training step, the device waited for: the median of those behind the first, of all
-            seeds that were looked at together; of two looks joined, of the first.
-        runs: the training at this length, one a seed.
-        peak_bytes: the most memory of one training above what was in use before: of CUDA's tensors, or of
-            the process on the CPU; None: it was not measured, or cannot be.
-        stopped: "out of memory", of the length at which it ended; "not run", of longer ones; "": neither.
+        logit_rms: root mean square of the logits.
+        step_seconds: median time of a training step, with the device synchronised. It includes the steps
+            after the first of all seeds that were run together. For joined points, it is the value of the
+            first point.
+        runs: trainings at this length, one per seed.
+        peak_bytes: peak memory of one training, above the memory in use before it: of CUDA tensors, or of the
+            process on the CPU. None: not measured, or not measurable.
+        stopped: "out of memory" for the length that did not fit, "not run" for longer ones, otherwise "".
     """
 
     model: str
@@ -49,10 +50,10 @@ class LengthPoint:
 
     @property
     def run(self) -> StabilityRun:
-        """The training of the first seed.
+        """Training of the first seed.
 
         Raises:
-            ValueError: memory did not last for it.
+            ValueError: the length was not run.
         """
         if not self.runs:
             raise ValueError(f"run: T={self.seq_len} has none: {self.stopped}")
@@ -60,37 +61,41 @@ class LengthPoint:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and logits of the untouched model are."""
+        """True if loss and logits of the initial model are finite."""
         return all(map(math.isfinite, (self.loss, self.logit_max, self.logit_rms)))
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the training steps."""
+        """Throughput of the training steps."""
         return self.batch_size * self.seq_len / self.step_seconds if self.step_seconds > 0 else math.nan
 
     @property
     def gradient_median(self) -> float:
-        """Of the norms of all steps and seeds; NaN where there is none."""
+        """Median gradient norm of all steps and seeds. NaN if there are no steps."""
         norms = self._gradient_norms
         return statistics.median(norms) if norms else math.nan
 
     @property
     def gradient_max(self) -> float:
-        """The largest of all steps and seeds, infinite where one is not finite; NaN where there is none."""
+        """Largest gradient norm of all steps and seeds.
+
+        Infinite if one is not finite, NaN if there are no steps.
+        """
         return max(self._gradient_norms, default=math.nan)
 
     @property
     def troubled_seeds(self) -> list[int]:
-        """The seeds whose training is in trouble."""
+        """Seeds with a training in trouble."""
         return [each.seed for each in self.runs if each.troubles]
 
     @property
     def verdict(self) -> LengthVerdict:
-        """The length in a word.
+        """Verdict on the length.
 
-        Unstable is what is not finite in any seed, and what is in trouble in more than half of the seeds.
-        In trouble in fewer, it is spiky: another choice of weights or batches trains well. One seed alone
-        tells no chance from a rule: a spike that its guard lets pass is then a chance.
+        A length is unstable if a value is not finite in any seed, or if more than half of the seeds are in
+        trouble. If fewer seeds are in trouble, it is spiky, because other weights or batches train well. A
+        single seed cannot distinguish the two. In this case, a spike without an alarm of the guard is treated
+        as chance.
         """
         if self.stopped:
             return self.stopped
@@ -106,7 +111,7 @@ class LengthPoint:
 
     @property
     def why(self) -> str:
-        """What is wrong, with the numbers, of the first seed in trouble, and in how many; "": nothing."""
+        """Troubles of the first troubled seed, and the number of troubled seeds. "" if there are none."""
         if self.stopped:
             return self.stopped
         said = []
@@ -125,7 +130,7 @@ class LengthPoint:
         return [norm for each in self.runs for norm in each.gradient_norms]
 
     def joined(self, other: LengthPoint) -> LengthPoint:
-        """The same with the seeds of another of the same length as well."""
+        """Return the point with the seeds of another point of the same length added."""
         assert self.seq_len == other.seq_len, (self.seq_len, other.seq_len)
         base = other if self.finite and not other.finite and not other.stopped else self
         peaks = [each for each in (self.peak_bytes, other.peak_bytes) if each is not None]
@@ -138,7 +143,10 @@ class LengthPoint:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: those of the first seed's training, and "length" with all that is here."""
+        """Return plain values, for JSON.
+
+        They are the values of the first seed's training, and "length" with the values of this point.
+        """
         numbers = {key: value for key, value in vars(self).items() if key != "runs"}
         numbers |= {
             "finite": self.finite,
@@ -174,7 +182,10 @@ class LengthPoint:
 
 
 def token_notes(points: Sequence[LengthPoint], tokens_per_step: int | None) -> list[str]:
-    """Which lengths do not divide the tokens of a step, in one sentence; []: all do."""
+    """Return one sentence about the lengths that do not divide the tokens of a step.
+
+    Return [] if there are none.
+    """
     rows = [(p.seq_len, p.batch_size, p.batch_size * p.seq_len) for p in points if p.stopped != "not run"]
     other = [f"{n} x {length} = {tokens}" for length, n, tokens in rows if tokens != tokens_per_step]
     if tokens_per_step is None or not other:
@@ -183,10 +194,10 @@ def token_notes(points: Sequence[LengthPoint], tokens_per_step: int | None) -> l
 
 
 def reference_notes(points: Sequence[LengthPoint]) -> list[str]:
-    """That no growth of gradient norms was judged, in one sentence; []: it was, or nothing was to be.
+    """Return one sentence if gradient growth was not judged. Return [] if it was judged or did not apply.
 
     Args:
-        points: the shortest length, which the others are held against, first.
+        points: points, with the shortest length first. The rest is compared with it.
     """
     shortest, *others = points
     troubled = bool(shortest.runs) and all(each.troubles for each in shortest.runs)
@@ -197,7 +208,10 @@ def reference_notes(points: Sequence[LengthPoint]) -> list[str]:
 
 
 def divergence_notes(points: Sequence[LengthPoint]) -> list[str]:
-    """That trainings without trouble were too short to diverge, in one sentence; []: they were not."""
+    """Return one sentence if trainings without trouble were too short to judge divergence.
+
+    Otherwise return [].
+    """
     sound = [each.run for point in points for each in point.runs if not each.troubles and not each.run.fired]
     steps = min((len(run.records) for run in sound), default=DIVERGENCE_STEPS)
     if steps >= DIVERGENCE_STEPS:

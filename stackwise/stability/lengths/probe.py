@@ -1,4 +1,4 @@
-"""LengthProbe: looks at one model at one length after the other, at the same tokens per step.
+"""LengthProbe: tests one model at several lengths in turn, with the same number of tokens per step.
 
 Shapes: B rows, T positions.
 """
@@ -31,29 +31,31 @@ from stackwise.support.system_errors import is_out_of_memory
 __all__ = ["LengthProbe", "seeds_of"]
 
 _BATCH_SIZE = 4
-# A run's batches have the seeds behind its own, which no other run is to have as well.
+# Distance between the seeds of runs. The batches of a run use the seeds after its own, and runs must not
+# share any.
 _BETWEEN_SEEDS = 100_003
-# Where no fault is injected, a training that breaks twice in a row has shown all that there is to see.
+# Without injected faults, a training ends at its second consecutive alarm. Later steps would add no
+# information.
 _POLICY = GuardPolicy(patience=1, rewinds=0, snapshot_interval=None)
 
 
 class LengthProbe:
-    """Looks at lengths, each held against the first that was looked at.
+    """Test of a model at several lengths. Each length is compared with the first one.
 
     Args:
-        spec: the model.
-        longest: of the lengths to come.
-        tokens_per_step: B * T of each length, or what whole rows make of it at most; None: `batch_size` rows.
-        batch_size: B where `tokens_per_step` is None; None: 4.
-        gradient_factor: how many times as large the gradient norms may be as those of the first length.
-        loss_tolerance: how far above its beginning the loss of a training may end, in nats.
-        device: where to run.
-        memory: whether it is measured, of the first seed of each look.
-        arguments: of `stability_run`. Without faults and a policy, a training ends at its second broken step
-            in a row.
+        spec: spec of the model.
+        longest: maximum of the lengths.
+        tokens_per_step: maximum of B * T at each length, filled with complete rows. None: `batch_size` rows.
+        batch_size: B if `tokens_per_step` is None. None: 4.
+        gradient_factor: allowed ratio of gradient norms to the norms of the first length.
+        loss_tolerance: allowed increase of the loss from the beginning to the end of a training, in nats.
+        device: device to run on.
+        memory: True: measure the memory of the first seed in each test.
+        arguments: arguments of `stability_run`. Without faults and a policy, a training ends at its second
+            consecutive alarm.
 
     Raises:
-        ValueError: a longest length that the model does not take, or that has more tokens than a step.
+        ValueError: the model does not accept the longest length, or this length has more tokens than a step.
     """
 
     def __init__(
@@ -87,21 +89,21 @@ class LengthProbe:
         if not self._arguments.get("faults"):
             self._arguments.setdefault("policy", _POLICY)
         self._warm = False
-        self._first: int | None = None  # the length that the others are held against
+        self._first: int | None = None  # reference length
         self._reference: tuple[float, ...] = ()
-        # Refused now, and not behind the lengths before it.
+        # Refuse the longest length before the shorter ones are run.
         spec.batch(self.rows(longest), longest)
 
     def rows(self, seq_len: int) -> int:
-        """B at a length."""
+        """Return B at a length."""
         return self._rows if self._tokens is None else self._tokens // seq_len
 
     def look(self, seq_len: int, seeds: Sequence[int]) -> LengthPoint:
-        """The model at a length, untouched and in training; or that memory is too small for it.
+        """Test the initial model and trainings at a length. The point may be "out of memory".
 
         Args:
-            seq_len: T, at most the longest.
-            seeds: of the trainings; the first also of the untouched model.
+            seq_len: T, at most the longest length.
+            seeds: seeds of the trainings. The first seed is also used for the initial model.
         """
         rows = self.rows(seq_len)
         try:
@@ -115,14 +117,14 @@ class LengthProbe:
         return point
 
     def not_run(self, seq_len: int) -> LengthPoint:
-        """A length behind one that memory was too small for."""
+        """Return the point of a length that is longer than one that did not fit into memory."""
         return LengthPoint(self._spec.name, seq_len, self.rows(seq_len), stopped="not run")
 
     def _look(self, seq_len: int, rows: int, seeds: Sequence[int]) -> LengthPoint:
         loss, logit_max, logit_rms = self._untouched(seq_len, seeds[0])
         self._warm_up(seq_len, rows, seeds[0])
         clock = _Clock(self._spec)
-        # What a training takes goes with its shapes, and not with its seed.
+        # Memory depends on the shapes of a training, and not on its seed.
         trained = [
             self._train(clock, seq_len, rows, seed, watched=self._memory and number == 0)
             for number, seed in enumerate(seeds)
@@ -134,7 +136,7 @@ class LengthProbe:
         )
         if self._first is None:
             self._first = seq_len
-        # Where all seeds of the first look were in trouble, a second one at that length may have sound ones.
+        # If all seeds of the first test were in trouble, a second test at this length may have healthy ones.
         if seq_len == self._first and not self._reference:
             self._reference = reference_norms(runs)
         return LengthPoint(
@@ -150,7 +152,10 @@ class LengthProbe:
         )
 
     def _untouched(self, seq_len: int, seed: int) -> tuple[float, float, float]:
-        """Loss, largest |logit| and root of their mean square; all lengths read the same beginning."""
+        """Return the loss, the largest |logit| and the root mean square of the logits of the initial model.
+
+        All lengths read prefixes of the same rows.
+        """
         spec, device = self._spec, self._device
         model = spec.create(device, seed).eval()
         inputs = self._inputs(seq_len, seed).to(device)
@@ -160,14 +165,20 @@ class LengthProbe:
             return loss, float(logits.abs().max()), float(logits.square().mean().sqrt())
 
     def _inputs(self, seq_len: int, seed: int) -> Tensor:
-        """Return the first positions of the rows of the longest length; images are made at each length."""
+        """Return the first positions of the rows of the longest length.
+
+        Images are created for each length.
+        """
         inputs = self._spec.batch(self.rows(self._longest), self._longest, seed=seed)
         if is_sequence(inputs):
             return inputs[:, :seq_len].contiguous()
         return self._spec.batch(self.rows(seq_len), seq_len, seed=seed)
 
     def _warm_up(self, seq_len: int, rows: int, seed: int) -> None:
-        """One step, once, where memory is measured: what the first of a process brings in is no length's."""
+        """Run one step before the first measurement of memory.
+
+        The first step of a process allocates memory that does not belong to a length.
+        """
         if self._memory and not self._warm:
             stability_run(
                 self._spec, steps=1, seq_len=seq_len, batch_size=rows, device=self._device, seed=seed
@@ -177,7 +188,10 @@ class LengthProbe:
     def _train(
         self, clock: _Clock, seq_len: int, rows: int, seed: int, *, watched: bool
     ) -> tuple[StabilityRun, int | None]:
-        """A training, and the memory that it took; None: nobody watched, or it cannot be read."""
+        """Return a training and its peak memory.
+
+        The memory is None if it is not measured or cannot be read.
+        """
         made: list[StabilityRun] = []
 
         def train() -> None:
@@ -195,14 +209,14 @@ class LengthProbe:
 
         if not watched:
             if self._device.type != "cpu":
-                gc.collect()  # the model before this one, where a cycle still holds it
+                gc.collect()  # the previous model may still be in a reference cycle
             train()
             return made[0], None
         peak = peak_memory(train, self._device)
         return made[0], peak.host_added if self._device.type == "cpu" else peak.added
 
     def _free(self) -> None:
-        """Give back what a failed attempt has left, so that what comes after has all there is."""
+        """Free the memory of a failed attempt, so that it is available to later ones."""
         gc.collect()
         release_freed_memory()
         if self._device.type == "cuda":
@@ -210,16 +224,19 @@ class LengthProbe:
 
 
 def seeds_of(seeds: int | Sequence[int], first: int, key: str = "seeds") -> tuple[int, ...]:
-    """So many seeds from `first` on, no two of which share batches; or those that are given.
+    """Return a number of seeds from `first` on, or the listed seeds. Counted seeds do not share batches.
 
     Raises:
-        ValueError: none, or one of them twice.
+        ValueError: no seeds, or a repeated seed.
     """
     return choose_seeds(seeds, first, step=_BETWEEN_SEEDS, key=key)
 
 
 class _Clock:
-    """When each step of a run began, as its loss is asked for; the guard has waited for the step before."""
+    """Start times of the steps of each run.
+
+    A time is taken when the loss of a step is computed. By then, the guard has waited for the previous step.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._runs: list[list[float]] = []
@@ -231,10 +248,13 @@ class _Clock:
         self.spec = ModelSpec.of(spec, loss=loss)
 
     def begin(self) -> None:
-        """Of another run."""
+        """Start another run."""
         self._runs.append([])
 
     def step_seconds(self) -> float:
-        """The median of the times between; NaN for fewer than two steps behind the first."""
+        """Return the median step time, without first steps.
+
+        NaN if no run has two steps after its first one.
+        """
         gaps = [b - a for times in self._runs for a, b in itertools.pairwise(times[1:])]
         return statistics.median(gaps) if gaps else math.nan

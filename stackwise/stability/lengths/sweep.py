@@ -1,4 +1,4 @@
-"""LengthSweep: one model at many sequence lengths: loss, logits, gradient norms, training, memory, speed."""
+"""LengthSweep: one model at several sequence lengths: loss, logits, training, memory and speed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["LengthSweep", "length_sweep"]
 
 @dataclass(frozen=True, repr=False)
 class LengthSweep:
-    """One model at several lengths, the shortest first.
+    """Results of one model at several lengths, shortest first.
 
     Attributes:
-        model: the spec's name.
-        points: one a length.
-        trained_length: the longest that the weights have seen; None: they have seen none.
-        loss_tolerance: how far the loss beyond the trained length may be above the loss at it, in nats.
-        logit_factor: how much larger the largest logit of a length may be than that of the shortest.
-        tokens_per_step: of a training step at each length, as asked for; None: so many rows at each.
+        model: name of the spec.
+        points: one point per length.
+        trained_length: longest length that the weights were trained with. None: the weights are new.
+        loss_tolerance: allowed increase of the loss beyond the trained length, in nats.
+        logit_factor: allowed ratio of the largest logit to the largest logit at the shortest length.
+        tokens_per_step: requested tokens per training step at each length. None: a fixed number of rows.
     """
 
     model: str
@@ -42,15 +42,18 @@ class LengthSweep:
 
     @property
     def first_unstable(self) -> int | None:
-        """The shortest of the lengths that is unstable; None: none of those that were run.
+        """Shortest of the lengths that is unstable. None if no length that was run is unstable.
 
-        `first_unstable_length` looks between.
+        `first_unstable_length` also tests lengths between them.
         """
         return next((point.seq_len for point in self.points if point.verdict == "unstable"), None)
 
     @property
     def growth(self) -> float:
-        """The exponent a of logit_rms ~ T^a, fitted by least squares; NaN where nothing can be fitted."""
+        """Exponent a of logit_rms ~ T^a, fitted by least squares.
+
+        NaN if fewer than two lengths have valid logits.
+        """
         pairs = [
             (math.log(p.seq_len), math.log(p.logit_rms)) for p in self.points if 0 < p.logit_rms < math.inf
         ]
@@ -63,10 +66,10 @@ class LengthSweep:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong at which length, a sentence each; []: nothing.
+        """Problems, one sentence each. [] if there are none.
 
-        A length that was not run is one: nothing says that it is sound. Not among them is what `notes` tells
-        of, as a length that is spiky in a few seeds.
+        A length that was not run is a problem, because it may be unstable. The contents of `notes`, such as
+        spiky lengths, are not problems.
         """
         found = []
         known = self._known
@@ -96,21 +99,21 @@ class LengthSweep:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of it but is no problem, a sentence each."""
+        """Remarks that are not problems, one sentence each."""
         said = [f"T={point.seq_len}: spiky: {point.why}" for point in self.points if point.verdict == "spiky"]
         said += [*reference_notes(self.points), *divergence_notes(self.points)]
         return said + token_notes(self.points, self.tokens_per_step)
 
     @property
     def _known(self) -> LengthPoint | None:
-        """The point of the trained length; else the longest within it."""
+        """Point of the trained length or, if it was not tested, of the longest tested length below it."""
         within = [
             p for p in self.points if self.trained_length is not None and p.seq_len <= self.trained_length
         ]
         return within[-1] if within else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "model": self.model,
             "first_unstable": self.first_unstable,
@@ -121,10 +124,10 @@ class LengthSweep:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Gradient norms over the length, as an SVG; the same file each time.
+        """Write a plot of gradient norms over the length as a reproducible SVG file.
 
         Raises:
-            ValueError: another ending than .svg, or no length was run.
+            ValueError: the path does not end with .svg, or no length was run.
             ImportError: matplotlib is not installed.
         """
         return write_length_plot(path, self.points, self.model, self.first_unstable)
@@ -154,36 +157,40 @@ def length_sweep(
     memory: bool = True,
     **arguments: Any,
 ) -> LengthSweep:
-    """Look at a model at each length: its loss and logits as it is, and a short training at that length.
+    """Test a model at each length: loss and logits of the initial model, and a short training.
 
-    The rows of all lengths are those of the longest, cut: at each length the model reads the same beginning.
-    What a training is held against is told in `stackwise.stability.lengths.trouble`; several seeds tell an
-    unstable length from one that is spiky by chance.
+    All lengths read prefixes of the same rows, which have the longest length. The conditions of a healthy
+    training are in `stackwise.stability.lengths.trouble`. Use several seeds to distinguish an unstable length
+    from a length that is spiky by chance.
 
-    Where memory is too small for a length, the sweep ends there: the length is "out of memory", the longer
-    ones are "not run", which are `problems`, and the shorter ones are returned as they are.
+    If a length does not fit into memory, the sweep ends. This length is "out of memory" and the longer ones
+    are "not run". Both are `problems`. The shorter ones are returned unchanged.
 
     Args:
-        spec: a ModelSpec, or what `ModelSpec.of` takes.
-        lengths: T, in any order.
-        trained_length: the longest that its weights have seen; what is beyond has to be as good, up to
-            `loss_tolerance`. None: losses are not compared, as of a model with new weights.
-        loss_tolerance: in nats; also how far above its beginning the loss of a training may end.
-        logit_factor: a rise of the largest logit, from the shortest length on, that passes.
-        gradient_factor: the same of the gradient norms.
-        tokens_per_step: of each training step, whatever the length: it has tokens_per_step // T rows. What
-            does not divide is noted with its numbers. None: `batch_size` rows at each length.
-        batch_size: rows; None: 4, unless `tokens_per_step` is given.
-        seeds: how many, from `seed` on; or which.
-        device: where to run.
-        seed: of weights and batches.
-        memory: whether the peak of a training at each length is measured: one step more, at the first.
-        **arguments: of `stability_run`, such as `steps`. Without faults and a policy, a training ends at its
-            second broken step in a row.
+        spec: a ModelSpec, or an argument of `ModelSpec.of`.
+        lengths: sequence lengths T, in any order.
+        trained_length: longest length that the weights were trained with. The loss of longer ones must be the
+            same within `loss_tolerance`. None: losses are not compared, for example because the weights are
+            new.
+        loss_tolerance: tolerance in nats. Also the allowed increase of the loss from the beginning to the end
+            of a training.
+        logit_factor: allowed ratio of the largest logit to the one at the shortest length.
+        gradient_factor: allowed ratio of gradient norms to the norms at the shortest length.
+        tokens_per_step: number of tokens of a training step at every length, which has tokens_per_step // T
+            rows. If a length does not divide it, a note lists the numbers. None: `batch_size` rows at each
+            length.
+        batch_size: rows of a step. None: 4, unless `tokens_per_step` is set.
+        seeds: number of seeds, counted from `seed`, or a list of seeds.
+        device: device to run on.
+        seed: seed of weights and batches.
+        memory: True: measure the peak memory of a training at each length. The first length needs one more
+            step.
+        **arguments: arguments of `stability_run`, such as `steps`. Without faults and a policy, a training
+            ends at its second consecutive alarm.
 
     Raises:
-        ValueError: no length, the same twice, one that the model does not take, a trained length below
-            all of them, or fewer tokens per step than the longest has.
+        ValueError: no length, a repeated length, a length that the model does not accept, a trained length
+            below all lengths, or fewer tokens per step than the longest length.
     """
     spec = ModelSpec.of(spec)
     lengths = tuple(lengths)

@@ -1,4 +1,4 @@
-"""Trouble: what is wrong with one seed's training at a length, and what it is held against."""
+"""Trouble: signs of an unstable training of one seed at a length, and the limits for them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = [
     "troubles_of",
 ]
 
-DIVERGENCE_STEPS = 8  # with fewer, a quarter of them has no two losses
+DIVERGENCE_STEPS = 8  # with fewer steps, a quarter has fewer than two losses
 
 TroubleKind = Literal["non-finite", "spike", "divergence", "gradient growth", "fault"]
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that no sound training has.
+    """Sign of an unstable training.
 
     Attributes:
-        kind: "non-finite": a loss or a gradient. "spike": of the gradient norm or the loss. "divergence": the
-            loss ends above where it began. "gradient growth": the norms are far above those of the shortest
-            length. "fault": an injected one was not dealt with.
-        step: the first of it; None: it is of the whole run.
-        text: a clause with the numbers.
+        kind: "non-finite": a loss, a gradient or a weight. "spike": gradient norm or loss. "divergence": the
+            loss increases over the training. "gradient growth": the norms are much larger than at the
+            shortest length. "fault": an injected fault was not handled.
+        step: first step of the trouble. None: it concerns the entire run.
+        text: description with the numbers.
     """
 
     kind: TroubleKind
@@ -46,13 +46,13 @@ class Trouble:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """What the training at a length is held against.
+    """Limits for the training at a length.
 
     Attributes:
-        reference_norms: gradient norms of the shortest length, one a step: the median of its seeds. Empty:
-            there are none, and norms are only held against those before them.
-        gradient_factor: how many times as large as the reference norms may be.
-        loss_tolerance: how far above its beginning the loss may end, in nats.
+        reference_norms: gradient norms of the shortest length, one per step: median of its seeds. Empty: no
+            reference, so norms are compared with earlier norms only.
+        gradient_factor: allowed ratio of gradient norms to the reference norms.
+        loss_tolerance: allowed increase of the loss from the beginning to the end, in nats.
     """
 
     reference_norms: tuple[float, ...] = ()
@@ -62,12 +62,12 @@ class LengthLimits:
 
 @dataclass(frozen=True)
 class SeedRun:
-    """The training of one seed.
+    """Training of one seed.
 
     Attributes:
-        seed: of weights and batches.
-        run: what happened.
-        troubles: what was wrong with it, one of a kind; empty: nothing.
+        seed: seed of weights and batches.
+        run: result of the training.
+        troubles: troubles of the training, at most one of each kind.
     """
 
     seed: int
@@ -76,11 +76,11 @@ class SeedRun:
 
     @property
     def gradient_norms(self) -> list[float]:
-        """Global L2 norms before clipping, one a step as it was made; what is not a number is infinite."""
+        """Global L2 norms before clipping, one per step. Infinite if not finite."""
         return _norms(self.run)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "seed": self.seed,
             "verdict": self.run.verdict,
@@ -91,12 +91,17 @@ class SeedRun:
 
 
 def troubles_of(run: StabilityRun, limits: LengthLimits) -> tuple[Trouble, ...]:
-    """What is wrong with a run, one of a kind.
+    """Return the troubles of a run, at most one of each kind.
 
-    A run under faults is judged by its own verdict, since its spikes were asked for. Else: what its guard has
-    told; a gradient norm that is a spike as `SpikeDetector` has it, or 3 times above what the growth of norms
-    allows at that step; a median norm beyond that growth; a loss whose last quarter is above its first, of
-    `DIVERGENCE_STEPS` or more.
+    A run in which a fault acted is judged by its own verdict, because its spikes are intended. For any other
+    run, these are troubles:
+
+    - an alarm of the guard;
+    - a gradient norm that is a spike by `SpikeDetector`, or 3 times above the growth of norms that is allowed
+      at that step;
+    - a median norm above the allowed growth;
+    - a loss with a last quarter above the first one, if there are at least `DIVERGENCE_STEPS` losses;
+    - weights that are not finite at the end, if there is no trouble of the other kinds.
     """
     if run.fired:
         sound = run.verdict in ("caught", "recovered")
@@ -109,13 +114,16 @@ def troubles_of(run: StabilityRun, limits: LengthLimits) -> tuple[Trouble, ...]:
 
 
 def reference_norms(runs: Sequence[SeedRun]) -> tuple[float, ...]:
-    """At each step the median of the seeds that have no trouble; empty where all have."""
+    """Return the median norm of the seeds without trouble, at each step.
+
+    Return () if all seeds are in trouble.
+    """
     columns = zip(*(each.gradient_norms for each in runs if not each.troubles), strict=False)
     return tuple(statistics.median(column) for column in columns)
 
 
 def _told(run: StabilityRun) -> list[Trouble]:
-    """What the guard raised alarms of."""
+    """Return the alarms of the guard as troubles."""
     return [
         Trouble("non-finite" if alarm.kind.startswith("non-finite") else "spike", alarm.step, str(alarm))
         for alarm in run.alarms
@@ -123,7 +131,7 @@ def _told(run: StabilityRun) -> list[Trouble]:
 
 
 def _spikes(run: StabilityRun) -> list[Trouble]:
-    """The first norm that is far above those of sound steps before it."""
+    """Return the first norm that is far above the norms of healthy earlier steps."""
     detector = SpikeDetector()
     for record in run.records:
         if not math.isfinite(record.grad_norm) or record.skipped:
@@ -137,7 +145,7 @@ def _spikes(run: StabilityRun) -> list[Trouble]:
 
 
 def _growth(run: StabilityRun, limits: LengthLimits) -> list[Trouble]:
-    """Norms against those of the shortest length, step by step: both settle as training begins."""
+    """Compare norms with the shortest length's, step by step, because they change early in a training."""
     factor = limits.gradient_factor
     pairs = [
         (record.step, record.grad_norm / limits.reference_norms[record.step])
@@ -159,7 +167,7 @@ def _growth(run: StabilityRun, limits: LengthLimits) -> list[Trouble]:
 
 
 def _divergence(run: StabilityRun, tolerance: float) -> list[Trouble]:
-    """A loss that ends above its beginning, by more than it scatters."""
+    """Return a divergence if the loss rises over the training by more than its variation between steps."""
     losses = [record.loss for record in run.records if math.isfinite(record.loss)]
     if len(losses) < DIVERGENCE_STEPS:
         return []

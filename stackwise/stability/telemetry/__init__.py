@@ -1,4 +1,4 @@
-"""Telemetry: what a training step leaves behind, without making the host wait for the device."""
+"""Telemetry: records of each training step, read without a wait of the host for the device."""
 
 from stackwise.stability.telemetry.attention_logit import AttentionLogit
 from stackwise.stability.telemetry.gradient_monitor import GradientMonitor, GradientRecord, GradientState

@@ -1,4 +1,4 @@
-"""AttentionLogit: how large the attention logits of a model become as it trains, on the device.
+"""AttentionLogit: largest attention logit of a model during training, computed on the device.
 
 Shapes: ... any, H heads, T queries, S keys.
 """
@@ -27,8 +27,8 @@ from stackwise.support.logit_bound import LogitBound, watch
 __all__ = ["AttentionLogit", "are_attention_scores"]
 
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
-_BESIDE = 2  # keys that are no positions: sinks, biases
-# What may be between a product of queries and keys and its softmax, by the names of autograd.
+_BESIDE = 2  # number of keys that are not positions: sinks, biases
+# Operations allowed between a product of queries and keys and its softmax, by their autograd names.
 _MOVED = "View UnsafeView ReshapeAlias Permute Transpose T Unsqueeze Squeeze Expand Clone ToCopy Alias"
 _CHANGED = "Mul Div Add Sub Neg Pow Tanh Clamp Minimum Maximum MaskedFill Where CopySlices"
 _CUT = "Slice Select Split Cat ConstantPadNd"
@@ -39,27 +39,31 @@ _SUBTRACTIONS = (torch.sub, Tensor.sub, Tensor.sub_)
 
 
 class AttentionLogit:
-    """What `Guard.step(loss, logit=...)` takes, of any model.
+    """Source of the argument `logit` of `Guard.step(loss, logit=...)`, for any model.
 
-    While the model is called with gradients, each `scaled_dot_product_attention` of torch is seen, also that
-    of `nn.MultiheadAttention`, and its logits are bounded by the norms of queries and keys: no logit is
-    larger, and none is computed for it. A bias that is added, as a mask of numbers, is not counted. Of
-    attention that is written out the numbers that its softmax takes are seen, behind a soft cap if there is
-    one: of each query the largest, and of these the largest absolute value. Where the largest of each query
-    is subtracted first, as in gpt-oss of transformers, that is what is seen, but not in a compiled model, nor
-    if it is detached. Attention of a Rack is seen whichever way it is computed. Kernels of other libraries,
-    `flex_attention`, nested tensors and DTensors are not seen.
+    While the model is called with gradients, attention is observed in these forms:
 
-    Seen is what gradients come back to. What the guard computes again is no part of a step, and not seen.
-    Attention that is written out is known by a product of two activations that its softmax comes from, also
-    where a weight mixes its heads, as in CaiT. Where nothing tells of products, as the compiler does not, it
-    is known by its shape, (..., H, T, S) with S from T to T + 2.
+    - `scaled_dot_product_attention` of torch, also inside `nn.MultiheadAttention`. The value is an upper
+      bound of the logits, computed from the norms of queries and keys. The logits are not computed. An added
+      bias, such as a floating-point mask, is not included.
+    - Written-out attention. The value is the largest absolute value of the largest input of the softmax for
+      each query, after a soft cap, if there is one. If the largest logit of each query is subtracted first,
+      as in gpt-oss of transformers, the value is the subtracted logit. It is not observed in a compiled model
+      or if it is detached.
+    - Attention of a Rack, in every implementation.
+
+    Third-party kernels, `flex_attention`, nested tensors and DTensors are not observed.
+
+    Only attention to which gradients flow back is observed. Steps that the guard recomputes are not observed.
+    Written-out attention is recognised by a product of two activations before its softmax, even if a weight
+    mixes its heads, as in CaiT. If products are unknown, as in compiled code, it is recognised by its shape,
+    (..., H, T, S) with S from T to T + 2.
 
     Args:
-        model: whose calls are watched until `remove`; compiled or not.
+        model: model to observe until `remove`, compiled or not.
 
     Warns:
-        UserWarning: at the first `take` behind a call in which nothing was seen.
+        UserWarning: at the first `take` after a call in which no attention was observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +75,10 @@ class AttentionLogit:
         ]
 
     def take(self) -> Tensor:
-        """The largest since the last call, float32 of no dimension; NaN, which is no signal: none."""
+        """Return the largest logit since the last call, as a float32 scalar tensor.
+
+        NaN means that no attention was observed, and is no signal.
+        """
         self._end_interrupted()
         if self._unseen and not (self._warned or self._bound.seen):
             self._warned = True
@@ -81,13 +88,13 @@ class AttentionLogit:
         return self._bound.take()
 
     def remove(self) -> None:
-        """Watch the model no longer."""
+        """Stop observing the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._end_interrupted()
 
-    # The compiler could not follow what these two ask of the interpreter.
+    # The compiler cannot trace the interpreter queries of these two methods.
     @_disable_dynamo
     def _enter(self, model: nn.Module, _args: Any) -> None:
         self._end_interrupted()
@@ -109,7 +116,10 @@ class AttentionLogit:
                 self._unseen = type(model).__name__
 
     def _end_interrupted(self) -> None:
-        """End calls that were ended as by Ctrl-C: torch calls hooks behind an `Exception` only."""
+        """End calls that were interrupted, for example by Ctrl-C.
+
+        torch calls the forward hook after an `Exception`, but not after any other `BaseException`.
+        """
         if self._open:
             under_way = set(_frames())
             for call in self._open[::-1]:
@@ -120,13 +130,13 @@ class AttentionLogit:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the model.
+    """Call of the model.
 
     Attributes:
-        frame: that it runs in.
-        thread: that it runs in.
-        mode: sees what it computes; None: nothing does.
-        before: who was told of attention until then.
+        frame: stack frame of the call.
+        thread: thread of the call.
+        mode: mode that observes the functions of the call. None: not observed.
+        before: bound that was active before the call. It is restored at the end.
     """
 
     frame: FrameType
@@ -142,7 +152,7 @@ class _Call:
         if self.mode is None:
             return
         watch(self.before, instead_of=self.mode.bound)
-        # Where the call was interrupted others may lie above it.
+        # If the call was interrupted, other modes may be above its mode on the stack.
         above = []
         while self.mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             above.append(_pop_mode())  # type: ignore[no-untyped-call]
@@ -151,14 +161,17 @@ class _Call:
 
 
 def _frame_of_call() -> FrameType:
-    """That of the call of the module whose hook this is; where torch has another, the outermost."""
+    """Return the frame of the module call whose hook is running.
+
+    If there is none, return the outermost frame.
+    """
     frames = _frames()
     of_modules = (frame for frame in frames if frame.f_code is nn.Module._call_impl.__code__)
     return next(of_modules, frames[-1])
 
 
 def _frames() -> list[FrameType]:
-    """Whatever runs in this thread, innermost first."""
+    """Return all stack frames of this thread, innermost first."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -168,7 +181,7 @@ def _frames() -> list[FrameType]:
 
 
 def are_attention_scores(scores: Tensor, axis: int) -> bool:
-    """Whether a softmax over `axis` of (..., T, S) is over keys: S is T, or a few more."""
+    """Return True if a softmax over `axis` of (..., T, S) is over keys: S is T, or slightly larger."""
     if scores.ndim < 3 or axis % scores.ndim != scores.ndim - 1:
         return False
     T, S = scores.shape[-2:]
@@ -176,7 +189,7 @@ def are_attention_scores(scores: Tensor, axis: int) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees attention by the functions of torch that it calls."""
+    """Mode that observes attention through the torch functions that a model calls."""
 
     def __init__(self, bound: LogitBound) -> None:
         super().__init__()
@@ -185,11 +198,11 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.multi_head_attention_forward:
-            # What it calls itself is seen one level below.
+            # Its inner calls are observed one level below.
             with _Operators(self.bound):
                 return function(*args, **kwargs)
         output = function(*args, **kwargs)
-        # Behind it: what it refuses is its own affair.
+        # Record after the call, so that an invalid call raises its own error.
         if function is F.scaled_dot_product_attention:
             query, key = _given("query", 0, args, kwargs), _given("key", 1, args, kwargs)
             if _are_trained(query, key):
@@ -199,7 +212,7 @@ class _Functions(TorchFunctionMode):
             if axis is not None and _are_trained(scores) and _is_of_keys(scores, axis):
                 self.bound.note_scores(scores.detach(), axis)
         elif not torch.compiler.is_compiling() and function in _SUBTRACTIONS:
-            # A softmax that takes scores less the largest of each query takes none above 0.
+            # After this subtraction, no input of the softmax is above 0.
             scores, largest = _given("input", 0, args, kwargs), _given("other", 1, args, kwargs)
             are_tensors = isinstance(scores, Tensor) and isinstance(largest, Tensor)
             if are_tensors and _are_trained(scores) and _is_largest(output, largest):
@@ -208,7 +221,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees attention by the operators that run inside of a function that computes nothing else."""
+    """Mode that observes attention through the operators inside a function that computes only attention."""
 
     def __init__(self, bound: LogitBound) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,16 +239,19 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _are_trained(*tensors: Tensor) -> bool:
-    """Whether gradients come back to one of them, also where that is found out later."""
+    """Return True if gradients flow back to one of the tensors, even if autograd does not know it yet."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # A reentrant checkpoint computes without gradients first.
+    # A reentrant checkpoint runs the forward pass without gradients first.
     return any(frame.f_code is CheckpointFunction.forward.__code__ for frame in _frames())
 
 
 def _is_of_keys(scores: Tensor, axis: int) -> bool:
-    """Whether a softmax over `axis` is attention: by what the scores come from; else by their shape."""
-    # The compiler does not follow graphs of autograd.
+    """Return True if a softmax over `axis` is attention.
+
+    The decision uses the products from which the scores were computed or, if they are unknown, the shape.
+    """
+    # Compiled code has no autograd graph.
     if not torch.compiler.is_compiling():
         products = _products(scores.grad_fn, scores)
         if products:
@@ -244,7 +260,7 @@ def _is_of_keys(scores: Tensor, axis: int) -> bool:
 
 
 def _is_largest(difference: Tensor, largest: Tensor) -> bool:
-    """Whether what was subtracted is a maximum, and this from attention scores."""
+    """Return True if the subtrahend is a maximum, and the minuend consists of attention scores."""
     if difference.ndim < 3 or difference.grad_fn is None or _operation(difference.grad_fn) != "Sub":
         return False
     minuend, subtrahend = (node for node, _ in difference.grad_fn.next_functions)
@@ -253,11 +269,14 @@ def _is_largest(difference: Tensor, largest: Tensor) -> bool:
 
 
 def _products(node: Any, scores: Tensor) -> set[bool]:
-    """What is known of the products that scores come from: whether of two activations.
+    """Return the kinds of products from which scores were computed.
+
+    The set contains True for a product of two activations and False for a product with a parameter.
 
     Args:
-        node: of autograd, that they come from.
-        scores: where they are (..., H, T, S) a weight may mix heads, once: a product (T, S) is behind it.
+        node: autograd node of the scores.
+        scores: the scores. If their shape is (..., H, T, S), a weight may mix the heads once, after a product
+            of shape (T, S).
     """
     found, open_nodes, left = set[bool](), [(node, False)], _STEPS_AT_MOST
     while open_nodes and left:
@@ -268,7 +287,7 @@ def _products(node: Any, scores: Tensor) -> set[bool]:
         if operation in _STEPS:
             open_nodes += [(following, mixed) for following, _ in node.next_functions]
             continue
-        # The last two are the factors; of a weight it is a linear layer.
+        # The last two inputs are the factors. A product with a parameter is a linear layer.
         factors = [factor for factor, _ in node.next_functions[-2:]]
         if operation in ("Bmm", "Baddbmm"):
             of_activations = not any(map(_is_parameter, factors))
@@ -276,7 +295,7 @@ def _products(node: Any, scores: Tensor) -> set[bool]:
             of_activations = False
         else:
             continue
-        # Behind a router there is attention as well, but of other shapes.
+        # Attention may also precede a router, but with other shapes.
         found.add(of_activations and (not mixed or _matrix(node) == scores.shape[-2:]))
         if not (of_activations or mixed) and scores.ndim > 3 and scores.shape[-3] in _matrix(node):
             open_nodes += [(factor, True) for factor in factors]
@@ -284,28 +303,31 @@ def _products(node: Any, scores: Tensor) -> set[bool]:
 
 
 def _matrix(node: Any) -> tuple[int, ...]:
-    """The last two sizes of what a node of autograd is of."""
+    """Return the last two sizes of the output of an autograd node."""
     return tuple(node._input_metadata[0].shape[-2:])
 
 
 def _is_parameter(node: Any) -> bool:
-    """Whether what a node of autograd is of is a parameter, but for its shape."""
+    """Return True if the output of an autograd node is a parameter, possibly reshaped."""
     return node is not None and _operation(_behind_moves(node)) == "AccumulateGrad"
 
 
 def _behind_moves(node: Any) -> Any:
-    """The node of autograd whose numbers are only in another shape in this one; None: no gradients."""
+    """Return the nearest autograd node that is more than a reshape, a copy or a cast.
+
+    Return None if there are no gradients.
+    """
     while node is not None and _operation(node) in _MOVES:
         node = node.next_functions[0][0]
     return node
 
 
 def _operation(node: Any) -> str:
-    """`Bmm` of `BmmBackward0`; "": there is no node."""
+    """Return the name of a node's operation: `Bmm` for `BmmBackward0`, "" for None."""
     name: str = node.name() if node is not None else ""
     return name.rpartition("::")[2].partition("Backward")[0]
 
 
 def _given(name: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An argument, by its place or its name; None: it is not given."""
+    """Return an argument by its position or name. Return None if it is missing."""
     return args[place] if len(args) > place else kwargs.get(name)

@@ -1,4 +1,4 @@
-"""GradientMonitor: the gradient norm of every parameter, in anybody's training loop.
+"""GradientMonitor: gradient norm of every parameter, for any training loop.
 
 Shapes: P parameters with a gradient.
 """
@@ -26,11 +26,11 @@ __all__ = ["GradientMonitor", "GradientRecord", "GradientState"]
 
 
 class GradientState(NamedTuple):
-    """The gradients of one step, on the device.
+    """Gradients of one step, on the device.
 
     Attributes:
-        total_norm: global L2 norm, float32 scalar; `torch.nn.utils.clip_grads_with_norm_` takes it.
-        found_inf: float32 scalar, 1 where `total_norm` is not finite, else 0.
+        total_norm: global L2 norm, float32 scalar, accepted by `torch.nn.utils.clip_grads_with_norm_`.
+        found_inf: float32 scalar, 1 if `total_norm` is not finite, otherwise 0.
         norms_P: L2 norm of each gradient, float32, in the order of the parameters.
     """
 
@@ -41,12 +41,12 @@ class GradientState(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """The gradients of one step, on the host.
+    """Gradients of one step, on the host.
 
     Attributes:
-        step: as given to `observe`, or counted from 0.
+        step: number passed to `observe`, or a count from 0.
         total_norm: global L2 norm.
-        parameter_norms: L2 norm of each gradient by the parameter's name.
+        parameter_norms: L2 norm of each gradient by the name of its parameter.
     """
 
     step: int
@@ -59,19 +59,21 @@ class GradientRecord:
         return first_non_finite(self.parameter_norms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 class GradientMonitor:
-    """Norms of all gradients after each backward pass, without making the host wait.
+    """Norms of all gradients after each backward pass. The host does not wait for the device.
 
     Args:
-        parameters: a model, or its names and parameters. Those that join a model later are not seen.
-        capacity: steps that may be under way. What has arrived is kept until `records` is called.
+        parameters: a model, or pairs of name and parameter. Parameters that are added to a model later are
+            not observed.
+        capacity: maximum number of steps that have not arrived at the host. Arrived records are stored until
+            `records` is called.
 
     Raises:
-        ValueError: no parameters, one name twice, or a capacity below 2.
+        ValueError: no parameters, a repeated name, or a capacity below 2.
     """
 
     def __init__(
@@ -94,13 +96,13 @@ class GradientMonitor:
         self._next_step = 0
 
     def observe(self, step: int | None = None) -> GradientState:
-        """Take the norms of the gradients as they are: after the backward pass, before they are clipped.
+        """Compute the norms of the gradients. Call it after the backward pass and before clipping.
 
         Args:
-            step: number of the record; None: one more than before.
+            step: number of the record. None: previous number plus one.
 
         Raises:
-            ValueError: no gradient at all, or a sparse one.
+            ValueError: no parameter has a gradient, or a gradient is sparse.
         """
         require(
             any(p.grad is not None for _, p in self._named),
@@ -124,35 +126,35 @@ class GradientMonitor:
         return GradientState(total, found_inf, norms_P)
 
     def records(self) -> list[GradientRecord]:
-        """Records that have arrived since the last call, oldest first. The host does not wait."""
+        """Return the records that have arrived since the last call, oldest first. The host does not wait."""
         if self._rows is not None:
             self._keep(self._rows.poll())
         return self._hand_out()
 
     def drain(self) -> list[GradientRecord]:
-        """Every record since the last call. Waits for the device."""
+        """Return every record since the last call. The host waits for the device."""
         if self._rows is not None:
             self._keep(self._rows.drain())
         return self._hand_out()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on leave steps with a non-finite gradient out, on the device.
+        """Skip steps with a non-finite gradient from now on, on the device.
 
         Each `observe` sets `optimizer.found_inf` for the next `optimizer.step()`. A fused optimizer reads it
-        in the pass that updates the weights: where it is 1, neither weights nor state change. A step that was
-        not observed is made. `torch.amp.GradScaler` sets the same attribute by itself and needs no guard.
+        in the pass that updates the weights. If it is 1, weights and state do not change. A step without
+        `observe` is not skipped. `torch.amp.GradScaler` sets the same attribute itself and needs no guard.
 
         Raises:
-            ValueError: an optimizer that would not read it; SGD with dampening.
+            ValueError: the optimizer does not read `found_inf`, or it is SGD with dampening.
         """
         check_leaves_out(optimizer)
         optimizer.register_step_post_hook(_forget)
         self._guarded.append(optimizer)
 
     def _make_room(self, rows: RingBuffer[tuple[int, tuple[str, ...]]]) -> None:
-        """Read what has arrived from half full on; a loop that never reads is not a loop that stops.
+        """Read the arrived rows if the buffer is half full, so that a loop that never reads does not block.
 
-        It is full only where the device is `capacity` steps behind, and then the host waits for one of them.
+        The buffer is full only if the device is `capacity` steps late. In this case the host waits.
         """
         if 2 * len(rows) >= rows.capacity:
             self._keep(rows.poll())
@@ -169,5 +171,5 @@ class GradientMonitor:
 
 
 def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """What was found in the gradients of one step says nothing of the next one's."""
+    """Clear `found_inf`, because it does not apply to the gradients of the next step."""
     optimizer.found_inf = None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Gradient norms: of every parameter in one pass, and of all of them together, left on the device.
+"""Gradient norms: norm of each gradient in one pass, and global norm, computed on the device.
 
 Shapes: P gradients.
 """
@@ -22,21 +22,22 @@ __all__ = [
     "norms_by_rows",
 ]
 
-# Squares of float32 overflow above 2**64. Times 2**-80 those of its largest value do not, and what that
-# loses is nothing beside a sum that overflowed without it.
+# In float32, squares of numbers above 2**64 overflow. Scaled by 2**-80, the squares of all numbers are
+# finite. The small numbers that this scaling loses are negligible in a sum that overflows without it.
 _DOWN, _UP = 2.0**-80, 2.0**80
-_SMALL = 2.0**-40  # of squares far below it, which float32 rounds to 0, nothing is seen beside them
+_SMALL = 2.0**-40  # smaller squares may round to 0 in float32; they are negligible in a norm above this limit
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of every gradient, float32, on the first gradient's device: (P,).
+    """Return the L2 norm of every gradient, float32, on the device of the first gradient: (P,).
 
-    Parameters without a gradient are left out. One fused kernel group for each dtype and device, no host
-    synchronisation. Squares are summed in float64: in float32 those of finite gradients can overflow. Of
-    sharded gradients (DTensor) these are the norms of the whole, which is one reduction of P numbers.
+    Parameters without a gradient are skipped. Each combination of dtype and device uses one fused group of
+    kernels, without host synchronisation. Squares are summed in float64, because a float32 sum of finite
+    gradients can overflow. For sharded gradients (DTensor), the result is the norm of the full gradient,
+    which needs one reduction of P numbers.
 
     Raises:
-        ValueError: a sparse gradient.
+        ValueError: a gradient is sparse.
     """
     return _norms([p.grad for p in parameters if p.grad is not None])
 
@@ -44,7 +45,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(0)
-    # Of one dtype and device, so that the fused kernel takes them.
+    # The fused kernel needs tensors of one dtype and device.
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, g in enumerate(gradients):
         groups.setdefault((g.dtype, g.device), []).append(index)
@@ -58,7 +59,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
         if device.type == "cpu" and all(type(g) is Tensor for g in members):
             found: Sequence[Tensor] = _by_rows_checked(members)
         else:
-            wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
             found = torch._foreach_norm(members, 2, dtype=wide)
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm
@@ -72,10 +73,10 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_rows_checked(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Float64 norms on the CPU, where a reduction that widens is a tenth as fast as one that does not.
+    """Return float64 norms on the CPU, where a reduction in a wider dtype is ten times slower.
 
-    Rows are summed in float32 and their norms in float64. What lost its large or small values by that is
-    summed again; on the CPU nothing waits for the answer.
+    Rows are summed in float32 and their norms in float64. If this loses large or small values, the norm is
+    computed again in float64. Reading the norm costs no synchronisation on the CPU.
     """
     norms = []
     for g in gradients:
@@ -91,18 +92,18 @@ def _by_rows_checked(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def global_norm(norms_P: Tensor) -> Tensor:
-    """The norm of all gradients as one vector: the root of the sum of squares, not the sum of norms."""
+    """Return the norm of all gradients as one vector: the root of the sum of squared norms."""
     wide = norms_P if norms_P.device.type == "mps" else norms_P.double()
     norm: Tensor = torch.linalg.vector_norm(wide)
     return norm.float()
 
 
 def norms_by_rows(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each of `gradients`, float32: (P,). To be compiled into one pass over them.
+    """Return the L2 norm of each of `gradients`, float32: (P,). Intended for compilation into a single pass.
 
-    Summed first along rows, which in float32 is a hundred times as exact for large matrices as one sum. A
-    second sum, of gradients scaled down (as in Blue 1978, doi:10.1145/355769.355771), is taken where the
-    first overflows. Uncompiled, `gradient_norms` holds fewer copies.
+    Squares are summed along rows first. In float32 and for large matrices, this is a hundred times more
+    accurate than a single sum. If this sum overflows, a sum of scaled gradients is used (as in Blue 1978,
+    doi:10.1145/355769.355771). Without compilation, `gradient_norms` needs fewer copies.
     """
     norms = []
     for g in gradients:
@@ -114,22 +115,22 @@ def norms_by_rows(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def first_non_finite(norms: dict[str, float] | None) -> str | None:
-    """The first of named norms that is infinite or no number; None where there is none."""
+    """Return the name of the first non-finite norm. Return None if all norms are finite."""
     return next((name for name, norm in (norms or {}).items() if not math.isfinite(norm)), None)
 
 
 def clip_divisor(total_norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are divided by so that their global norm is at most `max_norm`: at least 1.
+    """Return the divisor that reduces the global norm of gradients to at most `max_norm`. It is at least 1.
 
     Args:
-        total_norm: their global L2 norm, a scalar tensor.
-        max_norm: the limit.
+        total_norm: global L2 norm of the gradients, a scalar tensor.
+        max_norm: maximum of the norm.
     """
     return ((total_norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 class GradientNames:
-    """Tells which parameters have a gradient.
+    """Callable that returns the names of the parameters with a gradient.
 
     Args:
         named: parameters with their names.
@@ -141,7 +142,10 @@ class GradientNames:
         self._names: tuple[str, ...] = ()
 
     def __call__(self) -> tuple[str, ...]:
-        """Their names, in the order of `gradient_norms`: most often as a step before, and kept then."""
+        """Return the names in the order of `gradient_norms`.
+
+        They are cached until the set of gradients changes.
+        """
         present = tuple(p.grad is not None for _, p in self._named)
         if present != self._present:
             self._names = tuple(name for (name, _), has in zip(self._named, present, strict=True) if has)

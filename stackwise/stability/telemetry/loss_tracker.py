@@ -1,4 +1,4 @@
-"""LossTracker: where the loss has been, kept on the device.
+"""LossTracker: statistics of the loss over training, stored on the device.
 
 Shapes: W losses of the window.
 """
@@ -19,16 +19,19 @@ __all__ = ["LossRecord", "LossState", "LossTracker", "bits_per_byte", "perplexit
 
 
 class LossState(NamedTuple):
-    """One loss among those before it: float32 scalars on the device. Non-finite losses count in none of them.
+    """Loss of one step and statistics of the losses up to it: float32 scalars on the device.
+
+    Non-finite losses are excluded from all statistics.
 
     Attributes:
-        loss: as observed.
-        mean: of the finite losses of the window, this one included; NaN: there is none.
-        smoothed: exponential moving average, corrected for its start; NaN: no finite loss yet.
-        best: the lowest so far; infinite: no finite loss yet.
-        z_score: (loss - mean) / standard deviation (n - 1) of the window before this loss. NaN: there are
-            fewer than two, or all are equal; infinite: they were all equal and this one differs.
-        finite: 1 or 0.
+        loss: observed loss.
+        mean: mean of the finite losses of the window, including this one. NaN if there are none.
+        smoothed: exponential moving average with bias correction. NaN before the first finite loss.
+        best: lowest loss so far. Infinite before the first finite loss.
+        z_score: (loss - mean) / standard deviation (n - 1) of the window before this loss. NaN if the window
+            has fewer than two losses, or if all losses are equal. Infinite if they were equal and this one
+            differs.
+        finite: 1 if the loss is finite, otherwise 0.
     """
 
     loss: Tensor
@@ -52,19 +55,20 @@ class LossRecord:
     finite: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 class LossTracker:
-    """Window mean, moving average, lowest value and z-score of a loss, without making the host wait.
+    """Window mean, moving average, minimum and z-score of a loss. The host does not wait for the device.
 
-    The z-score is a figure and no verdict: what counts as a spike is for whoever reads it.
+    The z-score is only reported. It is not compared with a limit.
 
     Args:
-        window: how many of the last losses the mean and the z-score are of.
-        decay: of the moving average, per loss.
-        capacity: losses that may be under way to the host. What has arrived is kept until it is read.
+        window: number of recent losses for the mean and the z-score.
+        decay: decay of the moving average per loss.
+        capacity: maximum number of losses that have not arrived at the host. Arrived records are stored until
+            they are read.
 
     Raises:
         ValueError: a window or capacity below 2, or a decay outside [0, 1).
@@ -84,11 +88,11 @@ class LossTracker:
         """Add a loss.
 
         Args:
-            loss: in nats, a tensor of one element, on the device that computed it. It may have a graph.
-            step: number of the record; None: one more than before.
+            loss: loss in nats, a tensor of one element, on the device that computed it. It may have a graph.
+            step: number of the record. None: previous number plus one.
 
         Raises:
-            ValueError: more than one element.
+            ValueError: `loss` has more than one element.
         """
         require(loss.numel() == 1, "loss", tuple(loss.shape), "one element")
         step = self._next_step if step is None else step
@@ -100,19 +104,19 @@ class LossTracker:
         state = self._updated(loss)
         if 2 * len(self._rows) >= self._rows.capacity:
             self._keep(self._rows.poll())
-        if self._rows.full:  # the device is `capacity` steps behind
+        if self._rows.full:  # the device is `capacity` steps late
             self._keep(self._rows.drain())
         self._rows.write(step, state)
         return state
 
     def records(self) -> list[LossRecord]:
-        """Records that have arrived since the last call, oldest first. The host does not wait."""
+        """Return the records that have arrived since the last call, oldest first. The host does not wait."""
         if self._rows is not None:
             self._keep(self._rows.poll())
         return self._hand_out()
 
     def drain(self) -> list[LossRecord]:
-        """Every record since the last call. Waits for the device."""
+        """Return every record since the last call. The host waits for the device."""
         if self._rows is not None:
             self._keep(self._rows.drain())
         return self._hand_out()
@@ -128,7 +132,7 @@ class LossTracker:
         finite = loss.isfinite()
         mean_before, count_before = _mean(self._losses_W)
         deviations_W = torch.where(self._losses_W.isfinite(), self._losses_W - mean_before, 0.0)
-        # Of one loss: 0 / 0.
+        # A window with one loss has a deviation of 0 / 0.
         deviation = (deviations_W.square().sum() / (count_before - 1)).sqrt()
         self._losses_W[self._observed % self._window] = loss
         self._observed += 1
@@ -155,16 +159,16 @@ class LossTracker:
 
 
 def _mean(losses_W: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and number of the finite ones."""
+    """Return the mean and the number of the finite losses."""
     finite_W = losses_W.isfinite()
     count = finite_W.sum()
-    # Summed from one of them on: the mean of equal numbers is that number, in float32 as well.
+    # Sums of differences from one loss, so that the mean of equal losses is exact in float32.
     largest = torch.where(finite_W, losses_W, -math.inf).amax()
     return largest + torch.where(finite_W, losses_W - largest, 0.0).sum() / count, count
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats per token; infinite where that is beyond a float."""
+    """Return exp of a mean loss in nats per token. Return infinity if it exceeds the range of a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -172,12 +176,12 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
-    """A mean loss in nats per token as bits per byte of the text, which no tokenizer changes.
+    """Return a mean loss in nats per token as bits per byte of text, which does not depend on the tokenizer.
 
     Args:
-        loss: mean over `tokens`.
-        tokens: how many the text has.
-        n_bytes: how many bytes it has in UTF-8.
+        loss: mean loss over `tokens`.
+        tokens: number of tokens of the text.
+        n_bytes: number of bytes of the text in UTF-8.
 
     Raises:
         ValueError: no tokens or no bytes.

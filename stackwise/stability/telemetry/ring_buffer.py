@@ -1,4 +1,4 @@
-"""RingBuffer: rows written on the device, which the host reads once they have arrived.
+"""RingBuffer: rows of numbers that are written on the device and read by the host after an asynchronous copy.
 
 Shapes: C rows of W numbers.
 """
@@ -22,26 +22,25 @@ Tag = TypeVar("Tag")
 
 @dataclass(frozen=True)
 class _Copy:
-    """`count` rows on their way to the host."""
+    """Copy of `count` rows to the host, in progress."""
 
     count: int
     arrived: torch.cuda.Event
 
 
 class RingBuffer(Generic[Tag]):
-    """`capacity` float32 rows on the device, each with a tag that the host knows.
+    """Ring buffer of float32 rows on the device. Each row has a tag, which is stored on the host.
 
-    On CUDA rows are copied to pinned memory on a stream of their own, and read once the copy's event has
-    come to pass; only `drain` and `previous` wait. A row's place is free again once the row was handed out,
-    therefore after it was copied.
+    On CUDA, rows are copied to pinned memory on a separate stream, and returned after the event of the copy.
+    Only `drain` and `previous` wait. A slot is reused after its row was returned, so it was copied before.
 
     Args:
-        capacity: how many rows may be written and not yet handed out.
-        width: numbers in a row.
-        device: where they are computed.
+        capacity: maximum number of rows that were written and not yet returned.
+        width: number of values in a row.
+        device: device that computes the values.
 
     Raises:
-        ValueError: a size that is no positive integer.
+        ValueError: a size is not a positive integer.
     """
 
     def __init__(self, capacity: int, width: int, device: torch.device) -> None:
@@ -54,29 +53,31 @@ class RingBuffer(Generic[Tag]):
             self._host_CW = torch.empty(capacity, width, pin_memory=True)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._rows_CW.record_stream(self._stream)
-        # Oldest first: rows being copied, then rows of which no copy has begun.
+        # Oldest first: rows that are being copied, then rows whose copy has not started.
         self._tags: deque[Tag] = deque()
         self._copies: deque[_Copy] = deque()
-        self._first = 0  # place of the oldest row
-        self._copying = 0  # rows in `_copies`
+        self._first = 0  # slot of the oldest row
+        self._copying = 0  # number of rows in `_copies`
 
     def __len__(self) -> int:
-        """Rows that were not handed out."""
+        """Return the number of rows that were not yet returned."""
         return len(self._tags)
 
     @property
     def full(self) -> bool:
-        """Whether no row can be written before one is handed out."""
+        """True if a row must be returned before the next `write`."""
         return len(self) == self.capacity
 
     @torch.no_grad()
     def write(self, tag: Tag, scalars: Sequence[Tensor], vector_N: Tensor | None = None) -> None:
-        """Queue one row: `scalars`, then `vector_N`, then whatever was there. The host does not wait.
+        """Queue one row: `scalars`, then `vector_N`.
+
+        The rest of the slot keeps its old values. The host does not wait.
 
         Args:
-            tag: comes back with the row.
-            scalars: tensors of no dimension.
-            vector_N: further numbers, at most as many as the row has left.
+            tag: returned together with the row.
+            scalars: scalar tensors.
+            vector_N: more values, at most as many as the row has left.
         """
         assert not self.full, "drain() first"
         row_W = self._rows_CW[(self._first + len(self)) % self.capacity]
@@ -86,12 +87,16 @@ class RingBuffer(Generic[Tag]):
         if vector_N is not None:
             row_W[n : n + len(vector_N)].copy_(vector_N, non_blocking=True)
         if self._stream is not None:
-            # Of the stream this row is written on, whichever is current when the copy begins.
+            # The current stream writes this row. The stream that is current when the copy starts may be
+            # another one.
             self._stream.wait_stream(torch.cuda.current_stream(self._rows_CW.device))
         self._tags.append(tag)
 
     def poll(self) -> list[tuple[Tag, list[float]]]:
-        """Rows that have arrived, oldest first, and begin to copy the others. The host does not wait."""
+        """Return the rows that have arrived, oldest first, and start to copy the rest.
+
+        The host does not wait.
+        """
         if self._stream is None:
             return self._hand_out(len(self))
         arrived = []
@@ -101,10 +106,11 @@ class RingBuffer(Generic[Tag]):
         return arrived
 
     def drain(self, count: int | None = None) -> list[tuple[Tag, list[float]]]:
-        """Rows that were not handed out, oldest first, and begin to copy the others.
+        """Wait for rows that were not yet returned, return them, oldest first, and start to copy the rest.
 
         Args:
-            count: of rows that are waited for, with those that are copied with them; None: all.
+            count: minimum number of rows to wait for. Rows of the same copy are returned, too. None: all
+                rows.
         """
         if self._stream is None:
             return self._hand_out(len(self))
@@ -117,15 +123,19 @@ class RingBuffer(Generic[Tag]):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether what `previous` gives next was there before: on the CPU never. The host does not wait."""
+        """True if the rows that `previous` returns next have already arrived. Always False on the CPU.
+
+        Reading it does not wait.
+        """
         arrived = (copy.arrived.query() for copy in self._copies)  # type: ignore[no-untyped-call]
         return self._stream is not None and all(arrived)
 
     def previous(self) -> list[tuple[Tag, list[float]]]:
-        """Rows of which an earlier call has begun the copy, oldest first, and begin to copy the others.
+        """Return the rows whose copy an earlier call started, oldest first, and start to copy the rest.
 
-        Waits for these copies, which is seldom a wait where steps lie between two calls. Which rows they are
-        does not depend on how fast the device is: several processes have the same. On the CPU it is all.
+        The host waits for these copies. If steps lie between two calls, the copies are usually finished. The
+        returned rows do not depend on the speed of the device, so several processes return the same rows. On
+        the CPU, all rows are returned.
         """
         return self.drain(self._copying)
 
@@ -157,7 +167,7 @@ class RingBuffer(Generic[Tag]):
         return [(self._tags.popleft(), row) for row in rows]
 
     def _places(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Where `count` rows from place `first` on are: one range, or two around the end."""
+        """Return the slots of `count` rows from slot `first` on, as one range, or two at a wrap-around."""
         first %= self.capacity
         stop = first + count
         if stop <= self.capacity:

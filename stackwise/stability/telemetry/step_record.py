@@ -1,4 +1,4 @@
-"""StepRecord: what a training step leaves behind, and the buffer it waits in until the host reads it.
+"""StepRecord and StepBuffer: record of a training step, and buffer of records until the host reads them.
 
 Shapes: P parameters.
 """
@@ -21,17 +21,17 @@ __all__ = ["StepBuffer", "StepRecord", "mean_loss"]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step.
+    """Record of one training step.
 
     Attributes:
-        step: counted from 0.
-        loss: in nats, before the update; of the trainer NaN where nothing was predicted.
+        step: number of the step, from 0.
+        loss: loss in nats before the update. The trainer sets it to NaN if the step has no predicted tokens.
         grad_norm: global L2 norm of the gradient, before clipping.
         lr: learning rate of the update.
-        skipped: whether the update was left out.
-        tokens: what the step was trained on, padding as well; None: not counted.
-        parameter_norms: L2 norm of each parameter's gradient by name; None: not kept.
-        unit: what was trained, of the trainer "rack", "stack 0" or "stack 0 block 1"; None: not said.
+        skipped: True if the update was skipped.
+        tokens: number of tokens of the step, including padding. None: not counted.
+        parameter_norms: L2 norm of each parameter's gradient by name. None: not recorded.
+        unit: trained unit. The trainer uses "rack", "stack 0" or "stack 0 block 1". None: unknown.
     """
 
     step: int
@@ -45,16 +45,19 @@ class StepRecord:
 
     @property
     def first_non_finite(self) -> str | None:
-        """Name of the first parameter with a non-finite gradient; None: none, or norms were not kept."""
+        """Name of the first parameter with a non-finite gradient.
+
+        None if there is none, or if norms were not recorded.
+        """
         return first_non_finite(self.parameter_norms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, without what was not kept."""
+        """Return plain values, for JSON, without attributes that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class _Known(NamedTuple):
-    """What the host knows of a step as it starts it."""
+    """Values of a step that the host knows when the step starts."""
 
     step: int
     lr: float
@@ -64,15 +67,17 @@ class _Known(NamedTuple):
 
 
 class StepBuffer:
-    """Rows of a step's numbers, written on the device and read by the host when they have arrived.
+    """Buffer of step records.
+
+    They are written on the device, and read by the host after an asynchronous copy.
 
     Args:
-        capacity: rows until some must be read.
-        device: where the numbers are computed.
-        n_norms: the most norms that a row may hold, P at most.
+        capacity: maximum number of unread rows.
+        device: device that computes the values.
+        n_norms: maximum number of norms in a row, at most P.
 
     Raises:
-        ValueError: no room for a row.
+        ValueError: a size is out of range.
     """
 
     def __init__(self, capacity: int, device: torch.device, n_norms: int = 0) -> None:
@@ -81,12 +86,12 @@ class StepBuffer:
         self._rows: RingBuffer[_Known] = RingBuffer(capacity, 3 + n_norms, device)
 
     def __len__(self) -> int:
-        """Rows that were not read."""
+        """Return the number of unread rows."""
         return len(self._rows)
 
     @property
     def full(self) -> bool:
-        """Whether the next `write` needs a `drain` first, or another call that finds something."""
+        """True if records must be read before the next `write`, for example by `drain`."""
         return self._rows.full
 
     def write(
@@ -105,18 +110,18 @@ class StepBuffer:
         """Queue one row. The host does not wait.
 
         Args:
-            step: counted from 0.
+            step: number of the step, from 0.
             lr: learning rate.
             loss: scalar.
             grad_norm: scalar.
             skipped: scalar, boolean.
-            tokens: how many the step was trained on.
-            unit: what trained.
-            norms_P: of the gradients of `names`.
-            names: one for each of `norms_P`.
+            tokens: number of tokens of the step.
+            unit: trained unit.
+            norms_P: norms of the gradients of `names`.
+            names: name for each of `norms_P`.
 
         Raises:
-            ValueError: more norms than the buffer has room for, or not as many as names.
+            ValueError: there are more norms than `n_norms`, or the numbers of norms and names differ.
         """
         if norms_P is not None:
             found = len(norms_P)
@@ -126,23 +131,27 @@ class StepBuffer:
         self._rows.write(known, (loss, grad_norm, skipped), norms_P)
 
     def poll(self) -> list[StepRecord]:
-        """Records that have arrived since the last call. The host does not wait."""
+        """Return the records that have arrived since the last call. The host does not wait."""
         return [_record(known, row) for known, row in self._rows.poll()]
 
     @property
     def is_ahead(self) -> bool:
-        """Whether what `previous` gives next was there before: on the CPU never. The host does not wait."""
+        """True if the records that `previous` returns next have already arrived. Always False on the CPU.
+
+        Reading it does not wait.
+        """
         return self._rows.is_ahead
 
     def previous(self) -> list[StepRecord]:
-        """Records that were there at the last call of any of these three; on the CPU all.
+        """Return the records that were written before the last call of `poll`, `previous` or `drain`.
 
-        The same in several processes. The host waits for these alone.
+        Several processes return the same records. The host waits for these records only. On the CPU, all
+        records are returned.
         """
         return [_record(known, row) for known, row in self._rows.previous()]
 
     def drain(self) -> list[StepRecord]:
-        """Every record since the last call. Waits for the device."""
+        """Return every record since the last call. The host waits for the device."""
         return [_record(known, row) for known, row in self._rows.drain()]
 
 
@@ -153,5 +162,5 @@ def _record(known: _Known, row: list[float]) -> StepRecord:
 
 
 def mean_loss(records: Sequence[StepRecord]) -> float:
-    """Mean loss in nats; NaN for no records."""
+    """Return the mean loss in nats. Return NaN if there are no records."""
     return sum(r.loss for r in records) / len(records) if records else float("nan")

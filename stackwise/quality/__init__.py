@@ -1,4 +1,4 @@
-"""Is it any good? Multiple choice, cloze and perplexity for any language model, and lm-evaluation-harness."""
+"""Quality of language models: multiple choice, cloze, perplexity, programs and lm-evaluation-harness."""
 
 from stackwise.quality.cloze import ClozeResult, score_cloze
 from stackwise.quality.comparison import ModelComparison, QualityRow, compare_quality

@@ -1,4 +1,4 @@
-"""Cache rows: the caches of several sequences out of those of fewer, whatever a model keeps in them."""
+"""CacheRows: selects rows of a model's cache, to build the cache of another set of sequences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Path = tuple[Step, ...]
 
 
 class CacheRows:
-    """Which tensors of a cache have a row for each sequence, seen by comparing two caches.
+    """Tensors of a cache that have one row per sequence, found by a comparison of two caches.
 
     Args:
-        two: the cache of two sequences,
-        three: that of three sequences of the same length.
+        two: cache of two sequences.
+        three: cache of three sequences of the same length.
 
     Raises:
-        TypeError: they are not alike but for the rows, or have no rows, as where the model itself keeps them.
+        TypeError: the caches differ in more than their rows, or have no rows. They have none if the model
+            stores the rows itself.
     """
 
     def __init__(self, two: Any, three: Any) -> None:
@@ -43,11 +44,11 @@ class CacheRows:
             raise TypeError("there is no tensor with a row for each sequence in its cache")
 
     def take(self, cache: Any, rows: Tensor) -> Any:
-        """A cache of its own with these rows of `cache`.
+        """Return a new cache with the given rows of `cache`.
 
         Args:
-            cache: of the model; it stays as it is.
-            rows: int64 (B,), where the cache is; a row may be taken several times.
+            cache: cache of the model. It is not changed.
+            rows: int64 (B,), on the device of the cache. A row may be repeated.
         """
         taken: dict[int, Any] = {}
         for path, leaf in _leaves(cache):
@@ -55,7 +56,7 @@ class CacheRows:
                 taken[id(leaf)] = leaf.index_select(self._dims[path], rows.to(leaf.device))
         for each in _shared(cache):
             taken[id(each)] = each
-        # What is known to deepcopy already is not copied, but taken.
+        # deepcopy does not copy the objects in `taken`, but uses their replacements.
         copied = copy.deepcopy(cache, taken)
         for path in self._counts:
             _put(copied, path, len(rows))
@@ -73,7 +74,7 @@ def _row_dim(two: Tensor, three: Tensor) -> int:
 
 
 def _leaves(value: Any) -> Iterator[tuple[Path, Any]]:
-    """All tensors and integers that can be reached, with the way to them."""
+    """Yield all reachable tensors and integers with their paths."""
     yield from _walk(value, (), set())
 
 
@@ -108,7 +109,7 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def _is_shared(value: Any) -> bool:
-    """What caches may refer to, and what is none of theirs."""
+    """Return True for an object that caches refer to, but do not own."""
     plain = isinstance(value, nn.Module | type | torch.device | torch.dtype | torch.Generator)
     return plain or callable(value) or hasattr(value, "to_diff_dict")
 

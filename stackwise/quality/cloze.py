@@ -1,4 +1,4 @@
-"""Cloze: texts whose end a model is asked for."""
+"""Cloze: tasks in which a model completes a text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ClozeResult", "score_cloze"]
 
 @dataclass(frozen=True)
 class ClozeResult:
-    """How the ends of texts were scored.
+    """Scores of the ends of texts.
 
     Attributes:
-        requests: as they were asked.
-        scores: one for each.
+        requests: scored requests.
+        scores: one score per request.
     """
 
     requests: tuple[Request, ...]
@@ -32,19 +32,19 @@ class ClozeResult:
     metric = "acc"
 
     def correct(self) -> np.ndarray:
-        """bool (texts,): where each token of the end is the most likely one."""
+        """Return bool (texts,): True if each token of the end is the most likely one."""
         return np.array([score.is_greedy for score in self.scores], dtype=bool)
 
     @property
     def figure(self) -> Proportion:
-        """The share of ends that the model would have written itself."""
+        """Share of texts whose end equals the model's greedy continuation."""
         return Proportion.of(self.correct())
 
     @property
     def perplexity(self) -> float:
-        """e to the mean negative log-probability of a whole end, as LAMBADA counts it.
+        """Exponential of the mean negative log-probability of an end, as in LAMBADA.
 
-        Infinite where that is too large for a number.
+        Infinite if it exceeds the range of a float.
         """
         try:
             return math.exp(-math.fsum(score.log_probability for score in self.scores) / len(self.scores))
@@ -53,11 +53,11 @@ class ClozeResult:
 
     @property
     def cut(self) -> int:
-        """How many tokens of contexts were left out for want of room."""
+        """Number of context tokens that were cut because the sequence was too long."""
         return sum(score.cut for score in self.scores)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "metric": self.metric,
             "acc": self.figure.to_dict(),
@@ -67,10 +67,10 @@ class ClozeResult:
 
 
 def score_cloze(scorer: Scorer, requests: Sequence[Request | tuple[str, str]]) -> ClozeResult:
-    """Score the end of each text after its context.
+    """Score the end of each text, given its context.
 
     Raises:
-        ValueError: no text, or as `Scorer.score` does.
+        ValueError: no texts, or an error of `Scorer.score`.
     """
     require(len(requests) > 0, "requests", len(requests), "at least one")
     asked = tuple(Request(*each) for each in requests)

@@ -1,4 +1,4 @@
-"""Model comparison: trained models asked the same, each held against one of them, and how fast they are."""
+"""ModelComparison: quality of trained models on the same examples, relative to a baseline, and speed."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ _COLOURS = (INK, ACCENT, WARN, GOOD, BAD)
 
 @dataclass(frozen=True)
 class QualityRow:
-    """What one model is at one task.
+    """Result of one model at one task.
 
     Attributes:
-        architecture: the model's name.
-        task: the task's.
-        metric: what the value is: "acc", "acc_norm", "acc_bytes", or "bits_per_byte", where less is better.
-        value: of the model.
-        standard_error: of it; None: not known.
-        examples: how many there were.
-        difference: to the baseline, from the same examples; None of the baseline itself.
+        architecture: name of the model.
+        task: name of the task.
+        metric: name of the value: "acc", "acc_norm", "acc_bytes", or "bits_per_byte". For the last one, less
+            is better.
+        value: value of the model.
+        standard_error: standard error of the value. None: unknown.
+        examples: number of examples.
+        difference: paired difference to the baseline on the same examples. None for the baseline.
     """
 
     architecture: str
@@ -62,11 +63,11 @@ class QualityRow:
 
     @property
     def less_is_better(self) -> bool:
-        """Whether the value is a cost."""
+        """True if the value is a cost."""
         return self.metric == "bits_per_byte"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and CSV."""
+        """Return plain values, for JSON and CSV."""
         found = {key: value for key, value in vars(self).items() if key != "difference"}
         parts = ("difference", "low", "high", "wins", "losses", "p_value")
         names = ("difference", "difference_low", "difference_high", "wins", "losses", "p_value")
@@ -79,11 +80,11 @@ class ModelComparison:
     """Speed and quality of several models in one table.
 
     Attributes:
-        quality: a row for each task and model.
-        baseline: the model that the others are held against.
-        speed: of the same architectures, as `compare_architectures` gives it; None: not measured.
-        level: that the intervals of differences cover.
-        notes: how the models were asked.
+        quality: one row per task and model.
+        baseline: name of the model with which the rest is compared.
+        speed: table of `compare_architectures` for the same architectures. None: not measured.
+        level: confidence level of the intervals of differences.
+        notes: remarks on the evaluation of the models.
     """
 
     quality: tuple[QualityRow, ...]
@@ -98,27 +99,27 @@ class ModelComparison:
 
     @property
     def architectures(self) -> list[str]:
-        """Names, the baseline first."""
+        """Names of the models, baseline first."""
         names = dict.fromkeys(row.architecture for row in self.quality)
         return sorted(names, key=lambda name: name != self.baseline)
 
     @property
     def tasks(self) -> list[str]:
-        """Names, in their order."""
+        """Names of the tasks in their order."""
         return list(dict.fromkeys(row.task for row in self.quality))
 
     def row(self, architecture: str, task: str) -> QualityRow:
-        """What one model is at one task.
+        """Return the result of one model at one task.
 
         Raises:
-            ValueError: there is no such model or task.
+            ValueError: the model or the task is unknown.
         """
         check_choice("architecture", architecture, self.architectures)
         check_choice("task", task, self.tasks)
         return next(row for row in self.quality if (row.architecture, row.task) == (architecture, task))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "baseline": self.baseline,
             "level": self.level,
@@ -128,11 +129,14 @@ class ModelComparison:
         }
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """All of it; also written to `path` where there is one. What is not finite is a text."""
+        """Return the comparison as JSON, and write it to `path` if given. Non-finite numbers are strings."""
         return _written(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n", path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """A line for each model and each work or task, None as an empty field; also written to `path`."""
+        """Return one line per model and workload or task.
+
+        None is an empty field. Write to `path` if given.
+        """
         lines = [{"kind": "quality"} | row.to_dict() for row in self.quality]
         if self.speed is not None:
             lines += [{"kind": "speed"} | row for row in self.speed]
@@ -182,16 +186,16 @@ class ModelComparison:
         return header, rows
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a panel for each task: what each model is there, over how fast it is, with both intervals.
+        """Draw one panel per task: quality of each model against its speed, with both intervals.
 
-        Without a speed table the models stand beside each other.
+        Without a speed table, the models are side by side.
 
         Args:
-            path: ends in .svg or .png.
+            path: path that ends with .svg or .png.
 
         Raises:
-            ImportError: matplotlib is not there: pip install 'stackwise[report]'.
-            ValueError: another ending.
+            ImportError: matplotlib is not installed: pip install 'stackwise[report]'.
+            ValueError: the path has another suffix.
         """
         path = Path(path)
         require(path.suffix in (".svg", ".png"), "path", str(path), "a name ending in .svg or .png")
@@ -240,7 +244,7 @@ class ModelComparison:
         panels[0].legend(fontsize="small", frameon=False)
 
     def _place(self, name: str, work: str | None, place: int) -> tuple[float, list[list[float]] | None]:
-        """Where a model stands from left to right, and how far that is known."""
+        """Return the horizontal position of a model, and the length of its error bar in both directions."""
         if self.speed is None or work is None:
             return float(place), None
         [found] = self.speed.where(architecture=name, workload=work)
@@ -271,20 +275,20 @@ def compare_quality(
     level: float = 0.95,
     **options: Any,
 ) -> ModelComparison:
-    """Ask trained models the same questions, and hold each against one of them.
+    """Evaluate trained models on the same tasks, and compare each with a baseline.
 
     Args:
-        models: by name, trained models as `Scorer` takes them.
-        tasks: what they are asked; see `load_task`.
-        tokenizer: that all of them were trained with, or a mapping from names to one for each.
-        baseline: the name of the one that the others are held against; None: the first.
-        speed: what `compare_architectures` found of the same architectures, with the same baseline.
-        level: that the intervals of differences cover.
-        **options: of `Scorer`, such as `batch_size`.
+        models: trained models by name, each an argument of `Scorer`.
+        tasks: tasks to evaluate; see `load_task`.
+        tokenizer: tokenizer of all models, or a mapping from names to tokenizers.
+        baseline: name of the baseline. None: the first model.
+        speed: result of `compare_architectures` for the same architectures, with the same baseline.
+        level: confidence level of the intervals of differences.
+        **options: options of `Scorer`, such as `batch_size`.
 
     Raises:
-        ValueError: no models or tasks, or two tasks of one name; a level that is none; another baseline; a
-            tokenizer for a model that there is not; or as `Scorer` and the tasks do.
+        ValueError: no models, no tasks, two tasks with one name, an invalid level, an unknown baseline, a
+            tokenizer without its model, or an error of `Scorer` or a task.
     """
     require(bool(models), "models", dict(models), "one or more, by name")
     check_number("level", level, "a number above 0 and below 1", lambda value: 0 < value < 1)
@@ -314,15 +318,15 @@ def compare_quality(
 
 
 def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0.95) -> PairedDifference:
-    """How much better one model is at a task than another: of shares, or of bits per byte.
+    """Return the difference between two models at a task, as a share of correct answers or in bits per byte.
 
     Raises:
-        ValueError: they are not of the same task, with the same examples and the same figure.
+        ValueError: the results have different tasks, examples or metrics.
     """
     require(type(result) is type(other), "result", type(other).__name__, type(result).__name__)
     if isinstance(result, PerplexityResult):
         assert isinstance(other, PerplexityResult)
-        # Texts are not kept, only what they measure; tokens may be those of another tokenizer.
+        # Texts are not stored, only their sizes. The tokens may be those of different tokenizers.
         sorts = [[(text.bytes, text.characters, text.words) for text in r.texts] for r in (result, other)]
         require(sorts[0] == sorts[1], "texts", f"{len(sorts[1])} others", f"the same {len(sorts[0])}")
         sizes = [text.bytes for text in result.texts]

@@ -1,4 +1,4 @@
-"""Continuation: texts that a model writes after others, until a sequence that ends them.
+"""Continuation: generation of text after each context, until a stop sequence.
 
 Shapes: B rows, T positions, V vocabulary.
 """
@@ -19,18 +19,18 @@ from stackwise.support.random_state import seeded
 
 __all__ = ["Sampling", "continue_texts"]
 
-_TAIL = 16  # tokens of a context, which are text enough to see what a tokenizer does at a beginning
+_TAIL = 16  # context tokens that suffice to detect how a tokenizer decodes the start of a text
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Selection of the next token.
 
     Attributes:
-        temperature: 0: the most likely one; otherwise logits are divided by it and drawn from.
-        top_k: draw from the k most likely only; None: from all.
-        top_p: draw from the most likely that make up p only.
-        seed: of the draws.
+        temperature: divisor of the logits before sampling. 0: the most likely token.
+        top_k: sample from the k most likely tokens. None: from all.
+        top_p: sample from the smallest set of most likely tokens with a total probability of p.
+        seed: seed of the samples.
     """
 
     temperature: float = 0.0
@@ -45,16 +45,16 @@ class Sampling:
             check_sizes(top_k=self.top_k)
 
     def __call__(self, logits_BV: Tensor, uniform_B: Tensor | None = None) -> Tensor:
-        """Tokens, int64 (B,).
+        """Return tokens, int64 (B,).
 
         Args:
-            logits_BV: floating.
-            uniform_B: float64, 0 to below 1: a number for each row by which its token is drawn; None: the
-                draws are of torch's own generator.
+            logits_BV: floating-point logits.
+            uniform_B: float64 in [0, 1), a random number for the token of each row. None: use torch's
+                generator.
         """
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        # Differences: what is divided by a tiny temperature is then 0 or -inf, and never inf.
+        # After this subtraction, a division by a tiny temperature gives 0 or -inf, but never inf.
         logits_BV = logits_BV.float()
         logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
         logits_BV = logits_BV / max(self.temperature, torch.finfo(torch.float32).tiny)
@@ -64,14 +64,15 @@ class Sampling:
         if self.top_p < 1:
             sorted_BV, order_BV = logits_BV.sort(descending=True)
             p_BV = sorted_BV.softmax(-1)
-            outside_BV = p_BV.cumsum(-1) - p_BV >= self.top_p  # the one that crosses p is inside
+            outside_BV = p_BV.cumsum(-1) - p_BV >= self.top_p  # the token that crosses p is included
             logits_BV = logits_BV.masked_fill(
                 torch.zeros_like(outside_BV).scatter(-1, order_BV, outside_BV), -torch.inf
             )
         if uniform_B is None:
             return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
         sums_BV = logits_BV.double().softmax(-1).cumsum(-1)
-        # The first token whose sum is above the number: one that cannot be drawn adds nothing.
+        # The first token whose cumulative probability is above the number. A token of probability 0 is never
+        # selected.
         found_B1 = torch.searchsorted(sums_BV, uniform_B[:, None] * sums_BV[:, -1:], right=True)
         return found_B1[:, 0].clamp(max=sums_BV.shape[-1] - 1)
 
@@ -86,26 +87,25 @@ def continue_texts(
     seeds: Sequence[int] | None = None,
     joined: bool = False,
 ) -> list[str]:
-    """What the model writes after each context.
+    """Return the text that the model generates after each context.
 
-    A text ends before the first of `until` that it comes to, at a token that ends a text (the scorer's
-    `eos_token_ids`), or after `max_new_tokens`. A context for which there is not that much room is cut at its
-    beginning.
+    A text ends before the first occurrence of one of `until`, at an end token (the scorer's `eos_token_ids`),
+    or after `max_new_tokens`. If a context leaves too little room, its start is cut.
 
     Args:
-        scorer: a model with a tokenizer; at most its `batch_size` texts are written at once.
-        contexts: one with no text follows the tokenizer's `prefix_token_id`.
-        max_new_tokens: fewer than the model has positions.
-        until: texts that end a continuation and are no part of it, special tokens by their names as well.
-        sampling: None: the most likely token each time.
-        seeds: of the draws of each context, so that a text depends on no other one; None: all are drawn with
-            the seed of `sampling`, batch by batch.
-        joined: decode a text together with the end of its context. A tokenizer such as that of Llama 2 leaves
-            out a space at the beginning of what it decodes, which belongs to the text; False: as the harness.
+        scorer: scorer with a tokenizer. At most its `batch_size` texts are generated at once.
+        contexts: contexts. An empty one is replaced by the tokenizer's `prefix_token_id`.
+        max_new_tokens: maximum number of new tokens, below the model's number of positions.
+        until: stop sequences, which are not part of the text. They may be names of special tokens.
+        sampling: selection of tokens. None: the most likely token.
+        seeds: one seed per context, so that each text is independent of the batch. None: all texts use the
+            seed of `sampling`, batch by batch.
+        joined: True: decode a text together with the end of its context. Some tokenizers, such as that of
+            Llama 2, drop a leading space, which belongs to the text. False: like the harness.
 
     Raises:
-        ValueError: no room for so many new tokens, an id that the model has no embedding for, or another
-            number of seeds than of contexts; or a model whose logits are no numbers.
+        ValueError: `max_new_tokens` is too large, a token id is outside the vocabulary, the numbers of seeds
+            and contexts differ, or the model returns NaN.
     """
     check_sizes(max_new_tokens=max_new_tokens)
     if seeds is not None:
@@ -123,7 +123,8 @@ def continue_texts(
         allowed = f"below {scorer.model.vocab_size}, the vocabulary of {scorer.model.spec.name}"
         require(max(ids) < scorer.model.vocab_size, "token id", max(ids), allowed)
         prompts.append(ids)
-    # Of like length together: the shorter ones of a batch begin to write while the longer ones are read.
+    # Contexts of similar length together. The shorter ones of a batch start to generate while the longer ones
+    # are read.
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     written: dict[int, str] = {}
     with scorer.model.reading(), seeded(sampling.seed, scorer.model.device):
@@ -138,14 +139,14 @@ def continue_texts(
 
 @dataclass
 class _Writing:
-    """One continuation.
+    """Continuation of one context.
 
     Attributes:
-        prompt: what it follows.
-        new: tokens so far, without the one that ends it.
-        text: None as long as it goes on.
-        tail: the end of the prompt, with which it is decoded; none where it is decoded by itself.
-        shown: the text of `tail`.
+        prompt: tokens of the context.
+        new: new tokens so far, without the end token.
+        text: finished text. None while it is unfinished.
+        tail: end of the prompt, which is decoded with the new tokens. Empty: they are decoded without it.
+        shown: text of `tail`.
     """
 
     prompt: list[int]
@@ -156,14 +157,17 @@ class _Writing:
 
     @classmethod
     def after(cls, prompt: list[int], texts: TextTokenizer | None) -> _Writing:
-        """Decoded together with the end of the prompt by `texts`; None: by itself."""
+        """Return an empty continuation of a prompt.
+
+        If `texts` is a tokenizer, the new tokens are decoded together with the end of the prompt.
+        """
         if texts is None:
             return cls(prompt)
         tail = prompt[-_TAIL:]
         return cls(prompt, tail=tail, shown=texts.decode(tail))
 
     def decoded(self, texts: TextTokenizer) -> str:
-        """The text of all new tokens."""
+        """Return the text of all new tokens."""
         if not self.tail:
             return texts.decode(self.new)
         whole = texts.decode([*self.tail, *self.new])
@@ -179,7 +183,7 @@ class _Writing:
         until: Sequence[str],
         ends: Collection[int],
     ) -> None:
-        """One more token, which may end it."""
+        """Add a token. It may end the text."""
         if token in ends:
             self.text = self.decoded(texts)
             return
@@ -198,10 +202,13 @@ def _written(
     sampling: Sampling,
     generators: Sequence[torch.Generator] | None,
 ) -> list[str]:
-    """Continuations of one batch: all rows are read as far as the shortest, and go on token by token."""
+    """Return the continuations of one batch.
+
+    All rows are read up to the length of the shortest prompt, and continued token by token.
+    """
     lengths = [len(writing.prompt) for writing in writings]
     read = _reader(scorer.model, len(writings), max(lengths) + max_new_tokens)
-    # A head may be wider than the vocabulary, to be of a round size.
+    # The output layer may be wider than the vocabulary, to have a round size.
     width = min(scorer.model.vocab_size, scorer.texts.vocab_size or scorer.model.vocab_size)
     named = (scorer.texts.special_token(text) for text in until)
     ends = scorer.eos_token_ids | {token for token in named if token is not None}
@@ -220,7 +227,7 @@ def _written(
                 writing.take(token, scorer.texts, max_new_tokens, until, ends)
         if all(writing.text is not None for writing in writings):
             return [writing.text or "" for writing in writings]
-        # A row that is longer goes on with its own text.
+        # A row with a longer prompt continues with its prompt.
         ids = [
             [writing.prompt[position] if position < len(writing.prompt) else token]
             for writing, token in zip(writings, tokens, strict=True)
@@ -231,7 +238,7 @@ def _written(
 def _uniform(
     generators: Sequence[torch.Generator] | None, writes: Sequence[bool], device: torch.device
 ) -> Tensor | None:
-    """A number for each row, of its own generator; a row that does not write yet takes none from it."""
+    """Return a random number per row, from its own generator. A row that is still reading draws no number."""
     if generators is None:
         return None
     drawn = [
@@ -242,7 +249,7 @@ def _uniform(
 
 
 def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[Tensor], Tensor]:
-    """What takes more tokens (B, T) of each row, and gives the logits (B, V) that follow them."""
+    """Return a function that appends tokens (B, T) to the rows and returns the next logits (B, V)."""
     so_far = torch.empty(batch_size, 0, dtype=torch.int64, device=model.device)
     if model.keeps_cache:
         cache = model.empty_cache(batch_size, capacity)
@@ -251,7 +258,7 @@ def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[T
             nonlocal cache, so_far
             before, so_far = so_far.shape[1], torch.cat((so_far, ids_BT), dim=1)
             if before and model.span(before) != model.span(so_far.shape[1]):
-                # All positions have other angles from here on, those in the cache too.
+                # From here on, all positions have other rotary angles, also the positions in the cache.
                 cache, ids_BT = model.empty_cache(batch_size, capacity), so_far
             logits_BTV, cache = model.follow(ids_BT, cache, first=ids_BT.shape[1] - 1)
             return logits_BTV[:, -1]
@@ -267,7 +274,7 @@ def _reader(model: LanguageModel, batch_size: int, capacity: int) -> Callable[[T
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """The text before whatever of `until` comes first."""
+    """Return the text before the first occurrence of one of `until`."""
     for end in until:
         if end:
             text = text.split(end)[0]

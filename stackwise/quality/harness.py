@@ -1,4 +1,4 @@
-"""The harness: tasks of lm-evaluation-harness, run on any language model."""
+"""Harness: runs tasks of lm-evaluation-harness with any language model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["harness_model", "run_harness"]
 
-_RESAMPLES = 1000  # for standard errors that have no formula
+_RESAMPLES = 1000  # bootstrap resamples for standard errors without a formula
 
 
 def harness_model(model: Any, tokenizer: Any = None, **options: Any) -> HarnessModel:
-    """A model and a tokenizer as a model of lm-evaluation-harness; see `HarnessModel`.
+    """Return a model and a tokenizer as a model of lm-evaluation-harness; see `HarnessModel`.
 
     Raises:
         ImportError: lm_eval is not installed.
-        ValueError, TypeError: as of `Scorer`.
+        ValueError, TypeError: errors of `Scorer`.
     """
     _require_harness()
     from stackwise.quality.harness_model import HarnessModel
@@ -42,26 +42,26 @@ def run_harness(
     limit: int | None = None,
     samples: bool = False,
 ) -> dict[str, Any]:
-    """Run tasks of the harness, and return what it returns.
+    """Run tasks of the harness, and return its results.
 
     Args:
-        scorer: a model with a tokenizer.
+        scorer: scorer with a tokenizer.
         tasks: names of tasks, groups or tags.
-        include: a folder of task files (YAML) of one's own.
-        defaults: whether the harness's own tasks are known too.
-        shots: how many examples each task shows; None: as it says.
-        limit: examples of each task; None: all.
-        samples: keep what was asked and answered, example by example.
+        include: folder of user-defined task files (YAML).
+        defaults: True: the harness's own tasks are available, too.
+        shots: number of examples in each prompt. None: the number in the task.
+        limit: number of examples per task. None: all.
+        samples: True: the results contain requests and answers of each example.
 
     Returns:
-        The harness's results: "results" by task, each figure with its standard error where there is one,
-        "groups", "versions", "n-samples" and more.
+        The harness's results: "results" by task, each metric with its standard error if available, "groups",
+        "versions", "n-samples" and more.
 
     Raises:
         ImportError: lm_eval is not installed.
-        ValueError: a task that the harness does not know, or that asks for options of generation that there
-            are not, or for more tokens than the model has positions, told before anything is run; a number of
-            shots or examples that is none; or a folder that is none.
+        ValueError: an unknown task, a task with unsupported generation options or more new tokens than the
+            model has positions, an invalid number of shots or examples, or a folder that does not exist. It
+            is raised before the run starts.
     """
     _require_harness()
     from lm_eval import simple_evaluate
@@ -77,7 +77,7 @@ def run_harness(
     path = str(include) if include else None
 
     class CheckedTasks(TaskManager):  # type: ignore[misc]  # lm_eval has no types
-        """Refuses what cannot be run before anything is."""
+        """Task manager that refuses unsupported tasks before the run starts."""
 
         def load(self, *arguments: Any, **more: Any) -> Any:
             loaded = super().load(*arguments, **more)
@@ -87,7 +87,7 @@ def run_harness(
     manager = CheckedTasks(include_path=path, include_defaults=defaults and include is None)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown and defaults and include is not None:
-        # Not before they are asked for: reading all task files of the harness takes a while.
+        # Only if needed, because reading all task files of the harness is slow.
         manager = CheckedTasks(include_path=path)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
@@ -107,7 +107,7 @@ def run_harness(
 
 
 def _check_generation(tasks: Mapping[str, Any], max_length: int | None) -> None:
-    """Refuse options of generation that cannot be had, with the names of the tasks that ask for them."""
+    """Refuse unsupported generation options, with the names of the tasks that use them."""
     from stackwise.quality.harness_model import ALLOWED_OPTIONS, new_tokens, refused_options
 
     refused, too_long = {}, {}
@@ -124,7 +124,7 @@ def _check_generation(tasks: Mapping[str, Any], max_length: int | None) -> None:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """The harness resamples without processes of its own: a fork with threads of torch may hang."""
+    """Make the harness resample in one process, because a fork may hang if torch has threads."""
     key = "DISABLE_MULTIPROC"
     before = os.environ.get(key)
     os.environ[key] = "1"

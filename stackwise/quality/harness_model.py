@@ -1,4 +1,4 @@
-"""Harness model: any language model, as lm-evaluation-harness asks one. Needs lm_eval to be imported."""
+"""HarnessModel: adapter of a language model for lm-evaluation-harness. Importing it requires lm_eval."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stackwise.support.arguments import require
 
 __all__ = ["ALLOWED_OPTIONS", "HarnessModel", "new_tokens", "refused_options"]
 
-# What the harness takes where a model or a task does not say.
+# Defaults of the harness if a model or a task does not set them.
 _MAX_LENGTH, _MAX_NEW_TOKENS = 2048, 256
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p", *_NEW_TOKENS)
-# Options that tasks name with values that change nothing.
+# Options of tasks with the values that have no effect.
 _WITHOUT_EFFECT = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -40,7 +40,7 @@ ALLOWED_OPTIONS = f"{', '.join(_OPTIONS)}; and what has no effect, such as num_b
 
 
 def refused_options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of generation that would change what is written, and that there are not."""
+    """Return the options of generation that would have an effect and are not supported."""
     return {
         key: value
         for key, value in asked.items()
@@ -49,23 +49,23 @@ def refused_options(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_tokens(asked: Mapping[str, Any]) -> int:
-    """How many tokens a task has written at most."""
+    """Return the maximum number of new tokens that a task requests."""
     counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
     return int(counts[0]) if counts else _MAX_NEW_TOKENS
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """A model and a tokenizer that answer every kind of request which tasks of the harness make.
+    """Model and tokenizer that answer every kind of request of the harness's tasks.
 
     `lm_eval.simple_evaluate(model=HarnessModel(model, tokenizer), tasks=[...])`.
 
     Args:
-        model: a `Scorer`, or what it takes.
-        tokenizer: as of `Scorer`.
-        **options: of `Scorer`.
+        model: a `Scorer`, or the `model` of a `Scorer`.
+        tokenizer: tokenizer of the `Scorer`.
+        **options: options of `Scorer`.
 
     Raises:
-        ValueError, TypeError: as of `Scorer`; no tokenizer.
+        ValueError, TypeError: errors of `Scorer`, or no tokenizer.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
@@ -80,39 +80,39 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def eot_token_id(self) -> int | None:
-        """What ends a text; None: nothing does."""
+        """End token. None: no token."""
         return self.scorer.texts.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that follows nothing.
+        """Token that is used as an empty context.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the tokenizer has none.
         """
         return self.scorer.texts.needed_prefix()
 
     @property
     def max_length(self) -> int:
-        """How many tokens are read at once; where the model names no limit, as many as the harness takes."""
+        """Maximum length of a sequence. If the model names no limit, it is the default of the harness."""
         return self.scorer.model.max_length or _MAX_LENGTH
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the names under which the harness keeps requests."""
+        """Name of the tokenizer, used by the harness in the names of cached requests."""
         return self.scorer.texts.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text; unless told otherwise with what the tokenizer puts before one."""
+        """Return the ids of a text, by default with the tokens that the tokenizer prepends."""
         return self.scorer.texts.encode(string, begins=add_special_tokens is not False)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the tokenizer's template writes it.
+        """Return a conversation in the format of the tokenizer's template.
 
         Raises:
-            ValueError: the tokenizer has none.
+            ValueError: the tokenizer has no template.
         """
         template = getattr(self.tokenizer, "apply_chat_template", None)
         require(callable(template), "tokenizer", self.scorer.texts.name, "one with a chat template")
@@ -135,9 +135,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """The log-probability of each whole text, read in windows.
+        """Return the log-probability of each text, read in windows.
 
-        As the harness has it: what a tokenizer puts before a text is scored as a token of the text.
+        Like in the harness, the tokens that the tokenizer prepends are scored as tokens of the text.
         """
         windows: list[TokenRequest] = []
         parts = []
@@ -152,7 +152,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """What the model writes after each context, until a sequence that ends it."""
+        """Return the text that the model generates after each context, until a stop sequence."""
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
@@ -165,10 +165,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [written[i] for i in range(len(requests))]
 
     def _writer(self, asked: dict[str, Any]) -> Callable[[list[str]], list[str]]:
-        """What writes as a task asks for.
+        """Return a function that generates texts with the options of a task.
 
         Raises:
-            ValueError: an option that there is not.
+            ValueError: an option is not supported.
         """
         refused = refused_options(asked)
         require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)

@@ -1,4 +1,4 @@
-"""HellaSwag: four ways in which a short text may go on."""
+"""HellaSwag: questions with four possible endings of a short text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _BRACKETS = re.compile(r"\[.*?\]")
 
 
 def clean_text(text: str) -> str:
-    """A text without the marks that WikiHow's pages left in it, as the harness cleans it.
+    """Return a text without the markup of WikiHow's pages, cleaned like in the harness.
 
-    " [title]" becomes ". ", other brackets go with what is in them, two spaces become one.
+    " [title]" becomes ". ", other brackets are removed with their content, and double spaces become single
+    ones.
     """
     text = text.strip().replace(" [title]", ". ")
     return _BRACKETS.sub("", text).replace("  ", " ")
 
 
 def hellaswag_questions(rows: Iterable[Mapping[str, Any]]) -> list[Question]:
-    """The questions as the harness puts them: the activity, a colon, both parts of the context.
+    """Return the questions in the format of the harness: activity, colon, both parts of the context.
 
     Args:
-        rows: of the split "validation": `activity_label`, `ctx_a`, `ctx_b`, four `endings`, `label` (an
-            integer or its digits).
+        rows: rows of the split "validation" with `activity_label`, `ctx_a`, `ctx_b`, four `endings`, and
+            `label` (an integer or its digits).
 
     Raises:
-        ValueError: a row without one of these, or without a label, as in the split "test"; with its place and
-            context.
+        ValueError: a row without one of these keys, or without a label, as in the split "test". The message
+            has the index and the context of the row.
     """
     questions = []
     for i, row in enumerate(rows):

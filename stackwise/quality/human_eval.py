@@ -1,4 +1,4 @@
-"""HumanEval: programs from docstrings, and whether they are right (Chen et al. 2021, arXiv:2107.03374)."""
+"""HumanEval: generated programs and their correctness (Chen et al. 2021, arXiv:2107.03374)."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = [
     "load_problems",
 ]
 
-# What begins something new behind the function (section 3.3 of the paper).
+# Text that starts something new after the function (section 3.3 of the paper).
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _KEYS = ("task_id", "prompt", "entry_point", "test")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A function to be written.
+    """Function to be written.
 
     Attributes:
-        task_id: its name.
+        task_id: name of the problem.
         prompt: imports, helpers, and the function up to the end of its docstring.
-        entry_point: the function's name.
-        test: defines `check(candidate)`, which raises if the function is wrong.
-        canonical_solution: the rest of the function, as its author wrote it; "": not known.
+        entry_point: name of the function.
+        test: code that defines `check(candidate)`, which raises an error if the function is wrong.
+        canonical_solution: rest of the function by its author. "": unknown.
     """
 
     task_id: str
@@ -52,7 +52,7 @@ class Problem:
     canonical_solution: str = ""
 
     def run(self, completion: str, sandbox: Sandbox) -> Execution:
-        """Whether the prompt with this completion is right."""
+        """Run the checks on the prompt with this completion."""
         checks = f"{self.test}\ncheck({self.entry_point})\n"
         return sandbox.run(
             self.prompt + completion, checks, functions=[self.entry_point], setup=_helpers(self.prompt)
@@ -61,11 +61,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class HumanEvalResult:
-    """What came of the completions.
+    """Results of the completions.
 
     Attributes:
-        executions: of each problem by its name, of each completion.
-        pass_at: by k.
+        executions: executions of all completions, by the name of the problem.
+        pass_at: results by k.
     """
 
     executions: Mapping[str, Sequence[Execution]]
@@ -73,11 +73,11 @@ class HumanEvalResult:
 
     @property
     def timed_out(self) -> int:
-        """Completions that were not through in time."""
+        """Number of completions that timed out."""
         return sum(each.status == "timed out" for row in self.executions.values() for each in row)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "pass_at": {str(k): found.to_dict() for k, found in self.pass_at.items()},
             "executions": {name: [each.to_dict() for each in row] for name, row in self.executions.items()},
@@ -91,13 +91,13 @@ class HumanEvalResult:
 
 
 def load_problems(path: Path | str) -> list[Problem]:
-    """Problems from a file in the published format, one JSON object a line, perhaps compressed (.gz).
+    """Return the problems of a file in the published format: JSON Lines, optionally compressed (.gz).
 
-    It is at https://github.com/openai/human-eval (data/HumanEval.jsonl.gz).
+    The file is available at https://github.com/openai/human-eval (data/HumanEval.jsonl.gz).
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line that is no problem, or a name that is there twice.
+        ValueError: a line is not a problem, or a name is repeated.
     """
     path = Path(path)
     try:
@@ -109,7 +109,7 @@ def load_problems(path: Path | str) -> list[Problem]:
     except (EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{path}: no text in UTF-8, or cut off: {error}") from None
     found: dict[str, Problem] = {}
-    # Not splitlines: what else ends a line may stand in a text of JSON.
+    # `splitlines` would also split at characters that may occur in a JSON string.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -150,16 +150,16 @@ def complete_problems(
     *,
     stops: Sequence[str] = STOPS,
 ) -> dict[str, list[str]]:
-    """Completions of each problem, cut where something new begins.
+    """Return completions of each problem, cut at the first stop sequence.
 
     Args:
-        complete: (prompt, n) -> n texts that go on behind the prompt.
-        problems: by whose name the completions are found.
-        n: of each.
-        stops: at the first of which a text ends.
+        complete: function (prompt, n) -> n continuations of the prompt.
+        problems: problems. Their names are the keys of the result.
+        n: number of completions per problem.
+        stops: stop sequences.
 
     Raises:
-        ValueError: `complete` gives another number of texts.
+        ValueError: `complete` returns a number of texts other than n.
     """
     check_sizes(n=n)
     found = {}
@@ -181,23 +181,23 @@ def generate_completions(
     seed: int = 0,
     stops: Sequence[str] = STOPS,
 ) -> dict[str, list[str]]:
-    """Completions that a model writes of each problem, cut where something new begins.
+    """Return completions of each problem, generated by a model and cut at the first stop sequence.
 
-    Each has a seed of its own, from `seed`, the problem's name and its number: it depends on no other one,
-    but for what the size of a batch does to rounding.
+    Each completion has its own seed, derived from `seed`, the name of the problem and the index of the
+    completion. A completion does not depend on the rest, except for rounding differences between batch sizes.
 
     Args:
-        scorer: a model with a tokenizer; at most its `batch_size` completions are written at once.
-        problems: by whose name the completions are found.
-        n: of each; 1 where `temperature` is 0.
-        temperature, top_p: of the draws, see `Sampling`.
-        max_new_tokens: of each completion.
-        seed: of all of them.
-        stops: at the first of which a completion ends.
+        scorer: scorer with a tokenizer. At most its `batch_size` completions are generated at once.
+        problems: problems. Their names are the keys of the result.
+        n: number of completions per problem. Must be 1 if `temperature` is 0.
+        temperature, top_p: parameters of `Sampling`.
+        max_new_tokens: maximum number of tokens of a completion.
+        seed: seed from which all seeds are derived.
+        stops: stop sequences.
 
     Raises:
-        ValueError: no problem, options out of range, several completions that would all be the same, a prompt
-            that does not fit, or as `continue_texts` does.
+        ValueError: no problems, options out of range, several completions that would be equal, a prompt that
+            is too long, or an error of `continue_texts`.
     """
     check_sizes(n=n)
     check_sizes(0, seed=seed)
@@ -207,7 +207,7 @@ def generate_completions(
     check_sizes(max_new_tokens=max_new_tokens)
     limit = scorer.model.max_length
     if limit is not None:
-        # A prompt without its beginning would be another problem.
+        # A prompt whose start is cut would be another problem.
         longest = max(len(scorer.texts.encode(problem.prompt)) for problem in problems)
         allowed = (
             f"at most {limit - longest}: the model reads {limit} tokens, the longest prompt has {longest}"
@@ -221,7 +221,7 @@ def generate_completions(
         until=stops,
         sampling=sampling,
         seeds=[_seed_of(seed, problem.task_id, i) for problem, i in places],
-        joined=True,  # the space that a body begins with is a part of the program
+        joined=True,  # the leading space of a body is part of the program
     )
     found: dict[str, list[str]] = {}
     for (problem, _), text in zip(places, texts, strict=True):
@@ -239,20 +239,22 @@ def evaluate_completions(
     jobs: int = 2,
     on_execution: Callable[[str, int, Execution], None] | None = None,
 ) -> HumanEvalResult:
-    """Run every completion of every problem against its checks.
+    """Run every completion of every problem with its checks.
 
     Args:
-        problems: each needs its completions.
-        completions: by the problem's name.
-        k: for which pass@k is told; each problem needs as many completions.
-        execute_generated_code: has to be said: True.
-        sandbox: that they are run in; None: one with the usual limits.
-        jobs: that run at one time.
-        on_execution: told of each, as it ends, with the problem's name and the number of the completion.
+        problems: problems with completions.
+        completions: completions by the name of the problem.
+        k: values of k for pass@k. Each problem needs at least k completions.
+        execute_generated_code: must be True, as an explicit permission.
+        sandbox: sandbox of the runs. None: a sandbox with default limits.
+        jobs: number of concurrent runs.
+        on_execution: called after each run with the name of the problem, the index of the completion and the
+            execution.
 
     Raises:
-        ValueError: not told to execute; a problem without completions, completions of no problem, or too few.
-        stackwise.quality.sandbox.SandboxError: no sandbox can be made here.
+        ValueError: `execute_generated_code` is not True, a problem has no or too few completions, or
+            completions have no problem.
+        stackwise.quality.sandbox.SandboxError: no sandbox can be created on this machine.
     """
     if execute_generated_code is not True:
         raise ValueError(
@@ -280,7 +282,7 @@ def evaluate_completions(
             on_execution(problem.task_id, place, done)
         return done
 
-    # Threads do: the work is in other processes.
+    # Threads suffice, because the work is in other processes.
     with ThreadPoolExecutor(jobs) as pool:
         done = list(pool.map(run, work))
     executions: dict[str, list[Execution]] = {name: [] for name in names}
@@ -301,7 +303,10 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 
 def _helpers(prompt: str) -> str:
-    """The prompt as code by itself: its last function has a docstring for a body."""
+    """Return the prompt as valid code.
+
+    If its last function has no body, `pass` is added.
+    """
     try:
         compile(prompt, "prompt", "exec", dont_inherit=True)
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""Language model: anybody's model that says what comes next, as scoring and generation call it.
+"""LanguageModel: uniform interface to any causal language model, for scoring and generation.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -31,30 +31,30 @@ _LONGEST_TRIAL = 512
 
 
 class LanguageModel:
-    """A causal model of tokens.
+    """Causal model of tokens.
 
-    What it can do beyond a plain pass is seen from outside, as `ModelSpec.of` sees it, and tried before it is
-    relied on: a cache whose rows cannot be taken, or that gives other logits than a plain pass, is not used.
+    Optional features are detected like in `ModelSpec.of`, and tested before use. If the rows of a cache
+    cannot be copied, or if a cache gives other logits than a plain pass, the cache is not used.
 
-    With LongRoPE (Ding et al. 2024, arXiv:2402.13753), as in Phi-3, all positions get other rotary angles
-    once the longest row of a call is beyond the length of the first training: see `span`. With dynamic NTK
-    scaling they change with each length beyond it, so that such a model is read no farther than that.
+    With LongRoPE (Ding et al. 2024, arXiv:2402.13753), as in Phi-3, the rotary angles of all positions change
+    if the longest row of a call exceeds the original training length: see `span`. With dynamic NTK scaling,
+    they change with each length above it, so `max_length` is at most this length.
 
     Args:
-        subject: a module, which is used as it is, where it is, and left in the mode that it is in; or what
-            `ModelSpec.of` takes, of which a model is made.
-        device: where it is to be; None: where it is.
-        max_length: how many positions it may read at once; None: as many as it says that it takes.
-        reuse: whether to read what several sequences begin with only once, where the model keeps a cache.
+        subject: a module, which is not copied or moved and whose mode is restored; or an argument of
+            `ModelSpec.of`, which creates a model.
+        device: device for the model. None: it is not moved.
+        max_length: maximum number of positions of a sequence. None: the limit that the model names.
+        reuse: True: compute common prefixes of sequences once, if the model has a cache.
 
     Attributes:
-        spec: how it is called.
-        model: in the mode that it was in.
-        max_length: as above; None: no limit known.
+        spec: description of the model's calls.
+        model: the module.
+        max_length: maximum number of positions. None: unknown.
 
     Raises:
-        InferenceError, FactoryError, TypeError: as of `ModelSpec.of`.
-        ValueError: it takes no tokens, or its outputs are no numbers, or depend on later tokens.
+        InferenceError, FactoryError, TypeError: errors of `ModelSpec.of`.
+        ValueError: the inputs are not tokens, or the outputs are NaN or depend on later tokens.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class LanguageModel:
         known = [limit for limit in (max_length, self.spec.max_length, *dynamic) if limit is not None]
         self.max_length = min(known) if known else None
         self._reuse = reuse
-        self._packing: dict[int, bool] = {}  # by the length that it was tried at
+        self._packing: dict[int, bool] = {}  # result of the test by its length
         self._refuse_reading_ahead()
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it."""
+        """Size of the vocabulary. Ids are below it."""
         return self.spec.width
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends a text, as the model says: in its `generation_config`, else in its `config`."""
+        """End tokens in the model's `generation_config` or, if it has none, in its `config`."""
         for name in ("generation_config", "config"):
             found = getattr(getattr(self.model, name, None), "eos_token_id", None)
             if found is not None:
@@ -96,12 +96,15 @@ class LanguageModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where its inputs belong."""
+        """Device of the inputs."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """In eval mode, without gradients; each module's mode is put back."""
+        """Set eval mode and disable gradients within the block.
+
+        Restore the mode of each module afterwards.
+        """
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -112,14 +115,14 @@ class LanguageModel:
                 module.training = True
 
     def logits(self, ids_BT: Tensor, first: int = 0) -> Tensor:
-        """(B, T - first, V): what follows each position from `first` on."""
+        """Return the logits (B, T - first, V) after each position from `first` on."""
         if first and self._keeps_logits:
             model: Any = _CalledWith(self.model, logits_to_keep=ids_BT.shape[1] - first)
             return logits_of(self.spec.forward(model, ids_BT))
         return self.spec.logits(self.model, ids_BT)[:, first:]
 
     def follow(self, ids_BT: Tensor, cache: Any, first: int = 0) -> tuple[Tensor, Any]:
-        """Logits (B, T - first, V) of tokens that follow those in a cache, and the cache with them."""
+        """Return logits (B, T - first, V) of tokens that follow a cache, and the cache with these tokens."""
         assert self.spec.decode is not None
         model: Any = self.model
         if first and self._keeps_logits:
@@ -130,52 +133,59 @@ class LanguageModel:
         return logits_of(output)[:, first:], cache
 
     def follow_packed(self, ends: PackedEnds, cache: Any) -> Tensor:
-        """Logits (B, T, V) of all positions, where it `packs_ends`; the cache is of no use afterwards."""
+        """Return logits (B, T, V) of all positions of packed ends.
+
+        Needs `packs_ends`. The cache is invalid afterwards.
+        """
         assert self.spec.decode is not None
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         ids_BT, position_BT, visible_BTS = (
             torch.from_numpy(array).to(self.device, non_blocking=True)
             for array in (ends.ids_BT, ends.position_BT, ends.visible_BTS)
         )
-        # Added to the attention logits, which models take whether their kernel would take a bool or not.
+        # A mask that is added to the attention logits. Every kernel accepts it, but some refuse a bool mask.
         hidden_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=self.device)
         hidden_BTS.masked_fill_(~visible_BTS, torch.finfo(dtype).min)
         model: Any = _CalledWith(self.model, attention_mask=hidden_BTS[:, None], position_ids=position_BT)
         return logits_of(self.spec.decode(model, ids_BT, cache)[0])
 
     def empty_cache(self, batch_size: int, capacity: int) -> Any:
-        """For so many sequences of at most `capacity` tokens; None: it grows by itself."""
+        """Return a cache for `batch_size` sequences of at most `capacity` tokens. None: the cache grows."""
         return empty_cache(self.model, batch_size, capacity)
 
     def span(self, length: int) -> int:
-        """Which rotary angles it takes for sequences so long: those of two spans are not read together."""
+        """Return the index of the rotary angles for this length.
+
+        Sequences of two spans need separate passes.
+        """
         return sum(length > switch for switch in self._switches)
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether it keeps what it has read, and that is to be used."""
+        """True if the model has a correct cache and `reuse` is set."""
         return self._reuse and self.spec.decode is not None and self._cache_problem is None
 
     @cached_property
     def cache_rows(self) -> CacheRows | None:
-        """How to take rows of its cache; None: `reuse_note` says why not."""
+        """Object that copies rows of the cache. None: not available, for the reason in `reuse_note`."""
         return self._tried_rows[0]
 
     @property
     def reuse_note(self) -> str:
-        """Whether what several sequences begin with is read once, and if not, why."""
+        """Sentence that says if common prefixes are computed once and, if not, the reason."""
         return self._tried_rows[1]
 
     @cached_property
     def grows_cache(self) -> bool:
-        """Whether a cache has room for however much follows."""
+        """True if a cache has no fixed capacity."""
         return self.empty_cache(1, 1) is None
 
     def packs_ends(self, length: int) -> bool:
-        """Whether sequences that begin alike can be read as `PackedEnds`, in rows of so many positions.
+        """Return True if sequences with a common prefix can be computed as `PackedEnds` of this length.
 
-        It is tried at the next power of two: what hides by the place in a row, and not by the position that
-        is told, is seen only in rows that are as long. Kernels that take no mask of pairs are not asked.
+        The test uses the next power of two as its length. A model that masks by the position in a row,
+        instead of the given position ids, only fails in rows of that length. Models with a kernel that takes
+        no mask of position pairs are not tested.
         """
         takes = {"attention_mask", "position_ids"} <= set(forward_parameters(self.model))
         if not takes or self.cache_rows is None or not _takes_masks_of_pairs(self.model):
@@ -186,7 +196,7 @@ class LanguageModel:
             with self.reading(), seeded(0, self.device):
                 try:
                     self._packing[n] = self._try_packed(n)
-                except Exception as error:  # any failure but this one is an answer: it takes no such mask
+                except Exception as error:  # any other error means that the model does not accept such a mask
                     if is_out_of_memory(error):
                         raise
                     self._packing[n] = False
@@ -208,32 +218,32 @@ class LanguageModel:
                 rows, note = self._try_rows(n), "what several sequences begin with is read once"
                 longer = f", in those of at most {self._switches[0]} tokens" if self._switches else ""
                 return rows, note + longer
-            except Exception as error:  # whatever else goes wrong: this cache cannot be taken apart
+            except Exception as error:  # any other error means that rows of this cache cannot be copied
                 if is_out_of_memory(error):
                     raise
                 return None, _not_used(error)
 
     @cached_property
     def _cache_problem(self) -> str | None:
-        """Why its cache is not used; None: token by token it gives what a plain pass does."""
+        """Reason why the cache is not used. None: token by token, it gives the logits of a plain pass."""
         n = self._trial_length()
         if n < 2:
             return None
         with self.reading(), seeded(0, self.device):
             try:
                 self._try_cache(n)
-            except Exception as error:  # whatever else goes wrong: nothing can be read behind this cache
+            except Exception as error:  # any other error means that this cache cannot be used
                 if is_out_of_memory(error):
                     raise
                 return _not_used(error)
         return None
 
     def _try_cache(self, n: int) -> None:
-        """Read some tokens, and more of them one by one.
+        """Read some tokens in one pass, and more of them one by one.
 
         Raises:
-            ValueError: their logits are not those of a plain pass.
-            Exception: whatever the model raises.
+            ValueError: the logits differ from those of a plain pass.
+            Exception: an error of the model.
         """
         ids_2T = torch.randint(self.vocab_size, (2, n), device=self.device)
         start, cache = n - min(n // 2, 5), self.empty_cache(2, n)
@@ -246,11 +256,11 @@ class LanguageModel:
             raise ValueError("other logits than without it")
 
     def _try_rows(self, n: int) -> CacheRows:
-        """Rows of a cache, where what is computed with them is what is computed without.
+        """Return the rows of a cache, if logits computed with copied rows equal those of a plain pass.
 
         Raises:
-            ValueError: it is not.
-            Exception: whatever the model raises.
+            ValueError: the logits differ.
+            Exception: an error of the model.
         """
         ids_3T = torch.randint(self.vocab_size, (3, n), device=self.device)
         half = n - min(n // 2, 5)
@@ -261,7 +271,7 @@ class LanguageModel:
         whole_4T = ids_3T[order].clone()
         whole_4T[:, half:] = torch.randint(self.vocab_size, (4, n - half), device=self.device)
         wanted = self.logits(whole_4T)[:, half:]
-        for _ in range(2):  # the second time shows that the first has not written into what it took from
+        for _ in range(2):  # the second pass shows that the first one did not write into the source
             got, _ = self.follow(whole_4T[:, half:], rows.take(two, order))
             if not self._are_equal(got, wanted):
                 raise ValueError("other logits than without it")
@@ -271,7 +281,7 @@ class LanguageModel:
         return rows
 
     def _try_packed(self, n: int) -> bool:
-        """Whether ends give the logits that they give by themselves, and what is in one moves no other."""
+        """Return True if packed ends have the logits of separate sequences, and do not affect each other."""
         half = n // 2
         ids_2T = torch.randint(self.vocab_size, (2, half), device=self.device)
         long = (n - half) // 2
@@ -286,7 +296,7 @@ class LanguageModel:
                 wanted = self.logits(torch.cat((ids_2T[row], rest))[None], half + len(stem.trunk))
                 if not self._are_equal(got[row : row + 1, column : column + len(end)], wanted):
                     return False
-        # Rounding may hide the state of a convolution that goes on from one end to the next.
+        # A convolution whose state continues from one end to the next may cause only small differences.
         others = [Stem(stem.trunk, [self._drawn(len(stem.ends[0])), stem.ends[1]]) for stem in stems]
         _, moved = self._packed_logits(ids_2T, others)
         return all(
@@ -305,14 +315,14 @@ class LanguageModel:
         return torch.randint(self.vocab_size, (length,), device=self.device).cpu().numpy()
 
     def _trial_length(self) -> int:
-        """Beyond what a window hides, where that is short enough to be tried."""
+        """Return a length that exceeds the attention window, if this is short enough for a test."""
         window = self.spec.window if isinstance(self.spec.window, int) else 0
         wanted = window + _TRIAL if window + _TRIAL <= _LONGEST_TRIAL else _TRIAL
         return wanted if self.max_length is None else min(wanted, self.max_length)
 
     @cached_property
     def _keeps_logits(self) -> bool:
-        """Whether it leaves out logits that are not asked for, as models of transformers do."""
+        """True if the model can skip the logits of unneeded positions, like models of transformers."""
         if "logits_to_keep" not in forward_parameters(self.model):
             return False
         ids_1T = torch.arange(3, device=self.device)[None] % self.vocab_size
@@ -320,14 +330,14 @@ class LanguageModel:
         with self.reading():
             try:
                 fewer = logits_of(self.spec.forward(model, ids_1T))
-            except Exception as error:  # any failure but this one is an answer: it is not asked so
+            except Exception as error:  # any other error means that the model does not support it
                 if is_out_of_memory(error):
                     raise
                 return False
             return self._are_equal(fewer, self.spec.logits(self.model, ids_1T)[:, 2:])
 
     def _refuse_reading_ahead(self) -> None:
-        """Refuse a model whose outputs depend on what comes later, such as the padding behind a sequence."""
+        """Refuse a model with outputs that depend on later tokens, such as the padding after a sequence."""
         n = self._trial_length()
         if n < 2:
             return
@@ -347,13 +357,13 @@ class LanguageModel:
 
     @staticmethod
     def _are_equal(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
-        """But for rounding, or for a share of the spread of all."""
+        """Return True if two tensors of logits are equal within a tolerance, relative to their range."""
         if one.shape != two.shape:
             return False
         if tolerance is None:
             tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 5e-2
         one, two = one.float(), two.float()
-        # Ids that are never written may have a logit of minus infinity.
+        # Ids that are never generated may have a logit of minus infinity.
         known = two[two.isfinite()]
         spread = (known.max() - known.min()).clamp(min=1e-6) if known.numel() else 0.0
         apart = (one - two).abs().masked_fill(one == two, 0.0)
@@ -361,7 +371,7 @@ class LanguageModel:
 
 
 class _CalledWith:
-    """A model that is given arguments of ours as well, however it is called."""
+    """Model that receives additional arguments in each call."""
 
     def __init__(self, model: nn.Module, **ours: Any) -> None:
         self._model, self._ours = model, ours
@@ -379,10 +389,10 @@ def _not_used(error: Exception) -> str:
 
 
 def _takes_masks_of_pairs(model: nn.Module) -> bool:
-    """Whether its kernel of attention takes a mask of pairs, as far as it says which it is.
+    """Return True if the model names no attention kernel that refuses a mask of position pairs.
 
-    Others read something else from it: flash attention takes its entries for places of tokens, which on a
-    GPU no error is told of until later.
+    Other kernels interpret the mask differently. Flash attention uses its entries as indices of tokens, which
+    causes a delayed error on a GPU.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     kernels = {getattr(config, "_attn_implementation", None) for config in configs}
@@ -390,7 +400,7 @@ def _takes_masks_of_pairs(model: nn.Module) -> bool:
 
 
 def _rotary_lengths(model: nn.Module) -> tuple[list[int], list[int]]:
-    """Beyond which lengths it takes other rotary angles for all positions: others once; others each time."""
+    """Return the lengths above which all rotary angles change: once (LongRoPE), or always (dynamic NTK)."""
     found: dict[str, set[Any]] = {"longrope": set(), "dynamic": set()}
     for config in [getattr(module, "config", None) for module in model.modules()]:
         longest = getattr(config, "max_position_embeddings", None)
@@ -398,7 +408,7 @@ def _rotary_lengths(model: nn.Module) -> tuple[list[int], list[int]]:
         for name in ("rope_parameters", "rope_scaling"):
             given = getattr(config, name, None)
             given = given if isinstance(given, Mapping) else {}
-            # Some have one for each type of layer.
+            # Some configurations have one entry per type of layer.
             for each in (given, *(part for part in given.values() if isinstance(part, Mapping))):
                 match each.get("rope_type", each.get("type")):
                     case "longrope" | "su":
@@ -423,7 +433,8 @@ def _described(subject: Any, device: torch.device | str | None) -> tuple[ModelSp
                 module.training = True
         return ModelSpec(build=lambda: model, name=name, **inferred), model
     if callable(subject):
-        # Called once, and not as often as `ModelSpec.of` would: it may load a large model.
+        # The factory is called only once, because it may load a large model. `ModelSpec.of` would call it
+        # more often.
         with seeded(0):
             return _described(subject(), device)
     spec = ModelSpec.of(subject)

@@ -12,7 +12,7 @@ from stackwise.support.arguments import check_sizes, require
 __all__ = ["SUBJECTS", "mmlu_questions"]
 
 LETTERS = "ABCD"
-# By the groups that results are told in.
+# Subjects by group. Results are reported per group.
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "stem": (
         "abstract_algebra",
@@ -85,18 +85,21 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 def mmlu_questions(
     rows: Iterable[Mapping[str, Any]], examples: Iterable[Mapping[str, Any]] = (), *, shots: int = 5
 ) -> list[Question]:
-    """The questions as the harness puts them.
+    """Return the questions in the format of the harness.
 
-    A line that names the subject, the first `shots` examples of the subject with their answers, the question,
-    its lettered choices, and "Answer:"; what is scored is " A", " B", " C" or " D".
+    The context consists of a line with the subject, the first `shots` examples of the subject with their
+    answers, the question, its lettered choices, and "Answer:". The scored texts are " A", " B", " C" and "
+    D".
 
     Args:
-        rows: of the split "test": `question`, four `choices`, `answer` (0 to 3, or the letter), `subject`.
-        examples: of the split "dev", in their order.
-        shots: how many examples are shown; 0: none.
+        rows: rows of the split "test" with `question`, four `choices`, `answer` (0 to 3, or the letter),
+            `subject`.
+        examples: rows of the split "dev", in their order.
+        shots: number of examples in the context. 0: none.
 
     Raises:
-        ValueError: a row without one of these, with its place and question; or too few examples of a subject.
+        ValueError: a row without one of these keys, or a subject with too few examples. The message has the
+            index and the question of the row.
     """
     check_sizes(0, shots=shots)
     shown: dict[str, list[str]] = {}
@@ -119,7 +122,7 @@ def mmlu_questions(
 
 
 def _read(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """The subject of a row, its question with choices and "Answer:", and which is right."""
+    """Return the subject of a row, its question with choices and "Answer:", and the index of the answer."""
     for key in ("question", "choices", "answer", "subject"):
         require(key in row, "row", sorted(row), f"one with {key!r}, as MMLU has it")
     choices, question, subject = texts_of(row, "choices"), text_of(row, "question"), text_of(row, "subject")

@@ -1,4 +1,4 @@
-"""Multiple choice: questions whose choices a model is asked to rank."""
+"""Multiple choice: questions with choices that a model ranks by their probability."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ NORMS = ("sum", "characters", "bytes")
 
 @dataclass(frozen=True)
 class Question:
-    """A context, what may follow it, and what does.
+    """Context, possible continuations and the index of the correct one.
 
     Attributes:
-        context: all that is before the choices, examples included.
-        choices: at least two.
-        answer: which of them is right, from 0.
-        subject: what it is about, where a result is to be told by subjects; "" otherwise.
-        separator: what stands between context and choice; it is scored with the choice and does not count as
-            one of its characters.
+        context: text before the choices, including examples.
+        choices: at least two choices.
+        answer: index of the correct choice, from 0.
+        subject: subject of the question, for results by subject. "": none.
+        separator: text between context and choice. It is scored with the choice, but is not part of its
+            length.
     """
 
     context: str
@@ -45,20 +45,20 @@ class Question:
 
     @property
     def requests(self) -> list[Request]:
-        """One for each choice."""
+        """One request per choice."""
         return [Request(self.context, self.separator + choice) for choice in self.choices]
 
 
 @dataclass(frozen=True)
 class MultipleChoiceResult:
-    """What a model chose.
+    """Scores of all choices.
 
     Attributes:
-        questions: as they were asked.
-        log_probabilities: of each, those of its choices.
-        cut: how many tokens of contexts were left out for want of room.
-        subjects_of: groups of subjects that are told as well, by name.
-        norm: what its figure is: "sum", "characters" or "bytes", see `accuracy`.
+        questions: scored questions.
+        log_probabilities: log-probabilities of the choices of each question.
+        cut: number of context tokens that were cut because sequences were too long.
+        subjects_of: groups of subjects with their names, for results by group.
+        norm: norm of the reported accuracy: "sum", "characters" or "bytes", see `accuracy`.
     """
 
     questions: tuple[Question, ...]
@@ -68,14 +68,16 @@ class MultipleChoiceResult:
     norm: str = "sum"
 
     def correct(self, norm: str = "sum") -> np.ndarray:
-        """bool (questions,): where the most likely choice, the first of those that tie, is the answer.
+        """Return bool (questions,): True if the most likely choice is the answer.
+
+        At a tie, the first choice counts.
 
         Args:
-            norm: "sum": the log-probability of the whole choice; "characters" or "bytes": the same for each
-                character or UTF-8 byte of it, so that short choices are not preferred.
+            norm: "sum": log-probability of the choice. "characters" or "bytes": the same per character or
+                UTF-8 byte of the choice, so that short choices are not preferred.
 
         Raises:
-            ValueError: another norm.
+            ValueError: the norm is unknown.
         """
         require(norm in NORMS, "norm", norm, ", ".join(map(repr, NORMS)))
         chosen = []
@@ -89,17 +91,17 @@ class MultipleChoiceResult:
         return np.array([c == q.answer for c, q in zip(chosen, self.questions, strict=True)], dtype=bool)
 
     def accuracy(self, norm: str = "sum") -> Proportion:
-        """The share of right answers: `acc` of the harness, by characters its `acc_norm`."""
+        """Return the share of correct answers: `acc` of the harness or, for "characters", `acc_norm`."""
         return Proportion.of(self.correct(norm))
 
     def by_subject(self, norm: str = "sum") -> dict[str, Proportion]:
-        """The same of each subject."""
+        """Return the accuracy of each subject."""
         correct = self.correct(norm)
         subjects = np.array([question.subject for question in self.questions])
         return {str(each): Proportion.of(correct[subjects == each]) for each in np.unique(subjects)}
 
     def by_group(self, norm: str = "sum") -> dict[str, Proportion]:
-        """The same of each group, in which every question counts alike: subjects weigh what their size is."""
+        """Return the accuracy of each group. Each question has the same weight."""
         correct = self.correct(norm)
         found = {}
         for name, subjects in self.subjects_of:
@@ -110,16 +112,16 @@ class MultipleChoiceResult:
 
     @property
     def figure(self) -> Proportion:
-        """The accuracy that is reported of this task."""
+        """Reported accuracy of the task."""
         return self.accuracy(self.norm)
 
     @property
     def metric(self) -> str:
-        """What the figure is called."""
+        """Name of the reported accuracy."""
         return {"sum": "acc", "characters": "acc_norm", "bytes": "acc_bytes"}[self.norm]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         found: dict[str, Any] = {
             "metric": self.metric,
             "questions": len(self.questions),
@@ -143,10 +145,10 @@ def score_questions(
     norm: str = "sum",
     subjects_of: tuple[tuple[str, tuple[str, ...]], ...] = (),
 ) -> MultipleChoiceResult:
-    """Ask a model all of them.
+    """Score the choices of all questions.
 
     Raises:
-        ValueError: no question, or as `Scorer.score` does.
+        ValueError: no questions, an unknown norm, or an error of `Scorer.score`.
     """
     require(len(questions) > 0, "questions", len(questions), "at least one")
     require(norm in NORMS, "norm", norm, ", ".join(map(repr, NORMS)))

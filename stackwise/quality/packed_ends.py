@@ -1,6 +1,6 @@
-"""Packed ends: what follows one beginning in several ways, in one row behind it.
+"""PackedEnds: several continuations of one prefix, packed into one row after it.
 
-Shapes: B rows, T positions of a row, S of what is before them and of themselves.
+Shapes: B rows, T positions of a row, S positions of the prefix and the row together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _PADDING, _TRUNK = -1, 0
 
 @dataclass(frozen=True)
 class Stem:
-    """What follows one beginning.
+    """Several continuations of one prefix.
 
     Attributes:
-        trunk: ids that all ends follow; there may be none.
-        ends: ids, each behind the trunk as if the others were not there.
+        trunk: ids before all ends. May be empty.
+        ends: ids of each end. An end follows the trunk, independently of other ends.
     """
 
     trunk: np.ndarray
@@ -29,20 +29,20 @@ class Stem:
 
     @property
     def length(self) -> int:
-        """How many ids it has in all."""
+        """Total number of ids."""
         return len(self.trunk) + sum(map(len, self.ends))
 
 
 @dataclass(frozen=True)
 class PackedEnds:
-    """Stems as rows that one pass reads behind a cache of their beginnings.
+    """Stems as rows of one forward pass that uses a cache of their prefixes.
 
     Attributes:
-        ids_BT: int64; 0 behind what is shorter.
-        position_BT: int64, of each id in its own sequence.
-        visible_BTS: bool, what each id may see: all that is in the cache, the trunk, and its own end, as far
-            as they are before it or itself.
-        columns: of each stem in which column each of its ends begins.
+        ids_BT: int64 ids, padded with 0.
+        position_BT: int64 position of each id in its own sequence.
+        visible_BTS: bool mask of the visible positions of each id: the cache, the trunk and its own end, up
+            to and including its own position.
+        columns: for each stem, the column of the first id of each end.
     """
 
     ids_BT: np.ndarray
@@ -52,11 +52,11 @@ class PackedEnds:
 
     @classmethod
     def of(cls, stems: Sequence[Stem], before: int) -> PackedEnds:
-        """Lay them out.
+        """Return the packed rows of stems.
 
         Args:
-            stems: one for each row.
-            before: how many positions all rows have before them.
+            stems: one stem per row.
+            before: number of positions before each row.
         """
         shape = len(stems), max(stem.length for stem in stems)
         ids_BT, part_BT = np.zeros(shape, np.int64), np.full(shape, _PADDING)

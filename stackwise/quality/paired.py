@@ -1,7 +1,7 @@
-"""Paired difference: how much better one model is than another on the same examples, as far as it is known.
+"""Paired difference: difference between two models on the same examples, with its confidence interval.
 
-What both get right, or both wrong, says nothing of a difference, so that the interval is of those where they
-part: far narrower than what the intervals of two shares leave open.
+Examples on which both models are right, or both are wrong, contain no information about the difference. The
+paired interval is therefore much narrower than the intervals of two separate shares.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from stackwise.support.arguments import check_number, require
 __all__ = ["PairedDifference", "Standing", "difference_of_means", "difference_of_shares"]
 
 Standing = Literal["not worse", "worse", "open"]
-_STEPS = 100  # of a bisection
+_STEPS = 100  # steps of a bisection
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """A figure of one model less that of another, from the same examples.
+    """Value of one model minus the value of another one, on the same examples.
 
     Attributes:
-        difference: the estimate.
-        low: lower end of its interval.
-        high: upper end.
-        level: that the interval covers.
-        examples: of which it is.
-        wins: examples at which the first model is better.
-        losses: and at which it is worse.
-        p_value: two-sided, of "there is no difference"; None: not computed.
+        difference: estimate of the difference.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        level: confidence level of the interval.
+        examples: number of examples.
+        wins: number of examples on which the first model is better.
+        losses: number of examples on which the first model is worse.
+        p_value: two-sided p-value of the hypothesis of no difference. None: not computed.
     """
 
     difference: float
@@ -47,9 +47,9 @@ class PairedDifference:
     p_value: float | None = None
 
     def standing(self, within: float, *, less_is_better: bool = False) -> Standing:
-        """Whether the first model is worse by more than `within`.
+        """Return "worse" if the first model is significantly worse by more than `within`.
 
-        "worse" and "not worse" are sure, as far as the interval is; "open" needs more examples.
+        "not worse" means that it is significantly not. "open" means that more examples are needed.
         """
         check_number("within", within, "a number >= 0", lambda value: value >= 0)
         low, high = (-self.high, -self.low) if less_is_better else (self.low, self.high)
@@ -58,7 +58,7 @@ class PairedDifference:
         return "not worse" if low >= -within else "open"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; ends that are not finite as text."""
+        """Return plain values, for JSON. Non-finite ends are strings."""
         return {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in vars(self).items()
@@ -71,18 +71,19 @@ class PairedDifference:
 def difference_of_shares(
     first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray, *, level: float = 0.95
 ) -> PairedDifference:
-    """The share that the first gets right less that of the second.
+    """Return the share of correct answers of the first model minus that of the second one.
 
-    The interval is Tango's (Statistics in Medicine 17, 1998, 891-908), which inverts the score test and holds
-    its level with few examples, also where the two never part; `p_value` is McNemar's, exact.
+    The interval is that of Tango (Statistics in Medicine 17, 1998, 891-908). It inverts the score test, and
+    has the stated level with few examples and if the two models never differ. `p_value` is that of McNemar's
+    exact test.
 
     Args:
-        first: of each example, whether the first model is right.
-        second: the same of the second, of the same examples.
-        level: that the interval covers.
+        first: for each example, True if the first model is correct.
+        second: the same for the second model, on the same examples.
+        level: confidence level of the interval.
 
     Raises:
-        ValueError: no examples, different numbers of them, or a level that is none.
+        ValueError: no examples, different numbers of examples, or an invalid level.
     """
     one, two = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     _check(one, two, level)
@@ -103,22 +104,22 @@ def difference_of_means(
     level: float = 0.95,
     less_is_better: bool = False,
 ) -> PairedDifference:
-    """The mean of the first less that of the second, such as bits per byte, each example with its weight.
+    """Return the weighted mean of the first model minus that of the second one, for example in bits per byte.
 
-    The interval is Student's, with n - 1 degrees of freedom: few examples make it wide, and a single one says
-    nothing of how others would differ, so that its interval is without ends. A weighted mean is a ratio of
-    two means, whose error is that of its linear part.
+    The interval is Student's, with n - 1 degrees of freedom. It is wide for few examples, and unbounded for a
+    single one, because this contains no information about the variation. A weighted mean is a ratio of two
+    means. Its error is computed from the linear approximation.
 
     Args:
-        first: of each example, the figure of the first model.
-        second: the same of the second.
-        weights: of each example, such as its bytes; None: all the same.
-        level: that the interval covers.
-        less_is_better: whether the figure is a cost, so that the first wins where it is the lower one.
+        first: value of the first model for each example.
+        second: value of the second model for each example.
+        weights: weight of each example, such as its number of bytes. None: equal weights.
+        level: confidence level of the interval.
+        less_is_better: True if the value is a cost, so that the first model wins if its value is lower.
 
     Raises:
-        ValueError: no examples, different numbers of them, or a level that is none; a weight that is not
-            above 0.
+        ValueError: no examples, different numbers of examples, an invalid level, or a weight that is not
+            positive.
     """
     one, two = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     _check(one, two, level)
@@ -126,7 +127,7 @@ def difference_of_means(
     require(len(heavy) == len(one), "weights", len(heavy), f"as many as examples: {len(one)}")
     require(bool((heavy > 0).all()), "weights", float(heavy.min()), "numbers above 0")
     n = len(one)
-    # A model that is infinitely surprised has no error that could be told: its interval is not a number.
+    # If a loss is infinite, the error is undefined, and the ends of the interval are NaN.
     with np.errstate(invalid="ignore"):
         parts = one - two
         mean = float((parts * heavy).sum() / heavy.sum())
@@ -147,7 +148,7 @@ def _check(one: np.ndarray, two: np.ndarray, level: float) -> None:
 
 
 def _root(n: int, wins: int, losses: int, limit: float) -> float:
-    """The least difference that the score test does not refuse, by bisection."""
+    """Return the smallest difference that the score test does not reject, by bisection."""
     below, above = -1.0, (wins - losses) / n
     for _ in range(_STEPS):
         middle = (below + above) / 2
@@ -159,11 +160,11 @@ def _root(n: int, wins: int, losses: int, limit: float) -> float:
 
 
 def _score(n: int, wins: int, losses: int, difference: float) -> float:
-    """How many standard errors the estimate is above a difference, if that were the true one."""
+    """Return the number of standard errors between the estimate and an assumed true difference."""
     a = 2 * n
     b = -wins - losses + (2 * n - wins + losses) * difference
     c = -losses * difference * (1 - difference)
-    lost = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)  # the likeliest share of losses
+    lost = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)  # maximum-likelihood share of losses
     variance = n * (2 * lost + difference * (1 - difference))
     gap = wins - losses - n * difference
     if variance <= 0:

@@ -1,4 +1,4 @@
-"""pass@k: the chance that one of k programs for a problem is right."""
+"""pass@k: probability that at least one of k programs for a problem is correct."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PassAtK:
     """pass@k of a set of problems.
 
     Attributes:
-        k: programs of which one has to be right.
+        k: number of programs, of which at least one has to be correct.
         estimate: mean over the problems.
-        low: lower end of the interval, over problems.
-        high: upper end.
-        level: that the interval covers the mean over problems of this kind.
-        n_problems: of which each counts the same.
+        low: lower end of the interval over problems.
+        high: upper end of the interval over problems.
+        level: confidence level of the interval, for the mean over problems of this kind.
+        n_problems: number of problems. Each has the same weight.
     """
 
     k: int
@@ -36,7 +36,7 @@ class PassAtK:
     n_problems: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -45,24 +45,24 @@ class PassAtK:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Of a problem: the chance that among k of n programs, drawn without putting back, one of the c right is.
+    """Return the probability that k of n programs include one of the c correct ones, without replacement.
 
-    1 - C(n - c, k) / C(n, k), which is unbiased for k fresh programs (Chen et al. 2021, arXiv:2107.03374,
-    equation 1). 1 - (1 - c / n)^k is not.
+    The value is 1 - C(n - c, k) / C(n, k), which is unbiased for k new programs (Chen et al. 2021,
+    arXiv:2107.03374, equation 1). 1 - (1 - c / n)^k is biased.
 
     Args:
-        n: programs that were made.
-        c: that are right.
-        k: that are drawn.
+        n: number of programs.
+        c: number of correct programs.
+        k: number of drawn programs.
 
     Raises:
-        ValueError: fewer programs than k, or more right ones than programs.
+        ValueError: fewer programs than k, or more correct programs than programs.
     """
     check_sizes(n=n, k=k)
     check_sizes(0, c=c)
     require(c <= n, "c", c, f"at most n={n}")
     require(k <= n, "k", k, f"at most n={n}, the programs made for the problem")
-    # Whole numbers have no rounding, and the binomials of a few hundred programs are long but exact.
+    # Integers have no rounding error, and are fast enough for a few hundred programs.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -72,22 +72,22 @@ def estimate_pass_at_k(
     *,
     level: float = 0.95,
 ) -> PassAtK:
-    """pass@k of a set of problems, each by its own number of programs, with an interval.
+    """Return pass@k of a set of problems, with an interval. Problems may have different numbers of programs.
 
     The interval is that of Agresti and Coull (The American Statistician 52, 1998, 119-126), with the variance
-    between problems in place of a proportion's: few problems, or such that all came out alike, leave it wide.
-    What it covers is the mean over problems of this kind, with the programs of each as they were drawn. Where
-    each problem is right or wrong, as with one program of each, it is exactly theirs; at other shares it is
-    an approximation. From five problems on, one of level 0.95 covers that mean in 90 to 99 of 100 cases. A
-    single problem says nothing of others: 0 to 1.
+    between problems instead of the variance of a proportion. It stays wide if there are few problems, or if
+    all have the same result. It covers the mean over problems of this kind, with their programs fixed. If
+    each problem is entirely correct or wrong, as with one program per problem, it is exactly the
+    Agresti-Coull interval. Otherwise it is an approximation. From five problems on, an interval of level 0.95
+    covers the mean in 90 to 99 of 100 cases. For a single problem, the interval is 0 to 1.
 
     Args:
-        results: of each problem, of each program whether it is right.
-        k: programs of which one has to be right.
-        level: of the interval.
+        results: for each problem and each of its programs, True if the program is correct.
+        k: number of programs, of which at least one has to be correct.
+        level: confidence level of the interval.
 
     Raises:
-        ValueError: no problem, or one with fewer than k programs.
+        ValueError: no problems, or a problem with fewer than k programs.
     """
     if isinstance(results, Mapping):
         problems = dict(results)
@@ -108,7 +108,7 @@ def estimate_pass_at_k(
 
 
 def _interval(each: np.ndarray, level: float) -> tuple[float, float]:
-    """Of the mean of shares: Wald's interval, after half of z^2 problems more at 0 and as many at 1."""
+    """Return Wald's interval of the mean, after z^2 / 2 problems at 0 and as many at 1 were added."""
     z = float(ndtri((1 + level) / 2))
     n, more = len(each) + z**2, z**2 / 2
     mean = (each.sum() + more) / n

@@ -1,4 +1,4 @@
-"""Perplexity: how well a model predicts whole texts, whatever their length."""
+"""Perplexity: loss of a model on texts of any length."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["PerplexityResult", "TextScore", "rolling_windows", "score_texts"]
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a model says of a whole text.
+    """Score of a text.
 
     Attributes:
-        log_probability: natural logarithm, of all tokens.
-        tokens: how many the tokenizer made of it, without what it puts before a text.
-        characters, bytes: of the text, bytes in UTF-8.
-        words: parts between white space, counted as the harness does.
+        log_probability: natural logarithm of the probability of all tokens.
+        tokens: number of tokens, without the tokens that the tokenizer prepends.
+        characters, bytes: number of characters, and of bytes in UTF-8.
+        words: number of parts between white space, counted like in the harness.
     """
 
     log_probability: float
@@ -35,49 +35,49 @@ class TextScore:
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """What a model says of several texts. Those by byte and word compare models of different tokenizers.
+    """Scores of several texts. To compare models with different tokenizers, use metrics by byte or word.
 
     Attributes:
-        texts: one for each.
+        texts: one score per text.
     """
 
     texts: tuple[TextScore, ...]
 
     metric = "byte_perplexity"
-    cut = 0  # windows leave nothing out
+    cut = 0  # windows cut no tokens
 
     @property
     def log_probability(self) -> float:
-        """Natural logarithm, of all texts."""
+        """Natural logarithm of the probability of all texts."""
         return math.fsum(text.log_probability for text in self.texts)
 
     @property
     def token_perplexity(self) -> float:
-        """e to the mean loss of a token."""
+        """Exponential of the mean loss per token."""
         return self._per(sum(text.tokens for text in self.texts))
 
     @property
     def byte_perplexity(self) -> float:
-        """e to the mean loss of a byte of UTF-8."""
+        """Exponential of the mean loss per byte of UTF-8."""
         return self._per(sum(text.bytes for text in self.texts))
 
     @property
     def word_perplexity(self) -> float:
-        """e to the mean loss of a word; infinite where that is too large for a number."""
+        """Exponential of the mean loss per word. Infinite if it exceeds the range of a float."""
         return self._per(sum(text.words for text in self.texts))
 
     @property
     def bits_per_byte(self) -> float:
-        """The mean loss of a byte, in bits."""
+        """Mean loss per byte, in bits."""
         return -self.log_probability / sum(text.bytes for text in self.texts) / math.log(2)
 
     @property
     def figure(self) -> float:
-        """The one that is reported."""
+        """Reported perplexity."""
         return self.byte_perplexity
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "metric": self.metric,
             "texts": len(self.texts),
@@ -98,21 +98,21 @@ class PerplexityResult:
 def rolling_windows(
     ids: Sequence[int], before: Sequence[int], max_length: int, context: int = 1
 ) -> Iterator[TokenRequest]:
-    """A text in parts that a model can read, so that each token is predicted exactly once.
+    """Yield the windows of a text that a model can read. Each token is predicted exactly once.
 
-    The first part follows `before` and is as long as the model reads; each later one has `context` tokens
-    before what it predicts, the last one as many as there is room for. With 1, parts hardly overlap, as in
-    the harness; with `max_length`, each token but the first ones has all the context that there is room for,
-    at the price of a pass for each.
+    The first window follows `before`, and has the maximum length. Each later window has `context` tokens
+    before its predicted ones, and the last window as many as fit. With 1, windows hardly overlap, as in the
+    harness. With `max_length`, each token except the first ones has the maximum context, but needs a separate
+    pass.
 
     Args:
-        ids: of the text.
-        before: what stands before it, at least one id.
-        max_length: how many positions the model reads, at least those of `before`.
-        context: 1 to `max_length`.
+        ids: ids of the text.
+        before: ids before the text, at least one.
+        max_length: maximum number of positions, at least the length of `before`.
+        context: number of context tokens, 1 to `max_length`.
 
     Raises:
-        ValueError: another `context`, or no room for `before`.
+        ValueError: `context` is out of range, or `before` is too long.
     """
     check_sizes(max_length=max_length, context=context)
     require(context <= max_length, "context", context, f"1 to {max_length}, as the model reads")
@@ -125,7 +125,7 @@ def rolling_windows(
     step = max_length - context + 1
     while end < len(ids):
         start, end = end, min(end + step, len(ids))
-        # `whole` is n ahead of `ids`. The last token is predicted and never read.
+        # An index in `whole` is n higher than in `ids`. The last token is predicted, but never read.
         first = max(0, end + n - 1 - max_length)
         yield TokenRequest(whole[first : start + n], whole[start + n : end + n])
 
@@ -133,20 +133,21 @@ def rolling_windows(
 def score_texts(
     scorer: Scorer, texts: Sequence[str], *, context: int = 1, max_length: int | None = None
 ) -> PerplexityResult:
-    """Score each text as a whole, from what stands before a text that follows nothing.
+    """Score each text from its beginning.
 
-    That is what the tokenizer puts before texts, else its prefix token (`TextTokenizer.encode_whole`). It is
-    read and never scored, whether the text itself begins with it or not: no model is trained to predict it.
+    The first window follows the tokens that the tokenizer prepends or, if there are none, the prefix token
+    (`TextTokenizer.encode_whole`). They are read but not scored, even if the text itself begins with them,
+    because no model is trained to predict them.
 
     Args:
-        scorer: with a tokenizer that puts something before texts, or has a prefix token.
-        texts: none of them empty.
+        scorer: scorer whose tokenizer prepends tokens or has a prefix token.
+        texts: non-empty texts.
         context: see `rolling_windows`.
-        max_length: how many tokens to read at once; None: as many as the model takes.
+        max_length: maximum length of a window. None: the limit of the model.
 
     Raises:
-        ValueError: no text, an empty one, nothing to stand before it, no length known, or more than the model
-            takes.
+        ValueError: no texts, an empty text, no prefix token, an unknown maximum length, or one above the
+            limit of the model.
     """
     require(len(texts) > 0, "texts", len(texts), "at least one")
     limit = scorer.model.max_length if max_length is None else max_length

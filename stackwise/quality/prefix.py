@@ -1,4 +1,4 @@
-"""Prefixes: what several sequences begin with, found so that it is read once."""
+"""Prefixes: groups of sequences with common prefixes, so that each prefix is computed once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 __all__ = ["Family", "Group", "group_by_prefix"]
 
-# What a pass of its own costs, in tokens that it has to save.
+# Cost of an extra forward pass, in tokens. A prefix must save more than this.
 _PASS_TOKENS = 256
-_ID = np.dtype(">u4")  # bytes of such ids are in the order of the ids
+_ID = np.dtype(">u4")  # big-endian, so that bytes sort like ids
 
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences that are the same up to where the first of them is asked about.
+    """Sequences that are equal up to the first scored position.
 
     Attributes:
-        shared: how many tokens they begin with alike.
-        members: which sequences.
+        shared: length of the common prefix.
+        members: indices of the sequences.
     """
 
     shared: int
@@ -30,11 +30,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Group:
-    """Families that begin alike.
+    """Families with a common prefix.
 
     Attributes:
-        shared: how many tokens all of them begin with; 0: nothing is read for all of them.
-        families: at least one.
+        shared: length of the common prefix. 0: no common pass.
+        families: at least one family.
     """
 
     shared: int
@@ -42,18 +42,19 @@ class Group:
 
 
 def group_by_prefix(sequences: Sequence[Sequence[int] | np.ndarray], asked: Sequence[int]) -> list[Group]:
-    """Which sequences to read together, and what once for all of them.
+    """Group sequences by their common prefixes.
 
-    Two levels: sequences alike up to what is asked about are a family, as the choices of a question; families
-    with a long common beginning are a group, as questions after the same examples. The groups are those that
-    save the most tokens.
+    There are two levels. Sequences that are equal up to the scored positions are a family, like the choices
+    of a question. Families with a long common prefix are a group, like questions after the same examples. The
+    groups are chosen to save the most tokens.
 
     Args:
         sequences: token ids.
-        asked: of each, its first position whose output is asked for; what is before it can be read ahead.
+        asked: for each sequence, the first position with a needed output. Earlier positions can be shared.
 
     Returns:
-        Groups that each sequence is in exactly one of; those that share nothing are in the first one.
+        Groups. Each sequence is in exactly one of them. Sequences without a shared prefix are in the first
+        group.
     """
     members: dict[bytes, list[int]] = {}
     for i, (ids, first) in enumerate(zip(sequences, asked, strict=True)):
@@ -71,7 +72,7 @@ def group_by_prefix(sequences: Sequence[Sequence[int] | np.ndarray], asked: Sequ
 
 
 def _common(one: bytes, two: bytes) -> int:
-    """How many ids the two begin with alike."""
+    """Return the length of the common prefix, in ids."""
     n = min(len(one), len(two)) // _ID.itemsize
     differ = np.frombuffer(one, _ID, n) != np.frombuffer(two, _ID, n)
     return int(differ.argmax()) if differ.any() else n
@@ -79,7 +80,7 @@ def _common(one: bytes, two: bytes) -> int:
 
 @dataclass
 class _Node:
-    """Neighbours that share `height` ids; `best` is the most that can be saved in them, by `ranges`."""
+    """Adjacent keys that share `height` ids. `best` is the maximum saving inside, achieved by `ranges`."""
 
     height: int
     start: int
@@ -88,10 +89,10 @@ class _Node:
 
 
 def _best_ranges(common: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(shared, start, end) of the ranges of sorted keys that save the most when their beginning is read once.
+    """Return (shared, start, end) of the ranges of sorted keys whose shared prefixes save the most tokens.
 
     Args:
-        common: how many ids each key has in common with the one after it.
+        common: number of ids that each key has in common with the next one.
     """
     open_nodes = [_Node(0, 0)]
     for i, height in enumerate([*common, 0]):
@@ -100,7 +101,7 @@ def _best_ranges(common: Sequence[int]) -> list[tuple[int, int, int]]:
         while open_nodes[-1].height > height:
             node = open_nodes.pop()
             start, best, ranges = node.start, node.best + best, node.ranges + ranges
-            own = node.height * (i - node.start) - _PASS_TOKENS  # i - start + 1 keys; one is read
+            own = node.height * (i - node.start) - _PASS_TOKENS  # of i - start + 1 keys, one is computed
             if own > best:
                 best, ranges = own, ((node.height, node.start, i + 1),)
         if open_nodes[-1].height < height:

@@ -1,4 +1,4 @@
-"""Proportion: a share of examples, and how far it can be known."""
+"""Proportion: share of examples, with its standard error."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Proportion"]
 
 @dataclass(frozen=True)
 class Proportion:
-    """How many of how many.
+    """Share of examples.
 
     Attributes:
-        hits: how many.
-        count: of how many; at least one.
+        hits: number of hits.
+        count: number of examples, at least one.
     """
 
     hits: int
@@ -27,28 +27,31 @@ class Proportion:
 
     @classmethod
     def of(cls, hits: np.ndarray) -> Proportion:
-        """Of bools (examples,).
+        """Return the proportion of True in bools (examples,).
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no examples.
         """
         require(len(hits) > 0, "examples", 0, "at least one")
         return cls(int(np.sum(hits)), len(hits))
 
     @property
     def value(self) -> float:
-        """0 to 1."""
+        """Share of hits, 0 to 1."""
         return self.hits / self.count
 
     @property
     def standard_error(self) -> float | None:
-        """Of `value` as an estimate for more examples of this kind; None of a single one."""
+        """Standard error of `value` as an estimate for other examples of this kind.
+
+        None for a single example.
+        """
         if self.count < 2:
             return None
         return math.sqrt(self.value * (1 - self.value) / (self.count - 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"value": self.value, "standard_error": self.standard_error, "examples": self.count}
 
     def __str__(self) -> str:

@@ -23,14 +23,14 @@ __all__ = ["Figure", "QualityReport"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a task gave.
+    """Metric of a task.
 
     Attributes:
-        task: its name; a part of a task is behind a slash.
-        metric: what the number is.
-        value: the number.
-        standard_error: None: not known.
-        examples: how many it is of; None: not told.
+        task: name of the task, or "TASK/PART" for a part of it.
+        metric: name of the metric.
+        value: value of the metric.
+        standard_error: standard error of the value. None: unknown.
+        examples: number of examples. None: unknown.
     """
 
     task: str
@@ -42,13 +42,13 @@ class Figure:
 
 @dataclass
 class QualityReport:
-    """What a model was found to be good for.
+    """Results of a model.
 
     Attributes:
-        model: its name.
-        notes: how it was asked.
-        figures: in the order of the tasks.
-        results: of each task, as plain values.
+        model: name of the model.
+        notes: remarks on the evaluation.
+        figures: metrics in the order of the tasks.
+        results: results of each task, as plain values.
     """
 
     model: str
@@ -57,7 +57,7 @@ class QualityReport:
     results: dict[str, Any] = field(default_factory=dict)
 
     def add(self, task: str, result: TaskResult) -> None:
-        """Enter the result of a task of ours."""
+        """Add the result of a task."""
         self.results[task] = result.to_dict()
         if note := cut_note(task, result):
             self.notes.append(note)
@@ -77,14 +77,14 @@ class QualityReport:
             self.figures.append(Figure(task, "perplexity", result.perplexity, None, len(result.requests)))
 
     def add_human_eval(self, result: HumanEvalResult) -> None:
-        """Enter what came of programs: pass@k, with its interval in the notes."""
+        """Add the result of programs: pass@k, with its interval in the notes."""
         self.results["human_eval"] = result.to_dict()
         self.notes += [f"human_eval: {line}" for line in str(result).splitlines()]
         for k, found in result.pass_at.items():
             self.figures.append(Figure("human_eval", f"pass@{k}", found.estimate, None, found.n_problems))
 
     def add_harness(self, found: Mapping[str, Any]) -> None:
-        """Enter what `run_harness` returned."""
+        """Add the result of `run_harness`."""
         counts = found.get("n-samples", {})
         for task, results in {**found["results"], **found.get("groups", {})}.items():
             self.results[task] = dict(results)
@@ -98,7 +98,7 @@ class QualityReport:
                 self.figures.append(Figure(task, metric, float(value), error, count))
 
     def lines(self) -> Iterator[str]:
-        """Plain text, for a terminal."""
+        """Yield lines of plain text, for a terminal."""
         yield self.model
         yield from (f"  {note}" for note in self.notes)
         rows = self._rows()
@@ -107,17 +107,17 @@ class QualityReport:
             yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
     def markdown(self) -> str:
-        """The same as a table."""
+        """Return the report as Markdown, with a table of the metrics."""
         head, *rows = self._rows()
         notes = "".join(f"- {note}\n" for note in self.notes)
         return f"# {self.model}\n\n{notes}\n{markdown_table(head, rows)}\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"model": self.model, "notes": self.notes, "results": _plain(self.results)}
 
     def page(self) -> Page:
-        """Return the same as a page."""
+        """Return the report as a page."""
         header, *rows = self._rows()
         table = Table("Results", header, [Row(row) for row in rows], header[2:], code=())
         tasks = len(self.results)
@@ -154,7 +154,7 @@ class QualityReport:
 
 
 def _plain(value: Any) -> Any:
-    """Values that JSON has: numbers as Python's own, those that are not finite and all else as text."""
+    """Return a value for JSON. Non-finite numbers and other types become strings."""
     match value:
         case dict():
             return {str(key): _plain(each) for key, each in value.items()}

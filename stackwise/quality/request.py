@@ -1,4 +1,4 @@
-"""Request: a context and what follows it, as text and as tokens."""
+"""Request: context and continuation to score, as text and as tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Request", "Score", "TokenRequest", "encode_request"]
 
 
 class Request(NamedTuple):
-    """How likely is it that `continuation` follows `context`?
+    """Request for the probability of `continuation` after `context`.
 
     Attributes:
-        context: may be empty.
-        continuation: at least one token. A space between the two belongs to it.
+        context: text before the continuation. May be empty.
+        continuation: text of at least one token. It includes a space between the two texts.
     """
 
     context: str
@@ -26,12 +26,12 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """A request in tokens.
+    """Request in tokens.
 
     Attributes:
         context: at least one id.
         continuation: at least one id.
-        cut: how many tokens of the context were left out, at its beginning.
+        cut: number of tokens that were cut from the start of the context.
     """
 
     context: tuple[int, ...]
@@ -43,12 +43,13 @@ class TokenRequest:
         require(len(self.continuation) > 0, "continuation", self.continuation, "at least one token")
 
     def fitted(self, max_length: int | None) -> TokenRequest:
-        """The same with no more context than a model of `max_length` positions reads; None: all of it.
+        """Return the request with its context cut to fit a model of `max_length` positions. None: no limit.
 
-        The last token is predicted and never read, so that there is room for one more than the model takes.
+        The last token is predicted, but not read. The request may therefore have one token more than
+        `max_length`.
 
         Raises:
-            ValueError: the continuation alone is longer than that.
+            ValueError: the continuation itself is longer than the limit.
         """
         if max_length is None:
             return self
@@ -60,13 +61,13 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a request.
+    """Score of a request.
 
     Attributes:
-        log_probability: natural logarithm, of the whole continuation.
-        is_greedy: whether each of its tokens is the most likely one.
-        tokens: how many it has.
-        cut: how many tokens of the context were left out, at its beginning, for want of room.
+        log_probability: natural logarithm of the probability of the continuation.
+        is_greedy: True if each token of the continuation is the most likely one.
+        tokens: number of tokens of the continuation.
+        cut: number of tokens that were cut from the start of the context, because the sequence was too long.
     """
 
     log_probability: float
@@ -78,21 +79,21 @@ class Score:
 def encode_request(
     tokenizer: TextTokenizer, context: str, continuation: str, known: dict[str, list[int]] | None = None
 ) -> TokenRequest:
-    """The tokens of a context and of its continuation.
+    """Return the tokens of a context and of its continuation.
 
-    Both are encoded together and parted behind the tokens of the context alone. White space at the end of the
-    context goes to the continuation first, since most tokenizers join it with the word that follows. Where
-    there is no context, the tokenizer's `prefix_token_id` stands for it; where the continuation begins with
-    that token itself, the token is the context.
+    Both are encoded together, and split after the tokens of the context. White space at the end of the
+    context is moved to the continuation first, because most tokenizers join it with the next word. An empty
+    context is replaced by the tokenizer's `prefix_token_id`. If the continuation itself begins with this
+    token, the token is used as the context.
 
     Args:
-        tokenizer: of the model.
-        context: may be empty.
-        continuation: what follows it.
-        known: the ids of contexts so far, of which those of this one are made a part; None: none are kept.
+        tokenizer: tokenizer of the model.
+        context: text before the continuation. May be empty.
+        continuation: text to score.
+        known: cache of the ids of contexts, which is updated. None: no cache.
 
     Raises:
-        ValueError: nothing is left to be predicted, or a context is wanted and there is no prefix token.
+        ValueError: the continuation has no tokens, or a prefix token is needed and the tokenizer has none.
     """
     kept = context.rstrip()
     continuation, context = context[len(kept) :] + continuation, kept

@@ -1,4 +1,4 @@
-"""Requirement: what is asked of a model at a task, and whether it holds."""
+"""Requirement: limits for the quality of a model at a task."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Verdict = Literal["met", "missed", "inconclusive"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came of a requirement.
+    """Result of a requirement.
 
     Attributes:
-        verdict: "met", "missed", or "inconclusive": too few examples to tell.
-        reason: in a line.
-        metric: of the task.
-        value: of the model.
-        examples: how many there were.
-        difference: to the baseline; None: there was none.
+        verdict: "met", "missed", or "inconclusive" if there are too few examples.
+        reason: reason in one line.
+        metric: metric of the task.
+        value: value of the model.
+        examples: number of examples.
+        difference: difference to the baseline. None: no baseline.
     """
 
     verdict: Verdict
@@ -38,25 +38,26 @@ class Judgement:
     difference: PairedDifference | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what is not finite is a text."""
+        """Return plain values, for JSON. Non-finite numbers are strings."""
         value = self.value if math.isfinite(self.value) else str(self.value)
         return vars(self) | {"value": value, "difference": self.difference and self.difference.to_dict()}
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What is asked of a model.
+    """Limits for the quality of a model.
 
     Attributes:
-        at_least: of a share of right answers.
-        at_most: of bits per byte.
-        within_of_baseline: how much worse than the baseline it may be, in the task's figure: a share or bits
-            per byte. It is missed where the model is surely worse by more, met where it surely is not, and
-            else inconclusive: both models answer the same examples, so that few do not make it flap.
-        level: that the interval of the difference covers.
+        at_least: minimum share of correct answers.
+        at_most: maximum bits per byte.
+        within_of_baseline: maximum loss of quality compared with the baseline, as a share or in bits per
+            byte. It is missed if the model is significantly worse by more, and met if it is significantly
+            not. Otherwise it is inconclusive. Both models answer the same examples, so a small set of
+            examples does not make the result unstable.
+        level: confidence level of the interval of the difference.
 
     Raises:
-        ValueError: nothing is asked, or numbers out of range.
+        ValueError: no limits, or a limit out of range.
     """
 
     at_least: float | None = None
@@ -77,13 +78,13 @@ class Requirement:
         check_number("level", self.level, "a number above 0 and below 1", lambda value: 0 < value < 1)
 
     def check(self, *, is_cost: bool) -> None:
-        """Refuse a limit that the figure of a task has not, before anything is asked of a model.
+        """Refuse a limit that does not apply to the metric of a task, before the model is evaluated.
 
         Args:
-            is_cost: as of `Task`.
+            is_cost: `is_cost` of the `Task`.
 
         Raises:
-            ValueError: naming the limit, and the one to use.
+            ValueError: a limit does not apply. The message names the limit to use.
         """
         if is_cost:
             require(self.at_least is None, "at_least", self.at_least, "none of bits per byte: use at_most")
@@ -91,15 +92,15 @@ class Requirement:
             require(self.at_most is None, "at_most", self.at_most, "none of right answers: use at_least")
 
     def judge(self, result: TaskResult, baseline: TaskResult | None = None) -> Judgement:
-        """Hold a result against it.
+        """Compare a result with the limits.
 
         Args:
-            result: of the model.
-            baseline: of the same task, by the model that `within_of_baseline` is about.
+            result: result of the model.
+            baseline: result of the baseline at the same task, for `within_of_baseline`.
 
         Raises:
-            ValueError: a limit that the task's figure has not, or a baseline that is missing, of other
-                examples, or itself without a finite figure.
+            ValueError: a limit does not apply to the task's metric, or the baseline is missing, has other
+                examples, or has no finite value.
         """
         is_cost = isinstance(result, PerplexityResult)
         metric, value, examples = _figure(result)
@@ -109,7 +110,7 @@ class Requirement:
             require(math.isfinite(base), f"{metric} of the baseline", base, "a finite number")
         difference = None if baseline is None else paired_difference(result, baseline, level=self.level)
         found: list[tuple[Verdict, str]] = []
-        if not math.isfinite(value):  # more examples would not help
+        if not math.isfinite(value):  # more examples would not change this
             found.append(("missed", f"{metric} is {value}, which is no finite number"))
         for limit, sign, word in ((self.at_least, 1, "at least"), (self.at_most, -1, "at most")):
             if limit is not None:
@@ -139,7 +140,7 @@ class Requirement:
 
 
 def _figure(result: TaskResult) -> tuple[str, float, int]:
-    """What it is called, what it is, and of how many examples."""
+    """Return the name of the metric, its value, and the number of examples."""
     if isinstance(result, PerplexityResult):
         return "bits_per_byte", result.bits_per_byte, len(result.texts)
     return result.metric, result.figure.value, result.figure.count

@@ -1,6 +1,6 @@
-"""Scoring: how likely a model finds what follows a context, for many contexts at once.
+"""Scorer: log-probabilities of continuations after their contexts, in batches.
 
-Shapes: B rows, T positions, V vocabulary, N positions that are asked about.
+Shapes: B rows, T positions, V vocabulary, N scored positions.
 """
 
 from __future__ import annotations
@@ -22,45 +22,46 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["Scorer", "loglikelihoods"]
 
-# Logits that are widened to float32 at once.
+# Maximum number of logits that are converted to float32 at once.
 _WIDENED = 1 << 26
-# Tokens that a question has to share among its choices to be read before them.
+# Minimum number of tokens that the choices of a question must share for a separate pass of this prefix.
 _LEAST_SHARED = 8
-# How many tokens longer than the shortest a family may be that is read with it.
+# Maximum difference of length between the families of a batch, in tokens.
 _SPREAD = 16
-# How many batches of ends are read at once where they are packed: a question has four ends or so.
+# Size of packed ends, in batches: a question has about four ends.
 _AT_ONCE = 4
 
 
 class Scorer:
-    """A model and a tokenizer, asked for log-probabilities.
+    """Model and tokenizer that compute log-probabilities.
 
-    Requests are read in batches of like length, padded on the right: a causal model does not see what is
-    behind a token, so that no mask is needed. What several of them begin with, as the examples before all
-    questions or a question before its choices, is read once where the model keeps a cache that allows it, and
-    the choices behind it in one row where the model takes a mask of pairs of positions (`PackedEnds`). In
-    float32 neither that nor the size of a batch changes a log-probability by more than rounding: sequences
-    for which a model takes other rotary angles (`LanguageModel.span`) are read apart, each as a whole.
+    Requests are computed in batches of similar length, padded on the right. No mask is needed, because a
+    causal model does not see later tokens. If the model has a suitable cache, common prefixes are computed
+    once, such as the examples before all questions, or a question before its choices. If the model takes a
+    mask of position pairs, all choices of a question are computed in one row (`PackedEnds`). In float32, none
+    of this changes a log-probability by more than rounding. Sequences with different rotary angles
+    (`LanguageModel.span`) are computed separately, each in one pass.
 
     Args:
-        model: a `LanguageModel`, or what it takes.
-        tokenizer: a `TextTokenizer`, or what it takes; None: only tokens are scored.
-        batch_size: the most sequences that are read at once.
-        device, max_length, reuse: as of `LanguageModel`.
-        prefix_token_id: as of `TextTokenizer`.
-        eos_token_id: what ends a text that the model writes, one id or several; None: what the tokenizer
-            says, and what the model does (`LanguageModel.eos_token_ids`).
+        model: a `LanguageModel`, or its argument.
+        tokenizer: a `TextTokenizer`, or its argument. None: only tokens are scored.
+        batch_size: maximum number of sequences in a batch.
+        device, max_length, reuse: options of `LanguageModel`.
+        prefix_token_id: option of `TextTokenizer`.
+        eos_token_id: end tokens of generated texts, one id or several. None: the end tokens of the tokenizer
+            and of the model (`LanguageModel.eos_token_ids`).
         on_progress: called after each batch with the number of scored tokens and the number of all tokens of
             the current call of `score`.
 
     Attributes:
-        model: a LanguageModel.
-        tokenizer: a TextTokenizer, or None.
-        eos_token_ids: as above.
-        tokens_read: how many positions, padding included, the model has computed so far.
+        model: the LanguageModel.
+        tokenizer: the TextTokenizer, or None.
+        eos_token_ids: end tokens of generated texts.
+        tokens_read: number of positions that the model has computed so far, including padding.
 
     Raises:
-        ValueError, TypeError: as these two do; a batch size below 1; options beside a LanguageModel.
+        ValueError, TypeError: errors of LanguageModel and TextTokenizer, a batch size below 1, or options
+            together with a LanguageModel.
     """
 
     def __init__(
@@ -94,32 +95,34 @@ class Scorer:
 
     @property
     def texts(self) -> TextTokenizer:
-        """The tokenizer.
+        """Tokenizer of the scorer.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the scorer has no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("tokenizer: got None; allowed: one, since text is to be scored")
         return self.tokenizer
 
     def score(self, requests: Iterable[Request | tuple[str, str]]) -> list[Score]:
-        """The score of each request, in their order.
+        """Return the scores of the requests in their order.
 
         Raises:
-            ValueError: as `encode_request` and `score_tokens`.
+            ValueError: an error of `encode_request` or `score_tokens`.
         """
-        known: dict[str, list[int]] = {}  # choices have their context in common
+        known: dict[str, list[int]] = {}  # choices share their context
         return self.score_tokens(
             [encode_request(self.texts, context, continuation, known) for context, continuation in requests]
         )
 
     def score_tokens(self, requests: Sequence[TokenRequest]) -> list[Score]:
-        """The same of tokens. A context that is too long is cut at its beginning.
+        """Return the scores of tokenized requests in their order.
+
+        Contexts that are too long are cut at their start.
 
         Raises:
-            ValueError: a continuation longer than the model reads, an id that it has no embedding for, or a
-                model whose logits are no numbers.
+            ValueError: a continuation exceeds the maximum length, an id is outside the vocabulary, or the
+                model returns NaN.
         """
         requests = [request.fitted(self.model.max_length) for request in requests]
         self._check_ids(requests)
@@ -162,11 +165,11 @@ class Scorer:
         for reading in readings:
             spans.setdefault(self.model.span(len(reading.ids)), []).append(reading)
         for span, some in spans.items():
-            # Of a longer one, the beginning by itself would be of another span.
+            # A prefix of a longer sequence may be in another span.
             (self._read_whole if span else self._read_sharing)(some, answers)
 
     def _read_sharing(self, readings: list[_Reading], answers: _Answers) -> None:
-        # Only where there is something to share is it worth while to try whether the model can.
+        # The model's cache is only tested if sequences share a prefix.
         groups = group_by_prefix([r.ids for r in readings], [r.first for r in readings])
         shares = any(group.shared or self._is_shared(f, 0) for group in groups for f in group.families)
         if not shares or self.model.cache_rows is None:
@@ -184,7 +187,7 @@ class Scorer:
         return len(family.members) > 1 and family.shared - known >= _LEAST_SHARED
 
     def _read_group(self, group: Group, readings: list[_Reading], answers: _Answers) -> None:
-        """Its common beginning, then each family's, then the rest of each sequence."""
+        """Compute the common prefix of a group, then that of each family, then the rest of each sequence."""
         start, before = group.shared, None
         if start:
             first = readings[group.families[0].members[0]]
@@ -209,7 +212,10 @@ class Scorer:
         readings: list[_Reading],
         answers: _Answers,
     ) -> None:
-        """Families of like length, all read as far as the shortest, so that no gap is in the cache."""
+        """Compute families of similar length.
+
+        All are read up to the length of the shortest prefix, so that the cache has no gaps.
+        """
         cut = min(family.shared for family in families)
         members = [(row, readings[i]) for row, family in enumerate(families) for i in family.members]
         prefixes = [readings[family.members[0]].ids[start:cut] for family in families]
@@ -226,10 +232,10 @@ class Scorer:
             self._read_rest(some, cut, cache, rows, answers)
 
     def _packs(self, stems: Sequence[Stem], cut: int, longest: int) -> bool:
-        """Whether all ends may be read at once.
+        """Return True if all ends can be computed in one pass.
 
-        Their logits are to be not many more than those of a batch of ends, and their pairs of positions than
-        those of a batch of whole sequences.
+        The number of logits must be similar to that of a batch of ends, and the number of position pairs to
+        that of a batch of complete sequences.
         """
         width, end = max(stem.length for stem in stems), longest - cut
         positions, most = len(stems) * width, _AT_ONCE * self.batch_size
@@ -245,7 +251,7 @@ class Scorer:
         readings: list[_Reading],
         answers: _Answers,
     ) -> None:
-        """All ends of a family in its own row of the cache."""
+        """Compute all ends of a family in one row of the cache."""
         ends = PackedEnds.of(stems, cut)
         self.tokens_read += ends.ids_BT.size
         placed = [
@@ -256,7 +262,7 @@ class Scorer:
         answers.take(self.model.follow_packed(ends, cache), placed)
 
     def _read_prefix(self, prefixes: Sequence[np.ndarray], before: Any, capacity: int) -> Any:
-        """The cache of sequences of equal length that follow the one in `before`, or nothing."""
+        """Return the cache of sequences of equal length, after the sequence in `before`, if there is one."""
         model, n = self.model, len(prefixes)
         ids_BT = self._padded(prefixes)
         cache = model.empty_cache(n, capacity) if before is None else self._taken(before, [0] * n)
@@ -285,7 +291,7 @@ class Scorer:
         return self.model.cache_rows.take(cache, torch.tensor(rows, device=self.model.device))
 
     def _padded(self, sequences: Sequence[np.ndarray]) -> Tensor:
-        """(B, T), with id 0 behind what is shorter."""
+        """Return sequences as (B, T), padded with id 0."""
         longest = max(len(ids) for ids in sequences)
         ids_BT = np.zeros((len(sequences), longest), np.int64)
         for row, ids in zip(ids_BT, sequences, strict=True):
@@ -297,24 +303,23 @@ class Scorer:
 def loglikelihoods(
     model: nn.Module | Any, tokenizer: Any, requests: Iterable[Request | tuple[str, str]], **options: Any
 ) -> list[Score]:
-    """How likely `model` finds each continuation after its context.
+    """Return the log-probability of each continuation after its context.
 
     Args:
-        model: a module that takes ids and gives logits, a Rack, a model of transformers, a ModelSpec or a
-            factory.
-        tokenizer: of transformers or tokenizers, or any with `encode` and `decode`.
+        model: a module that maps ids to logits, a Rack, a model of transformers, a ModelSpec or a factory.
+        tokenizer: a tokenizer of transformers or tokenizers, or any object with `encode` and `decode`.
         requests: pairs of context and continuation.
-        **options: of `Scorer`.
+        **options: options of `Scorer`.
 
     Raises:
-        ValueError, TypeError: as of `Scorer`.
+        ValueError, TypeError: errors of `Scorer`.
     """
     return Scorer(model, tokenizer, **options).score(requests)
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Tokens asked about: behind which position, which id, of which request, and its how manieth."""
+    """Token to score: position before it, id, and index of the request."""
 
     position: int
     token: int
@@ -323,11 +328,11 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What the model reads, and what is asked about it.
+    """Input of the model and the tokens to score.
 
     Attributes:
-        ids: (T,).
-        wanted: by position.
+        ids: ids (T,).
+        wanted: tokens to score, sorted by position.
     """
 
     ids: np.ndarray
@@ -335,13 +340,13 @@ class _Reading:
 
     @property
     def first(self) -> int:
-        """The first position that is asked about."""
+        """First position with a needed output."""
         return self.wanted[0].position
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where the logits of a reading are: those behind its position `start` + i in column i of its row."""
+    """Location of a reading's logits. Column i of the row has the logits after position `start` + i."""
 
     reading: _Reading
     row: int
@@ -353,7 +358,7 @@ def _in_rows(readings: Sequence[_Reading], start: int) -> list[_Placed]:
 
 
 def _stem(family: Family, cut: int, readings: Sequence[_Reading]) -> Stem:
-    """What is left of a family behind its first `cut` tokens."""
+    """Return the rest of a family after its first `cut` tokens."""
     ends = [readings[i].ids[family.shared :] for i in family.members]
     return Stem(readings[family.members[0]].ids[cut : family.shared], ends)
 
@@ -369,10 +374,10 @@ def _wanted(requests: Sequence[TokenRequest], asked: Sequence[int], length: int)
 
 @dataclass
 class _Answers:
-    """Log-probabilities of tokens, kept where they were computed until all are there.
+    """Log-probabilities of tokens, stored on the device until all are computed.
 
     Attributes:
-        counts: how many tokens each request has.
+        counts: number of tokens of each request.
         on_progress: see `Scorer`.
     """
 
@@ -382,7 +387,7 @@ class _Answers:
     _found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def take(self, logits_BTV: Tensor, placed: Sequence[_Placed]) -> None:
-        """Those of a batch."""
+        """Store the log-probabilities of a batch."""
         spots: dict[tuple[int, int], int] = {}
         asked = [
             ((where.row, each.position - where.start), each)
@@ -410,7 +415,7 @@ class _Answers:
             self.on_progress(len(self._requests), sum(self.counts))
 
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each request the log-probability, in float64, and whether all its tokens are the likeliest."""
+        """Return the log-probability of each request in float64, and True if all its tokens are greedy."""
         if not self._found:
             return np.zeros(0), np.zeros(0, bool)
         scores, best = (torch.cat(each).cpu().numpy() for each in zip(*self._found, strict=True))
@@ -419,14 +424,14 @@ class _Answers:
 
 
 def _batches(items: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The longest first, so that a batch that does not fit in memory fails at once."""
+    """Yield batches, longest sequences first, so that a batch that does not fit into memory fails early."""
     order = sorted(range(len(items)), key=lambda i: -lengths[i])
     for i in range(0, len(order), size):
         yield [items[k] for k in order[i : i + size]]
 
 
 def _packed(families: Sequence[Family], size: int) -> Iterator[list[Family]]:
-    """At most `size` families of like length, the longest first."""
+    """Yield lists of at most `size` families of similar length, longest first."""
     packed: list[Family] = []
     for family in sorted(families, key=lambda f: -f.shared):
         if len(packed) == size or (packed and packed[0].shared - family.shared > _SPREAD):

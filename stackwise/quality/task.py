@@ -1,4 +1,4 @@
-"""Task: what is asked of a model under one name, MMLU, HellaSwag or a file of one's own."""
+"""Task: named task for a model: MMLU, HellaSwag or a user-defined file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """Something to ask any model, its data at hand.
+    """Task with its data, for any model.
 
     Attributes:
-        name: in reports.
-        examples: how many questions or texts.
-        run: what a Scorer says of it.
-        is_cost: whether its figure is bits per byte, of which less is better, and no share of right answers.
+        name: name in reports.
+        examples: number of questions or texts.
+        run: function that returns the result of a Scorer.
+        is_cost: True if the metric is bits per byte, and False if it is a share of correct answers.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Task:
 
 
 def cut_note(task: str, result: TaskResult) -> str | None:
-    """What is to be told of contexts that were cut; None: none were."""
+    """Return a note about contexts that were cut. Return None if there are none."""
     if not result.cut:
         return None
     return f"{task}: {result.cut:,} tokens at the beginning of contexts were left out, for want of room"
@@ -59,16 +59,16 @@ def load_tasks(
     limit: int | None = None,
     context: int = 1,
 ) -> list[Task]:
-    """`load_task` of each, in this order. Files of one name are called by their whole path.
+    """Return the result of `load_task` for each name. Files with the same name are named by their path.
 
     Args:
-        names: each once.
-        folder: as of `load_task`.
-        shots: of MMLU, which is then one of them.
-        limit, context: as of `load_task`.
+        names: distinct names of tasks.
+        folder: see `load_task`.
+        shots: number of examples of MMLU. Requires "mmlu" in `names`.
+        limit, context: see `load_task`.
 
     Raises:
-        ValueError: no name, a name twice, shots without MMLU, or as `load_task` does.
+        ValueError: no names, a repeated name, shots without MMLU, or an error of `load_task`.
     """
     names = list(names)
     require(len(names) > 0, "tasks", names, "at least one")
@@ -93,19 +93,19 @@ def load_task(
     limit: int | None = None,
     context: int = 1,
 ) -> Task:
-    """A task with its data.
+    """Return a task with its data.
 
     Args:
-        name: "mmlu", "hellaswag", or the path of a JSON Lines or Parquet file whose rows have `context`,
+        name: "mmlu", "hellaswag", or the path of a JSON Lines or Parquet file. Its rows have `context`,
             `choices` and `answer` (and `subject`), or `context` and `continuation`, or `text`.
-        folder: holds the files of published data sets, in a folder for each; None: from Hugging Face.
-        shots: how many examples MMLU shows; None: 5.
-        limit: take only so many rows, of each subject where there are subjects; None: all.
-        context: of `rolling_windows`, for texts.
+        folder: folder with one subfolder of files per published data set. None: from Hugging Face.
+        shots: number of examples in the context of MMLU. None: 5.
+        limit: maximum number of rows, per subject if there are subjects. None: all.
+        context: argument of `rolling_windows`, for texts.
 
     Raises:
-        ValueError: no such task, or rows of another kind.
-        FileNotFoundError, ImportError: as `Dataset.rows` and `read_rows`.
+        ValueError: the task is unknown, or rows have other keys.
+        FileNotFoundError, ImportError: errors of `Dataset.rows` and `read_rows`.
     """
     if limit is not None:
         check_sizes(limit=limit)
@@ -137,7 +137,7 @@ def _choice_task(
 
 
 def _of_file(path: Path, limit: int | None, context: int) -> Task:
-    """A task by the keys of its rows."""
+    """Return the task of a file. The kind depends on the keys of the rows."""
     rows = read_rows(path)
     require(len(rows) > 0, str(path), "no row", "at least one")
     places, name = _kept(rows, limit), path.stem
@@ -167,7 +167,7 @@ def _question(row: Row) -> Question:
     answer: Any = row.get("answer")
     subject = "" if row.get("subject") is None else str(row["subject"])
     choices = texts_of(row, "choices")
-    # Who writes the space that is between has it once all the same.
+    # If all choices begin with a space, the separator replaces it.
     if all(choice.startswith(" ") for choice in choices):
         choices = tuple(choice[1:] for choice in choices)
     return Question(text_of(row, "context"), choices, answer, subject)
@@ -190,7 +190,7 @@ def _limited(rows: list[Row], limit: int | None) -> list[Row]:
 
 
 def _kept(rows: list[Row], limit: int | None) -> list[int]:
-    """The places of the first rows of each subject."""
+    """Return the indices of the first rows of each subject."""
     counts: Counter[Any] = Counter()
     kept = []
     for place, row in enumerate(rows):

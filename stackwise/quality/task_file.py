@@ -1,4 +1,4 @@
-"""Task file: rows of a data set, from JSON Lines or Parquet, or from Hugging Face."""
+"""Task file: rows of a data set, from JSON Lines, Parquet or Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Dataset", "in_place", "index_of", "read_rows", "text_of", "texts_of"
 
 Row = dict[str, Any]
 _ENDINGS = (".jsonl", ".parquet")
-_ALL = "all"  # where a folder has its parts and all of them together, these
+_ALL = "all"  # if a folder has both the parts and a merged set, the merged set is used
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A published data set, as files of a folder or from Hugging Face.
+    """Published data set, in a local folder or on Hugging Face.
 
     Attributes:
-        name: of its folder.
-        repository: on Hugging Face.
-        configuration: of the repository; None: it has but one.
-        splits: what each split is called, in the order in which it is looked for.
+        name: name of its folder.
+        repository: repository on Hugging Face.
+        configuration: configuration of the repository. None: there is only one.
+        splits: possible names of each split, in order of preference.
     """
 
     name: str
@@ -37,19 +37,19 @@ class Dataset:
     splits: dict[str, tuple[str, ...]]
 
     def rows(self, split: str, folder: Path | None) -> list[Row]:
-        """All rows of a split.
+        """Return all rows of a split.
 
         Args:
             split: one of `splits`.
-            folder: holds a folder `name` with JSON Lines or Parquet files that have the split in their names,
-                as published; None: from Hugging Face.
+            folder: folder with a subfolder `name`. It contains JSON Lines or Parquet files with the split in
+                their names, as published. None: from Hugging Face.
 
         Raises:
-            FileNotFoundError: there is no such file, or it cannot be fetched; the message says what to
-                download and where to put it.
-            ImportError: what reads Parquet, or fetches, is not installed.
-            ValueError: a file that is damaged, files of both kinds, which may well be the same rows, or two
-                files of the same rows, which would count twice.
+            FileNotFoundError: the file does not exist, or the download failed. The message names the files to
+                download and their folder.
+            ImportError: the library for Parquet or for the download is not installed.
+            ValueError: a damaged file, files of both kinds, or two files with the same rows, which would
+                count twice.
         """
         if folder is None:
             return self._fetched(split)
@@ -90,7 +90,7 @@ class Dataset:
         arguments = [self.repository] + ([self.configuration] if self.configuration else [])
         try:
             rows = datasets.load_dataset(*arguments, split=self.splits[split][0])
-        except Exception as error:  # each layer of the network has classes of its own
+        except Exception as error:  # the network layers have different error classes
             text = " ".join(str(error).split())[:300]
             raise FileNotFoundError(
                 f"{self.name}: Hugging Face could not be read ({type(error).__name__}: {text}); where there "
@@ -108,12 +108,13 @@ class Dataset:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines or Parquet file.
+    """Return the rows of a JSON Lines or Parquet file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ImportError: pyarrow, which reads Parquet, is not installed.
-        ValueError: another ending, a damaged file, no UTF-8, or a line that is no JSON object.
+        FileNotFoundError: the file does not exist.
+        ImportError: pyarrow is not installed, which is needed for Parquet.
+        ValueError: another suffix, a damaged file, text that is not UTF-8, or a line that is not a JSON
+            object.
     """
     require(path.suffix in _ENDINGS, "file", str(path), f"one that ends in {' or '.join(_ENDINGS)}")
     if not path.is_file():
@@ -123,7 +124,7 @@ def read_rows(path: Path) -> list[Row]:
 
 @contextmanager
 def in_place(place: str) -> Iterator[None]:
-    """Errors of a row that say where it is."""
+    """Add the location of a row to the errors in the block."""
     try:
         yield
     except ValueError as error:
@@ -131,10 +132,10 @@ def in_place(place: str) -> Iterator[None]:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """What a row has under a key.
+    """Return the text of a row under a key.
 
     Raises:
-        ValueError: no text, or one with half a character, which no tokenizer takes.
+        ValueError: the value is not a text, or contains an unpaired surrogate, which no tokenizer accepts.
     """
     value: Any = row.get(key)
     require(_is_text(value), key, value, "a text that UTF-8 can write")
@@ -142,10 +143,10 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def texts_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The same of several, in a list or in what is as good as one, such as an array.
+    """Return several texts of a row under a key, from a list or a similar collection, such as an array.
 
     Raises:
-        ValueError: no list of texts.
+        ValueError: the value is not a list of texts.
     """
     values: Any = row.get(key)
     several = isinstance(values, Collection) and not isinstance(values, str | Mapping | Set)
@@ -155,10 +156,10 @@ def texts_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def index_of(row: Mapping[str, Any], key: str) -> int:
-    """An integer, of Python or of numpy.
+    """Return an integer of a row under a key. Integers of Python and numpy are accepted.
 
     Raises:
-        ValueError: anything else, or a bool.
+        ValueError: the value is not an integer, or is a bool.
     """
     value: Any = row.get(key)
     try:

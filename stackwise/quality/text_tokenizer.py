@@ -1,4 +1,4 @@
-"""Text tokenizer: anybody's tokenizer, as scoring and generation ask it."""
+"""TextTokenizer: uniform interface to any tokenizer, for scoring and generation."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ __all__ = ["TextTokenizer"]
 
 
 class TextTokenizer:
-    """Text to ids and back.
+    """Conversion of text to ids and back.
 
-    A tokenizer that puts tokens before a text, as Llama's does, does so for whatever begins a sequence,
-    unless the text begins with that token itself. What it puts behind a text is left out: nothing ends there.
-    Truncation and padding, which one of tokenizers may be set to and which are for the rows of a batch, are
-    not done.
+    If the tokenizer prepends tokens to a text, as Llama's does, they are prepended to the start of each
+    sequence, unless the text itself begins with this token. Tokens that it appends to a text are omitted,
+    because the text continues. Truncation and padding of a tokenizer of tokenizers are ignored.
 
     Args:
-        tokenizer: of transformers or tokenizers, or any with `encode(text) -> ids` and `decode(ids) -> text`.
-        prefix_token_id: what stands before a text that follows nothing; None: the token that begins a text,
-            else the one that ends one, if the tokenizer names them (`bos_token_id`, `eos_token_id`, or `bos`,
-            `eos`).
-        eos_token_id: what ends a text; None: as the tokenizer says.
+        tokenizer: a tokenizer of transformers or tokenizers, or any object with `encode(text) -> ids` and
+            `decode(ids) -> text`.
+        prefix_token_id: token that replaces an empty context. None: the begin token of the tokenizer,
+            otherwise its end token (`bos_token_id` and `eos_token_id`, or `bos` and `eos`).
+        eos_token_id: end token. None: the end token of the tokenizer.
 
     Attributes:
-        name: of the tokenizer.
-        prefix_token_id, eos_token_id: as above; None: there is none.
-        vocab_size: ids are below it; None: the tokenizer does not say.
+        name: name of the tokenizer.
+        prefix_token_id, eos_token_id: ids of these tokens. None: no such token.
+        vocab_size: size of the vocabulary. Ids are below it. None: unknown.
 
     Raises:
-        TypeError: it cannot encode or decode.
+        TypeError: the tokenizer cannot encode or decode.
     """
 
     def __init__(
@@ -61,17 +60,18 @@ class TextTokenizer:
         self.prefix_token_id: int | None = eos if bos is None else bos
         self._given_prefix: int | None = prefix_token_id
         self.vocab_size = _vocab_size(tokenizer)
-        # Of transformers, of tokenizers, and of a tokenizer.json; those of others add nothing.
+        # Parameters of transformers, tokenizers and tokenizer.json. Without them, no special tokens are
+        # added.
         self._adds = "add_special_tokens" in _parameters(tokenizer.encode)
         self._skips = "skip_special_tokens" in _parameters(tokenizer.decode)
         self._before = self._put_before()
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """The ids of `text`.
+        """Return the ids of `text`.
 
         Args:
-            text: may be empty.
-            begins: whether it begins a sequence, so that what the tokenizer puts before a text comes first.
+            text: text to encode. May be empty.
+            begins: True if the text starts a sequence, so that the tokens of the tokenizer are prepended.
         """
         ids = self._encode(text)
         if not begins or not self._before or self._begins_itself(text):
@@ -79,13 +79,14 @@ class TextTokenizer:
         return [*self._before, *ids]
 
     def encode_whole(self, text: str) -> tuple[list[int], list[int]]:
-        """What a text that follows nothing is read after, and the ids of the text without that.
+        """Return the ids before a text without a context, and the ids of the text without them.
 
-        It is the `prefix_token_id` that was given, else all that the tokenizer puts before a text, else the
-        token that begins or ends one. Where the text itself begins with it, it is not there twice.
+        The first ids are the `prefix_token_id` argument if given, otherwise all tokens that the tokenizer
+        prepends, otherwise its begin or end token. If the text itself begins with them, they are not
+        repeated.
 
         Raises:
-            ValueError: there is none of these.
+            ValueError: there are no such tokens.
         """
         ids, before = self._encode(text), self._before
         if self._given_prefix is not None or not before or self._begins_itself(text):
@@ -94,13 +95,16 @@ class TextTokenizer:
         return before, ids[n:] if ids[:n] == before else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         more = {"skip_special_tokens": True} if self._skips else {}
         text: str = self.inner.decode(list(ids), **more)
         return text
 
     def special_token(self, text: str) -> int | None:
-        """The id of the special token of that name, which `decode` leaves out; None: there is none."""
+        """Return the id of the special token with this name, which `decode` omits.
+
+        Return None if there is none.
+        """
         ids = self._encode(text)
         if len(ids) != 1 or not self._skips or self.decode(ids):
             return None
@@ -108,10 +112,10 @@ class TextTokenizer:
         return ids[0] if shown and shown == text else None
 
     def needed_prefix(self) -> int:
-        """`prefix_token_id`.
+        """Return `prefix_token_id`.
 
         Raises:
-            ValueError: there is none.
+            ValueError: it is None.
         """
         if self.prefix_token_id is None:
             raise ValueError(
@@ -126,7 +130,7 @@ class TextTokenizer:
         return [int(each) for each in getattr(found, "ids", found)]
 
     def _put_before(self) -> list[int]:
-        """What the tokenizer puts before every text."""
+        """Return the tokens that the tokenizer prepends to every text."""
         if not self._adds:
             return []
         whole, plain = self._encode("a", special=True), self._encode("a")
@@ -143,7 +147,7 @@ class TextTokenizer:
 
 
 def _of_whole_texts(tokenizer: Any) -> Any:
-    """The same, or a copy where it is one of tokenizers that cuts texts or fills them up."""
+    """Return the tokenizer, or a copy without truncation and padding if it has them."""
     if not callable(getattr(tokenizer, "no_truncation", None)):
         return tokenizer
     if tokenizer.truncation is None and tokenizer.padding is None:
@@ -157,12 +161,12 @@ def _of_whole_texts(tokenizer: Any) -> Any:
 def _parameters(function: Any) -> Sequence[str]:
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # none to see
+    except (TypeError, ValueError):  # no signature is available
         return ()
 
 
 def _vocab_size(tokenizer: Any) -> int | None:
-    # Ids may have gaps, so that a count of them would leave out the last ones.
+    # Ids may have gaps, so their number may be too small.
     if callable(vocabulary := getattr(tokenizer, "get_vocab", None)):
         return 1 + max(vocabulary().values(), default=-1)
     found = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", None)

@@ -1,4 +1,4 @@
-"""Code that nobody has read, run where it can reach nothing."""
+"""Sandbox: runs untrusted code in an isolated process."""
 
 from stackwise.quality.sandbox.jailed import SandboxError
 from stackwise.quality.sandbox.limits import SandboxLimits

@@ -1,6 +1,6 @@
-"""Candidate: the process in which untrusted code is, and which calls its functions for the checks.
+"""Candidate: process that contains the untrusted code, and calls its functions on request of the checks.
 
-It runs alone in a jail: whatever the code does to this process, it can only answer wrongly, or not at all.
+It runs in its own jail. Whatever the code does to this process, it can only return wrong answers or none.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plain import (  # type: ignore[import-not-found]  # noqa: E402
 )
 
 CHANNEL = 3
-_TEXT = 500  # characters of an error
+_TEXT = 500  # maximum number of characters of an error
 
 
 def main() -> None:
-    """Load the program when the checks are about to begin, and answer calls until there are no more."""
+    """Load the program on the first request, and answer calls until the channel is closed."""
     with open(f"{FOLDER}/program.py", encoding="utf-8") as file:
         source = file.read()
-    # A module like any other: pickle and dataclasses look for one by the name that a class says.
+    # A regular module, because pickle and dataclasses look up a class in its module.
     module = sys.modules["candidate"] = types.ModuleType("candidate")
     namespace, loaded = vars(module), False
     while (request := unpack(lambda size: os.read(CHANNEL, size))) is not None:
@@ -48,31 +48,31 @@ def main() -> None:
 
 
 def _load(request: dict[str, Any], source: str, namespace: dict[str, Any]) -> bytes:
-    """Which of the functions that are asked for the program does not define."""
-    # Without what this file imports from __future__.
+    """Load the program. Return the requested functions that it does not define."""
+    # `dont_inherit`: without the `__future__` imports of this file.
     exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)  # noqa: S102
     missing = [name for name in request["load"] if not callable(namespace.get(name))]
     return bytes(pack({"missing": missing}))
 
 
 def _answer(request: dict[str, Any], namespace: dict[str, Any]) -> bytes:
-    """What a function returns, and what has become of the objects that it was given."""
+    """Return the value of a function call, and the state of the objects in its arguments after the call."""
     shared = Shared()
     args, kwargs = decode(request["args"], shared), decode(request["kwargs"], shared)
     given = list(shared.objects)
     value = encode(namespace[request["name"]](*args, **kwargs), shared)
-    # Copies, since what has a number already is only named.
+    # Copies, because objects that already have a number are encoded as references.
     return bytes(pack({"value": value, "after": encode([type(each)(each) for each in given], shared)}))
 
 
 def _raised(error: BaseException) -> bytes:
-    """Its name, where it and all that it is one of are defined, what it was made of, and what it holds."""
+    """Return an error: its name, its base classes with their modules, its arguments and its attributes."""
     kinds = [[str(each.__module__), each.__qualname__] for each in type(error).__mro__]
     said = {"raised": type(error).__name__, "kinds": kinds, "text": _text(error)}
     try:
-        # As for pickle: what it is made again of, which for OSError is more than its `args`.
+        # The arguments that pickle uses. For OSError, they are more than `args`.
         return bytes(pack(said | {"args": encode(error.__reduce__()[1]), "state": encode(vars(error))}))
-    except BaseException:  # not plain, or whatever the code has made of it
+    except BaseException:  # not plain, or an error with invalid methods
         return bytes(pack(said))
 
 

@@ -1,6 +1,7 @@
-"""Checker: the process that runs the checks, in a jail of its own; it calls the candidate through a channel.
+"""Checker: process that runs the checks in its own jail, and calls the candidate through a channel.
 
-The nonce, which says that all checks are through, is only here, where the untrusted code is not.
+The nonce, which proves that all checks have passed, exists only in this process. The untrusted code has no
+access.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from plain import (  # type: ignore[import-not-found]  # noqa: E402
 )
 
 CHANNEL, RESULT = 3, 4
-_TEXT = 2000  # characters of an error
-# Whose errors are known by their names. An error of unittest says that a check is skipped.
+_TEXT = 2000  # maximum number of characters of an error
+# Modules with errors that are recognised by name. An error of unittest means that a check is skipped.
 _STANDARD = sys.stdlib_module_names - {"unittest"}
 
 
 class CandidateError(Exception):
-    """The program cannot be loaded, or its function raised what cannot be raised here."""
+    """Error of a program that cannot be loaded, or that raised an unknown error."""
 
 
 class ChannelError(Exception):
-    """A value cannot be handed over, or the candidate has ended, or answered with nonsense."""
+    """Error for a value that is not plain, or a candidate that has ended or returned an invalid answer."""
 
 
 class Channel:
-    """The way to the candidate.
+    """Connection to the candidate.
 
     Attributes:
-        broken: what went wrong on it first: the checks are then not through, even where they take it for an
-            error of the function; None: nothing did.
+        broken: first error of the connection, or None. With an error, the checks have not passed, even if
+            they catch it as an error of the function.
     """
 
     def __init__(self) -> None:
         self.broken: ChannelError | None = None
 
     def load(self, names: list[str]) -> None:
-        """Have the program loaded.
+        """Make the candidate load its program.
 
         Raises:
-            CandidateError: it raises an error, or does not define one of these functions.
-            ChannelError: as `ask`.
+            CandidateError: the program raises an error, or does not define one of the functions.
+            ChannelError: an error of `ask`.
         """
         reply = self.ask({"load": names})
         if "raised" in reply:
@@ -64,10 +65,10 @@ class Channel:
             raise CandidateError(f"the program defines no function {reply['missing']!r:.100}")
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The candidate's answer.
+        """Send a request, and return the candidate's answer.
 
         Raises:
-            ChannelError: it has ended, or gives none.
+            ChannelError: the candidate has ended, or its answer is invalid.
         """
         try:
             message = pack(request)
@@ -85,22 +86,22 @@ class Channel:
         return reply
 
     def failed(self, reason: str) -> ChannelError:
-        """What is to be raised."""
+        """Record an error of the connection, and return it."""
         error = ChannelError(reason)
         self.broken = self.broken or error
         return error
 
 
 class Candidate:
-    """A function of the candidate.
+    """Function of the candidate.
 
-    What it does to a list, dict, set or bytearray that it is given, wherever that lies in its arguments,
-    happens here too where it returns.
+    Changes that the function makes to a list, dict, set or bytearray in its arguments, at any depth, are
+    applied in this process when it returns.
 
     Args:
-        name: of the function.
-        channel: to where it is.
-        own: by name, the classes that the problem itself defines, such as errors.
+        name: name of the function.
+        channel: connection to the candidate.
+        own: classes that the problem itself defines, such as errors, by name.
     """
 
     def __init__(self, name: str, channel: Channel, own: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ class Candidate:
         self._channel, self._own = channel, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it there."""
+        """Call the function in the candidate's process."""
         shared = Shared()
         try:
             parts = {"args": encode(args, shared), "kwargs": encode(kwargs, shared)}
@@ -132,7 +133,7 @@ def _said(reply: dict[str, Any]) -> str:
 
 
 def _error(reply: dict[str, Any], own: dict[str, Any]) -> Exception:
-    """What the candidate raised, as the nearest error that is known here, under its name."""
+    """Return the error of the candidate, as the nearest class that is known here, with its original name."""
     name, text = str(reply["raised"])[:100], str(reply.get("text"))[:_TEXT]
     args, state = decode(reply.get("args")), decode(reply.get("state"))
     args, state = args if isinstance(args, tuple) else (), state if isinstance(state, dict) else {}
@@ -140,7 +141,7 @@ def _error(reply: dict[str, Any], own: dict[str, Any]) -> Exception:
         kind = _known(module, place, own)
         if kind is None:
             continue
-        # The two that end loops would end those of the checks, without a word.
+        # These two would silently end loops of the checks.
         if issubclass(kind, StopIteration | StopAsyncIteration):
             break
         if name != kind.__name__ and name.isidentifier():
@@ -152,10 +153,12 @@ def _error(reply: dict[str, Any], own: dict[str, Any]) -> Exception:
 
 
 def _known(module: object, name: object, own: dict[str, Any]) -> Any:
-    """A class of errors that the problem defines, or a standard module that is imported here; None: neither.
+    """Return an error class of the problem or of an imported standard module.
 
-    No module is imported for it: of others the checks have no class to compare with. What says that a check
-    is skipped is no error.
+    Return None for any other class.
+
+    No module is imported, because the checks cannot compare with a class that is not imported. A class that
+    signals a skipped check is not an error.
     """
     held = own
     if module != "candidate":
@@ -169,9 +172,9 @@ def _known(module: object, name: object, own: dict[str, Any]) -> Any:
 
 
 def _made(kind: Any, args: tuple[Any, ...], state: dict[Any, Any], text: str) -> Exception | None:
-    """One of that kind which says the same; None: none can be made."""
-    # Without its constructor for one whose own arguments are others than those of its base, of the text for
-    # one whose arguments could not be handed over.
+    """Return an error of this class with the same text. Return None if none can be created."""
+    # Try without the constructor, if its arguments differ from those of its base class. Try with the text, if
+    # the arguments are not plain.
     bare = partial(kind.__new__, kind)
     for make, given in ((kind, args), (bare, args), (kind, (text,)), (bare, (text,))):
         try:
@@ -193,16 +196,16 @@ def _update(mine: Any, theirs: Any) -> None:
 
 
 def main() -> None:
-    """Run the checks, and say how they ended."""
+    """Run the checks, and report the result."""
     with open(f"{FOLDER}/task.json", encoding="utf-8") as file:
         task = json.load(file)
     module = sys.modules["check"] = types.ModuleType("check")
     namespace, channel = vars(module), Channel()
     try:
         channel.load(task["names"])
-        # Without what this file imports from __future__.
+        # `dont_inherit`: without the `__future__` imports of this file.
         exec(compile(task["setup"], "setup.py", "exec", dont_inherit=True), namespace)  # noqa: S102
-        # What it imports it does not define.
+        # Classes defined by the setup itself, without imported ones.
         own = {
             name: kind
             for name, kind in namespace.items()

@@ -1,10 +1,11 @@
-"""Jail: a program that puts itself where it can reach nothing, and then becomes another one.
+"""Jail: script that isolates its own process, and then executes the interpreter.
 
-Started as a script with the interpreter alone; what it is to do comes as JSON on standard input. It makes
-new namespaces (namespaces(7): of processes, mounts, network, IPC, host name, and of users, where it is not
-root), a root in memory that holds the interpreter and its library read-only, limits on what may be used
-(setrlimit(2)), gives up all privileges for good (PR_SET_NO_NEW_PRIVS), and starts the interpreter there with
-an empty environment. The first process of the jail waits for it: when that ends, the kernel ends all others.
+It is started with the interpreter only, and reads its task as JSON from standard input. It creates new
+namespaces (namespaces(7)) of processes, mounts, network, IPC and host name, and of users if it is not root.
+Its root is in memory, with the interpreter and its library read-only. It sets resource limits (setrlimit(2)),
+permanently gives up all privileges (PR_SET_NO_NEW_PRIVS), and starts the interpreter with an empty
+environment. The first process of the jail waits for the interpreter. When the first process ends, the kernel
+ends all processes of the jail.
 """
 
 from __future__ import annotations
@@ -29,50 +30,50 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8
 REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
 DETACH = 2
 PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES = 1, 38
-INSIDE = 1000  # who it is in a namespace of users
-INODES = 4096  # files and folders in memory: each takes some that no size counts
+INSIDE = 1000  # user id in the user namespace
+INODES = 4096  # maximum number of files and folders in memory, because the size limit excludes their metadata
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of the C library, which has to succeed."""
+    """Call a function of the C library. Raise OSError if it fails."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}", repr(arguments[:2]))
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Mount a file system, or a folder a second time."""
+    """Mount a file system, or bind-mount a folder."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     call("mount", *texts, ctypes.c_ulong(flags), options.encode() or None)
 
 
 def write(path: str, text: str) -> None:
-    """A whole file."""
+    """Write a file."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def say(descriptor: int, **message: Any) -> None:
-    """Tell the one who has started this."""
+    """Send a message to the process that has started the jail."""
     os.write(descriptor, json.dumps(message).encode() + b"\n")
 
 
 def end_with_parent() -> None:
-    """Be ended when the process that has started this one is."""
+    """Make the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def build(task: dict[str, Any]) -> None:
-    """The root of the jail, which becomes the root."""
+    """Build the root folder of the jail, and change into it."""
     new = task["root"]
     mount(None, "/", None, RECURSIVE | PRIVATE)
     held = f"size={task['scratch_bytes']},nr_inodes={INODES}"
     mount("tmpfs", new, "tmpfs", NO_SUID | NO_DEVICES, f"{held},mode=755")
-    # First, since the interpreter may be in it.
+    # Before other mounts, because they may be below /tmp, for example the interpreter.
     os.makedirs(new + "/tmp")
     mount("tmpfs", new + "/tmp", "tmpfs", NO_SUID | NO_DEVICES, f"{held},mode=1777")
     for path in task["shown"]:
@@ -88,7 +89,7 @@ def build(task: dict[str, Any]) -> None:
     for name, text in task["files"].items():
         write(f"{new}/box/{name}", text)
     os.makedirs(new + "/proc")
-    # Not allowed where parts of /proc are covered, as in a container; nothing needs it.
+    # Forbidden if parts of /proc are covered, as in a container. /proc is optional.
     with contextlib.suppress(OSError):
         mount("proc", new + "/proc", "proc", NO_SUID | NO_DEVICES | NO_EXEC)
     mount(None, new, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
@@ -99,7 +100,7 @@ def build(task: dict[str, Any]) -> None:
 
 
 def show(path: str, target: str) -> None:
-    """Have what is at `path` at `target`, read-only."""
+    """Show `path` read-only at `target`."""
     if os.path.islink(path):
         if not os.path.lexists(target):
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -111,12 +112,12 @@ def show(path: str, target: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         write(target, "")
     mount(path, target, None, BIND)
-    kept = os.statvfs(path).f_flag & (NO_SUID | NO_DEVICES | NO_EXEC)  # may not be taken away
+    kept = os.statvfs(path).f_flag & (NO_SUID | NO_DEVICES | NO_EXEC)  # these flags must not be removed
     mount(None, target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | kept)
 
 
 def give_up(task: dict[str, Any], as_root: bool) -> None:
-    """Limits, and no privileges any more."""
+    """Set the limits, and give up all privileges."""
     for name, value in task["limits"].items():
         limit = getattr(resource, name)
         _, most = resource.getrlimit(limit)
@@ -127,9 +128,9 @@ def give_up(task: dict[str, Any], as_root: bool) -> None:
         os.setresgid(task["user"], task["user"], task["user"])
         os.setresuid(task["user"], task["user"], task["user"])
     if task["isolated"]:
-        # Whoever is nobody in the innermost one has no rights over what the others have made.
+        # As nobody in an inner user namespace, the process has no rights over the outer ones.
         call("unshare", NEW_USERS)
-        # Where there is no /proc: the limits hold in namespaces that are made inside as well.
+        # Without /proc: the limits also apply in namespaces that are created inside.
         with contextlib.suppress(OSError):
             write("/proc/sys/user/max_user_namespaces", "0")
     if sys.platform == "linux":
@@ -137,12 +138,16 @@ def give_up(task: dict[str, Any], as_root: bool) -> None:
 
 
 def first(task: dict[str, Any], as_root: bool) -> None:
-    """The first process of the jail: starts the program, waits for it, and takes all others along."""
+    """Run the first process of the jail.
+
+    It starts the program, waits for it, and ends with all other processes.
+    """
     end_with_parent()
-    if os.read(task["go"], 1) != b"!":  # nobody is there any more who would end it
+    if os.read(task["go"], 1) != b"!":  # the parent has ended
         os._exit(1)
     os.setsid()
-    # Should nobody be left to end it. The first process of a namespace takes no signal without a handler.
+    # In case that no process is left to end it. The first process of a namespace ignores signals without a
+    # handler.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
     signal.alarm(task["seconds"])
     if task["isolated"]:
@@ -150,7 +155,7 @@ def first(task: dict[str, Any], as_root: bool) -> None:
     else:
         os.chdir(task["place"])
     give_up(task, as_root)
-    end_with_parent()  # forgotten by the kernel whenever the user changes
+    end_with_parent()  # the kernel resets this when the user changes
     child = os.fork()
     if child == 0:
         become(task)
@@ -159,15 +164,15 @@ def first(task: dict[str, Any], as_root: bool) -> None:
 
 
 def become(task: dict[str, Any]) -> None:
-    """Become the interpreter, with the requested descriptors from 3 on and no others."""
+    """Execute the interpreter, with only the requested descriptors, from number 3 on."""
     signal.alarm(0)
     given, end = task["descriptors"], 3 + len(task["descriptors"])
-    # Out of the way first: one may be where another is to be.
+    # Move all descriptors out of the target range first, because they may overlap.
     away = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, end + 1) for each in (task["control"], *given)]
     control, *moved = away
     for place, each in enumerate(moved):
         os.dup2(each, 3 + place, inheritable=True)
-    os.dup2(control, end, inheritable=False)  # the kernel closes it as the interpreter starts
+    os.dup2(control, end, inheritable=False)  # closed by the kernel when the interpreter starts
     os.closerange(end + 1, 2**16)
     try:
         start(task)
@@ -177,15 +182,15 @@ def become(task: dict[str, Any]) -> None:
 
 
 def start(task: dict[str, Any]) -> None:
-    """Forbid system calls and start the interpreter."""
-    # Without isolation the filter is a bonus, on the machines that it is known for.
+    """Forbid system calls, and execute the interpreter."""
+    # Without isolation, the filter is optional, and only set on supported machines.
     if task["isolated"] or is_known_machine():
         forbid()
     os.execve(task["python"], [task["python"], "-I", "-S", "-B", "-u", task["main"]], {})  # noqa: S606
 
 
 def main() -> None:
-    """Make the jail, and stay outside as the one who waits for it."""
+    """Create the jail, and wait for it outside."""
     task = json.loads(sys.stdin.read())
     os.umask(0o022)
     null = os.open(os.devnull, os.O_RDONLY)

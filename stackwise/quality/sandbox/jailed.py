@@ -1,4 +1,4 @@
-"""Jailed: a process in a jail, seen from outside."""
+"""Jailed: handle of a process in a jail."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stackwise.quality.sandbox.limits import SandboxLimits
 __all__ = ["Jailed", "SandboxError", "interpreter"]
 
 _HERE = Path(__file__).parent
-# Seconds until a jail is made, on a machine that has much else to do, and until it is gone.
+# Timeouts in seconds for the creation of a jail, on a busy machine, and for its end.
 _UNTIL_MADE, _UNTIL_GONE = 60.0, 10.0
-# Where the loader looks. On most systems some of these are symbolic links to others.
+# Folders in which the loader searches. On most systems, some of them are symbolic links.
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
-# Loads all extension modules of the standard library (tkinter would load a whole desktop), and what the C
-# library loads when a thread ends; tells the files that are mapped then.
+# Script that loads all extension modules of the standard library (except tkinter, which would load a
+# desktop), and the library that the C library loads when a thread ends. It prints the mapped files.
 _TELL = """
 import ctypes, glob, json, os, sysconfig
 libraries = sorted({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
@@ -39,23 +39,23 @@ with open("/proc/self/maps") as file:
     mapped = sorted({line.split(maxsplit=5)[5].strip() for line in file if "/" in line})
 print(json.dumps({"libraries": libraries, "mapped": mapped}))
 """
-_FIRST_USER, _USERS = 2**30, 2**29  # numbers that no account has: a limit of processes is for a user
+_FIRST_USER, _USERS = 2**30, 2**29  # user ids without an account, because a process limit is per user
 
 
 class SandboxError(RuntimeError):
-    """A jail could not be made: nothing was run."""
+    """Error for a jail that could not be created. No code was run."""
 
 
 class Jailed:
-    """An interpreter in a jail, at work on a file once it is started.
+    """Interpreter in a jail that runs a file after `start`.
 
     Args:
-        main: which of the files it runs.
-        files: texts by name, which lie beside it.
-        descriptors: that it has, from 3 on.
-        folder: an empty folder of its own.
-        limits: of what it uses.
-        isolated: False: nothing but the limits holds it.
+        main: name of the file to run.
+        files: texts of additional files in its folder, by name.
+        descriptors: file descriptors of the interpreter, from number 3 on.
+        folder: an empty folder for this jail.
+        limits: resource limits.
+        isolated: False: no jail, only the limits.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Jailed:
             self._process.stdin.close()
 
     def start(self) -> None:
-        """Let it run.
+        """Start the program.
 
         Raises:
-            SandboxError: the jail could not be made.
+            SandboxError: the jail could not be created.
         """
         self._pid = self._heard()["pid"]
         if hasattr(os, "pidfd_open"):
@@ -132,12 +132,12 @@ class Jailed:
 
     @property
     def output(self) -> int:
-        """The descriptor of what it prints."""
+        """Descriptor from which the output is read."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def end(self) -> None:
-        """End all of it, at once."""
+        """Kill all processes of the jail."""
         with contextlib.suppress(ProcessLookupError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -159,7 +159,10 @@ class Jailed:
             self._handle = None
 
     def problem(self) -> str | None:
-        """Why it could not be made, where that turned out after its first process was there."""
+        """Return the reason of an error that occurred after the first process was started.
+
+        Return None if there is none.
+        """
         os.set_blocking(self._said.fileno(), False)
         for line in self._said.readlines():
             message = json.loads(line)
@@ -180,15 +183,15 @@ class Jailed:
 
 @cache
 def interpreter() -> tuple[str, list[str], list[str]]:
-    """Return the interpreter and what a jail shows: its standard library and the shared objects of both.
+    """Return the interpreter and the files that a jail shows: standard library and shared objects.
 
-    The shared objects are those that a process maps which has loaded every extension module of the library.
+    The shared objects are found in a process that has loaded every extension module of the library.
 
     Returns:
         path of the interpreter; paths of files, symbolic links and folders to show; folders of these to hide.
 
     Raises:
-        SandboxError: the interpreter cannot be started, or does not tell what it maps.
+        SandboxError: the interpreter cannot be started, or does not print its mapped files.
     """
     python = os.path.realpath(sys.executable)
     done = subprocess.run(  # noqa: S603
@@ -200,7 +203,7 @@ def interpreter() -> tuple[str, list[str], list[str]]:
     told = json.loads(done.stdout)
     libraries, mapped = set(told["libraries"]), [Path(path) for path in told["mapped"]]
     objects = {str(path) for path in mapped if ".so" in path.name or "gconv" in path.parts}
-    # The folder of a locale has a file for each category.
+    # The folder of a locale has one file per category.
     folders = libraries | {str(path.parent) for path in mapped if "locale" in path.parts}
     links = {name for name in _LIBRARIES if Path(name).is_symlink()}
     for folder in {*(path.parent for path in mapped), *(Path(name) for name in _LIBRARIES)}:

@@ -1,4 +1,4 @@
-"""SandboxLimits: how much a program may use."""
+"""SandboxLimits: resource limits of a program in the sandbox."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["SandboxLimits"]
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What each of the two processes of a run, the code and its checks, may use.
+    """Limits for each of the two processes of a run, the code and its checks.
 
     Attributes:
-        seconds: of the clock on the wall, for the whole run.
-        cpu_seconds: of a processor, for each process.
-        memory_bytes: of addresses, for each process (RLIMIT_AS).
-        processes: that exist at one time, threads counted.
-        file_bytes: of a file.
-        open_files: at one time.
-        scratch_bytes: in all of its temporary folder, which is in memory.
-        output_bytes: that are kept of what it prints; the rest is read and dropped.
+        seconds: wall-clock time of the entire run.
+        cpu_seconds: CPU time of each process.
+        memory_bytes: address space of each process (RLIMIT_AS).
+        processes: maximum number of processes and threads at one time.
+        file_bytes: maximum size of a file.
+        open_files: maximum number of open files at one time.
+        scratch_bytes: total size of the temporary folder, which is in memory.
+        output_bytes: maximum size of the stored output. Further output is dropped.
     """
 
     seconds: float = 10.0
@@ -43,7 +43,10 @@ class SandboxLimits:
         check_sizes(processes=self.processes, output_bytes=self.output_bytes)
 
     def rlimits(self, *, isolated: bool = True) -> dict[str, int]:
-        """By the names of setrlimit(2). Of processes there is one only where no others of the user count."""
+        """Return the limits by the names of setrlimit(2).
+
+        The limit of processes is included only if no other processes of the user count.
+        """
         processes = {"RLIMIT_NPROC": self.processes + 1} if isolated else {}  # one waits for the program
         return {
             **processes,

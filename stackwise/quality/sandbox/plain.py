@@ -1,7 +1,7 @@
-"""Plain values: what two processes hand each other that do not trust each other.
+"""Plain values: data exchange between two processes that do not trust each other.
 
-Nothing of this is code: a value arrives as an object of Python's own types, however it compared or printed
-where it came from. Only the standard library is used, since it runs where nothing else is.
+No value contains code. A value arrives as an object of built-in types, even if its class overrides comparison
+or printing. Only the standard library is used, because the jail has no other packages.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 __all__ = ["LARGEST", "NotPlainError", "Shared", "decode", "encode", "pack", "unpack"]
 
-LARGEST = 2**24  # bytes of a message
+LARGEST = 2**24  # maximum size of a message in bytes
 _DEEPEST = 100
-_ITEMS = 100_000  # that are taken out of an iterator
+_ITEMS = 100_000  # maximum number of items of an iterator
 
 
 class NotPlainError(ValueError):
-    """A value that cannot be handed over."""
+    """Error for a value that cannot be encoded or decoded."""
 
 
 class Shared:
-    """The objects of a conversation that can change (lists, dicts, sets, bytearrays), at one of its ends.
+    """Mutable objects (lists, dicts, sets, bytearrays) of a conversation, at one of its ends.
 
-    What is written a second time is only named, by its number, so that it arrives as one and the same object.
-    Both ends number alike: each object behind those that are inside it.
+    An object that is encoded a second time is encoded as its number, so that it arrives as the same object.
+    Both ends use the same numbers: each object comes after the objects that it contains.
 
     Attributes:
-        objects: by number.
+        objects: objects in the order of their numbers.
     """
 
     def __init__(self) -> None:
@@ -38,28 +38,29 @@ class Shared:
         self._numbers: dict[int, int] = {}
 
     def add(self, value: Any) -> None:
-        """Give it the next number."""
+        """Assign the next number to an object."""
         self._numbers[id(value)] = len(self.objects)
         self.objects.append(value)
 
     def number(self, value: Any) -> int | None:
-        """Its number; None: it has none."""
+        """Return the number of an object. Return None if it has no number."""
         return self._numbers.get(id(value))
 
 
 def encode(value: Any, shared: Shared | None = None, depth: int = 0) -> Any:
-    """The value as what JSON can hold.
+    """Return a value as data for JSON.
 
-    Numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them; of their
-    subclasses what they hold. Of an iterator its items, which are taken out of it.
+    Supported are numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them.
+    Instances of subclasses are encoded as their base class. An iterator is consumed, and encoded as its
+    items.
 
     Args:
-        value: to be written.
-        shared: what was written before, to which this is added; None: nothing was.
-        depth: within how many others it lies.
+        value: value to encode.
+        shared: objects that were encoded earlier, which is updated. None: no objects.
+        depth: nesting depth of the value.
 
     Raises:
-        NotPlainError: anything else, or too much of it.
+        NotPlainError: the type is not supported, or the value is too large or too deep.
     """
     shared = Shared() if shared is None else shared
     if isinstance(value, _CHANGING):
@@ -84,7 +85,7 @@ def _written(value: Any, shared: Shared, depth: int) -> Any:
     if isinstance(value, float):
         return {"float": float.hex(value)}
     if isinstance(value, complex):
-        # Not value.real: a subclass may override it. An addition would lose the sign of -0.0.
+        # Not `value.real`, because a subclass may override it. An addition would lose the sign of -0.0.
         real, imaginary = complex.real.__get__(value), complex.imag.__get__(value)
         return {"complex": [float.hex(real), float.hex(imaginary)]}
     if isinstance(value, bytes | bytearray):
@@ -113,15 +114,15 @@ def _written(value: Any, shared: Shared, depth: int) -> Any:
 
 
 def decode(data: Any, shared: Shared | None = None, depth: int = 0) -> Any:
-    """What `encode` was given, of Python's own types.
+    """Return the value of encoded data, with built-in types.
 
     Args:
-        data: what it made of it.
-        shared: what was read before, to which this is added; None: nothing was.
-        depth: within how many others it lies.
+        data: result of `encode`.
+        shared: objects that were decoded earlier, which is updated. None: no objects.
+        depth: nesting depth of the value.
 
     Raises:
-        NotPlainError: nothing that `encode` makes.
+        NotPlainError: the data is not a result of `encode`.
     """
     shared = Shared() if shared is None else shared
     if depth > _DEEPEST + 1:
@@ -146,10 +147,10 @@ def decode(data: Any, shared: Shared | None = None, depth: int = 0) -> Any:
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """A message as bytes, with its length before it.
+    """Return a message as bytes, with its length at the start.
 
     Raises:
-        NotPlainError: it is too long.
+        NotPlainError: the message is too long.
     """
     body = json.dumps(message).encode()
     if len(body) > LARGEST:
@@ -158,16 +159,16 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(read: Callable[[int], bytes]) -> dict[str, Any] | None:
-    """The next message.
+    """Return the next message.
 
     Args:
-        read: gives up to so many bytes; none at the end.
+        read: function that returns up to the given number of bytes, and no bytes at the end.
 
     Returns:
-        the message; None: there are no more.
+        The message. None: no more messages.
 
     Raises:
-        NotPlainError: what came is no message.
+        NotPlainError: the data is not a message.
     """
     head = _exactly(read, 4)
     if head is None:

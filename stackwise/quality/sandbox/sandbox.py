@@ -1,9 +1,9 @@
-"""Sandbox: code that nobody has read is run, and held to checks that it cannot forge.
+"""Sandbox: runs untrusted code with checks whose result the code cannot forge.
 
-Two processes in two jails (see `jail.py`): in one the code, in the other the checks, which call functions of
-the code through a channel and get back plain values. So the code has no way to what decides: replaced
-builtins, an object that equals everything, frames and garbage of the interpreter are all in another process
-than the checks. What says that the checks are through is a nonce that only theirs knows.
+The code and the checks run in two processes in two jails (see `jail.py`). The checks call functions of the
+code through a channel, and receive plain values. The code therefore cannot manipulate the checks. Replaced
+builtins, an object that equals everything, and frames of the interpreter exist only in the process of the
+code. The proof that all checks have passed is a nonce that only the process of the checks knows.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _was_made = False
 
 @dataclass(frozen=True)
 class Execution:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        status: "passed": all checks are through; "failed": one is not, or the code ended before; "timed out".
-        reason: why, in a line or a few; "" where it passed.
-        output: what code and checks printed, its beginning.
-        seconds: that it took.
+        status: "passed": all checks have passed. "failed": a check has failed, or the code ended early.
+            "timed out".
+        reason: reason in one or a few lines. "" if the run has passed.
+        output: start of the output of code and checks.
+        seconds: duration of the run.
     """
 
     status: Status
@@ -52,33 +53,32 @@ class Execution:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks are through."""
+        """True if all checks have passed."""
         return self.status == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 class Sandbox:
-    """Runs programs, each in jails of its own.
+    """Sandbox that runs each program in new jails.
 
-    A program sees an interpreter with its standard library and the shared objects that both load, a
-    temporary folder in memory, and nothing else: no other files, no network, no environment, no process but
-    its own. This needs Linux on x86-64 or arm64, as root or with user namespaces. Together the two processes,
-    and all that they start, may hold `processes` times `memory_bytes` each, and files in memory of
-    `open_files` times `file_bytes` for each process. Each run deletes the temporary folders of runs that
-    were killed.
+    A program sees an interpreter with its standard library, the shared objects of both, and a temporary
+    folder in memory. It does not see other files, the network, the environment or other processes. This needs
+    Linux on x86-64 or arm64, as root or with user namespaces. The two processes and their children may
+    together use `processes` times `memory_bytes` each, and per process `open_files` times `file_bytes` of
+    files in memory. Each run deletes the temporary folders of runs that were killed.
 
     Args:
-        limits: of each run.
-        without_isolation: `WITHOUT_ISOLATION`, word for word: if no jail can be made, run with the limits
-            alone. A program can then read, write and send whatever this user can. Its verdict proves nothing:
-            the program can read the nonce of the checks and forge a pass.
+        limits: limits of each run.
+        without_isolation: the exact text `WITHOUT_ISOLATION`: if no jail can be created, run with the limits
+            only. A program can then read, write and send everything that this user can. The result proves
+            nothing, because the program can read the nonce of the checks and forge it.
 
     Raises:
-        SandboxError: no jail can be made here.
-        ValueError: other words.
+        SandboxError: no jail can be created on this machine.
+        ValueError: `without_isolation` is another text.
     """
 
     def __init__(self, limits: SandboxLimits | None = None, *, without_isolation: str | None = None) -> None:
@@ -101,18 +101,18 @@ class Sandbox:
         """Run checks on a program.
 
         Args:
-            program: the code, which defines functions. It is loaded once, before the checks; where it cannot
-                be, or does not define them, that is a failure.
-            test: the checks, which call them by name; an error in it is a failure.
-            functions: names of the functions of `program` that `test` calls. Arguments and results have to be
-                plain: numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them;
-                iterators are handed over as their items. Where one is not, the run fails, whatever the checks
-                make of it.
-            setup: code that is run before `test`, where it is, such as what the problem itself defines.
+            program: code that defines the functions. It is loaded once, before the checks. If it cannot be
+                loaded, or does not define the functions, the run fails.
+            test: checks, which call the functions by name. An error in them is a failure.
+            functions: names of the functions of `program` that `test` calls. Arguments and results must be
+                plain: numbers, texts, bytes, None, and lists, tuples, sets, dicts and views of dicts of them.
+                Iterators are passed as their items. With any other value, the run fails, even if the checks
+                catch the error.
+            setup: code that is run before `test` in the same process, such as definitions of the problem.
 
         Raises:
-            SandboxError: no jail could be made, nor at a second attempt.
-            ValueError: no function.
+            SandboxError: no jail could be created, in two attempts.
+            ValueError: no functions.
         """
         require(
             bool(functions) and all(name.isidentifier() for name in functions),
@@ -129,13 +129,16 @@ class Sandbox:
         try:
             return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
         except SandboxError:
-            # Nothing was run, and one could be made before: a machine that has no room for a moment is to
-            # cost none of the many runs that an evaluation has behind it.
+            # No code was run, and a jail could be created earlier. The machine may be short of resources for
+            # a moment, which should not end a long evaluation.
             return _run(program, test, tuple(functions), setup, self.limits, self.isolated)
 
 
 def isolation_problem() -> str | None:
-    """Why no jail can be made here; None: one can. Found by making one, until that went well."""
+    """Return the reason why no jail can be created. Return None if a jail can be created.
+
+    A jail is created for the test. A positive result is cached.
+    """
     global _was_made
     if not hasattr(os, "fork"):
         return "no jail can be made here: the system has no fork"
@@ -152,7 +155,7 @@ def isolation_problem() -> str | None:
 
 
 def _size(text: str) -> int | None:
-    """Bytes in UTF-8; None: it has half a character."""
+    """Return the size in UTF-8, in bytes. Return None if the text contains an unpaired surrogate."""
     try:
         return len(text.encode())
     except UnicodeEncodeError:
@@ -207,7 +210,7 @@ def _run(
 
 
 def _heard(result: int, jailed: dict[str, Jailed], deadline: float, most: int) -> tuple[bytes | None, str]:
-    """What the checks said, all of it, or None if it took too long; and what was printed."""
+    """Return the message of the checks, or None after the timeout, and the output."""
     said, printed = b"", b""
     over = False
     with selectors.DefaultSelector() as selector:
@@ -215,7 +218,7 @@ def _heard(result: int, jailed: dict[str, Jailed], deadline: float, most: int) -
             os.set_blocking(descriptor, False)
             selector.register(descriptor, selectors.EVENT_READ)
         while True:
-            # What was printed before the end is there already.
+            # Output from before the end is already available.
             left = 0.0 if over else deadline - time.monotonic()
             ready = selector.select(max(0.0, left))
             if left <= 0 and (not over or not ready or len(printed) >= most):

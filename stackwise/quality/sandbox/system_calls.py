@@ -1,9 +1,9 @@
-"""System calls that nothing in a jail may make: a filter of the kernel's (seccomp(2)).
+"""System calls that are forbidden in a jail, by a filter of the kernel (seccomp(2)).
 
-They reach memory that no limit counts (System V's, files without a name), keys of whoever has started the
-jail, other processes, or parts of the kernel that programs have no need of. Sockets are of the families that
-a namespace of networks holds: others, such as AF_VSOCK, reach the host of a virtual machine through it. The
-numbers are those of asm/unistd.h and of bits/socket.h.
+They access memory that is not limited (System V's, files without a name), keys of the user who started the
+jail, other processes, or parts of the kernel that programs do not need. Sockets are restricted to the
+families that a network namespace isolates. Other families, such as AF_VSOCK, access the host of a virtual
+machine. The numbers are from asm/unistd.h and bits/socket.h.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import sys
 
 __all__ = ["forbid", "is_known_machine", "require_known_machine"]
 
-# By machine: what the kernel calls it; shmget, shmat, shmctl, semget, msgget, ptrace, mount, umount2,
-# pivot_root, chroot, add_key, request_key, keyctl, unshare, setns, perf_event_open, process_vm_readv,
-# process_vm_writev, bpf, userfaultfd, memfd_create, io_uring_setup; clone; socket, socketpair.
+# By machine: number of the architecture in the kernel; numbers of shmget, shmat, shmctl, semget, msgget,
+# ptrace, mount, umount2, pivot_root, chroot, add_key, request_key, keyctl, unshare, setns, perf_event_open,
+# process_vm_readv, process_vm_writev, bpf, userfaultfd, memfd_create, io_uring_setup; clone; socket,
+# socketpair.
 _X86 = "29 30 31 64 68 101 165 166 155 161 248 249 250 272 308 298 310 311 321 323 319 425"
 _ARM = "194 196 195 190 186 117 40 39 41 51 217 218 219 97 268 241 270 271 280 282 279 425"
 _MACHINES = {
@@ -26,11 +27,11 @@ _MACHINES = {
     "aarch64": (0xC00000B7, tuple(map(int, _ARM.split())), 220, (198, 199)),
 }
 _CLONE3 = 435
-_NAMESPACES = 0x7E020000  # of the flags of clone: all that make a namespace
+_NAMESPACES = 0x7E020000  # flags of clone that create a namespace
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
-_OTHER_TABLE = 0x40000000  # x32: the same calls under other numbers
+_OTHER_TABLE = 0x40000000  # x32: the same calls with other numbers
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; of an argument its lower half
+_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; an argument's lower half
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _SET_SECCOMP, _FILTER = 22, 2
 
@@ -56,10 +57,10 @@ def require_known_machine() -> None:
 
 
 def forbid() -> None:
-    """Forbid the system calls to this process and its children. Privileges have to be given up before.
+    """Forbid the system calls for this process and its children. Privileges must be given up before.
 
     Raises:
-        OSError: the machine is not known, or the kernel accepts no filter.
+        OSError: the machine is unknown, or the kernel refuses the filter.
     """
     require_known_machine()
     machine, numbers, clone, (one_socket, two_sockets) = _MACHINES[platform.machine()]
@@ -70,7 +71,7 @@ def forbid() -> None:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _OTHER_TABLE),
         (_RETURN, 0, 0, _KILL),
-        # Its flags lie in memory, where a filter cannot look: libraries then take clone.
+        # The flags of clone3 are in memory, which a filter cannot read. Libraries then use clone instead.
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
     ]
@@ -79,7 +80,7 @@ def forbid() -> None:
     by_family = [
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         *((_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)),
-        # As of a family that the kernel does not have.
+        # The error of a family that the kernel does not support.
         (_RETURN, 0, 0, _ERROR | errno.EAFNOSUPPORT),
         (_RETURN, 0, 0, _ALLOW),
     ]

@@ -87,8 +87,7 @@ class RingBuffer(Generic[Tag]):
         if vector_N is not None:
             row_W[n : n + len(vector_N)].copy_(vector_N, non_blocking=True)
         if self._stream is not None:
-            # The current stream writes this row. The stream that is current when the copy starts may be
-            # another one.
+            # The stream that writes this row. Another one may be current when the copy starts.
             self._stream.wait_stream(torch.cuda.current_stream(self._rows_CW.device))
         self._tags.append(tag)
 

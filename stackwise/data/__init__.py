@@ -1,4 +1,4 @@
-"""The data: text, token shards and made-up tasks, in an order that the seed and the epoch decide."""
+"""Data: text, token shards and synthetic tasks, in an order that depends on seed and epoch."""
 
 from stackwise.data.batches import Batches
 from stackwise.data.create import create_data

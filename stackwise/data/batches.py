@@ -1,4 +1,4 @@
-"""Batches: epochs of numbered batches, and the exact place in them."""
+"""Batches: epochs of numbered batches with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["IGNORED", "Batch", "Batches"]
 
-IGNORED = -100  # label of a position that is not predicted, as in torch and Hugging Face
+IGNORED = -100  # label of an ignored position, as in torch and Hugging Face
 
 Batch = dict[str, Tensor]
 
 
 class Batches(IterableDataset[Batch]):
-    """Each pass is one epoch; batch `i` of epoch `e` is a function of `e` and `i` alone.
+    """Iterable of batches. Each pass is one epoch. Batch `i` of epoch `e` depends only on `e` and `i`.
 
-    A step of `world_size` processes takes `world_size * batch_size` rows; process `rank` gets rows
-    `rank * batch_size` and following. One process with a batch of them all would see the same rows in the
-    same order.
+    A step of `world_size` processes uses `world_size * batch_size` rows. Process `rank` gets the rows from
+    `rank * batch_size` on. A single process with a batch of this total size reads the same rows in the same
+    order.
 
-    Inside a `DataLoader` (`batch_size=None`), worker `w` of `n` makes every `n`-th batch, which the loader
-    puts in order again. A worker is a copy: call `set_epoch` here before each pass. With workers that
-    stay (`persistent_workers`) it would not reach them.
+    Inside a `DataLoader` (`batch_size=None`), worker `w` of `n` creates every `n`-th batch, and the loader
+    restores their order. A worker is a copy, so call `set_epoch` in the main process before each pass. It
+    does not reach persistent workers (`persistent_workers`).
 
     Args:
         batch_size: rows of a batch of one process.
-        n_batches: of an epoch; None: there is no end.
-        rank: of this process.
-        world_size: how many processes share the rows.
+        n_batches: number of batches of an epoch. None: unlimited.
+        rank: rank of this process.
+        world_size: number of processes that share the rows.
 
     Raises:
-        ValueError: a size below 1, or a rank beyond the processes.
+        ValueError: a size below 1, or a rank out of range.
     """
 
     def __init__(self, batch_size: int, n_batches: int | None, *, rank: int = 0, world_size: int = 1) -> None:
@@ -49,16 +49,16 @@ class Batches(IterableDataset[Batch]):
         self.batch_size, self.n_batches = batch_size, n_batches
         self.rank, self.world_size = rank, world_size
         self._epoch = 0
-        self._place: tuple[int, int] | None = None  # where the next batch is from; None: (_epoch, 0)
-        self._loaded = False  # whether the next pass begins at _place
+        self._place: tuple[int, int] | None = None  # position of the next batch; None: (_epoch, 0)
+        self._loaded = False  # True if the next pass starts at _place
 
     @abstractmethod
     def batch(self, epoch: int, i: int) -> Batch:
-        """Batch `i` of `epoch`, both counted from 0."""
+        """Return batch `i` of `epoch`, both counted from 0."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Plain values that say which batches these are: the same in every process."""
+        """Return plain values that identify the batches. They are equal in all processes."""
 
     def __len__(self) -> int:
         if self.n_batches is None:
@@ -67,7 +67,7 @@ class Batches(IterableDataset[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass. Without `set_epoch`, each pass is the next epoch."""
+        """Epoch of the next pass. Without `set_epoch`, each pass is the next epoch."""
         return self._epoch
 
     @epoch.setter
@@ -75,9 +75,9 @@ class Batches(IterableDataset[Batch]):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass the one of `epoch`, from its first batch.
+        """Start the next pass at the first batch of `epoch`.
 
-        Of the epoch that a state just loaded is of, it is the rest.
+        If a state of this epoch was just loaded, the next pass is the rest of the epoch.
         """
         check_sizes(0, epoch=epoch)
         if self._loaded and epoch == self._epoch:
@@ -99,22 +99,22 @@ class Batches(IterableDataset[Batch]):
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is from, and what the batches are; the same of every rank.
+        """Return the position of the next batch, and the identity of the batches. It is equal in all ranks.
 
-        Behind the last batch of an epoch, before the pass has ended, it is still of that epoch: the pass that
-        a load continues has no batch then, and the one after it is the next epoch.
+        After the last batch of an epoch, the state belongs to this epoch until the pass is complete. If it is
+        loaded, the next pass has no batches, and the pass after it is the next epoch.
         """
         epoch, i = self._place or (self._epoch, 0)
         return {"epoch": epoch, "batch": i, "data": self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next pass the rest of the epoch that `state` belongs to.
+        """Make the next pass the rest of the epoch of `state`.
 
-        It fits any number of processes whose batches have the same size together. Within the first epoch,
-        there may be more batches than before, as after an increase of `max_steps`.
+        The number of processes may change if their batches have the same total size. Within the first epoch,
+        the number of batches may be larger than before, for example after an increase of `max_steps`.
 
         Raises:
-            ValueError: the state belongs to other batches. Names the differences.
+            ValueError: the state belongs to other batches. The message lists the differences.
         """
         known = state.keys() >= {"epoch", "batch", "data"}
         require(known, "state", sorted(state), "a state that state_dict() gave")

@@ -1,4 +1,4 @@
-"""Data: the batches that a configuration asks for, of a text, of token shards or of a task."""
+"""Data: batches of a text, of token shards or of a task, as configured."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ __all__ = ["TokenWindows", "create_data", "documentation_text", "standard_librar
 def create_data(
     config: StackWiseConfig, rank: int = 0, world_size: int = 1
 ) -> tuple[Batches, Batches | None]:
-    """Training and validation batches as `config.data` says; `docs/reference/data.md` tells it at length.
+    """Return the training and validation batches of `config.data`, which `docs/reference/data.md` describes.
 
-    Of a text or of shards the validation part is the end. Of a task, an epoch is as many batches as a process
-    takes in `max_steps`, and validation is that fraction of it, at least one batch, of rows of its own.
+    For a text or shards, the validation part is the end of the data. For a task, an epoch has the number of
+    batches that a process uses in `max_steps`. Validation has `validation_fraction` of this number, at least
+    one batch, with different rows.
 
     Args:
-        config: `data` is read; of `training` the sizes, the seed and the kind of the objective; of
-            `model` the size of the vocabulary.
-        rank: of this process.
-        world_size: how many processes take `batch_size` rows each; see `Batches`.
+        config: configuration. Used are `data`, the sizes, the seed and the kind of the objective in
+            `training`, and the vocabulary size in `model`.
+        rank: rank of this process.
+        world_size: number of processes with `batch_size` rows each; see `Batches`.
 
     Returns:
-        (training, validation); validation is None where `data.validation_fraction` is 0.
+        (training, validation). Validation is None if `data.validation_fraction` is 0.
 
     Raises:
-        ValueError: a vocabulary too small for the tokens; too little text; `pack_documents` where documents
-            are not known; a `mask_token_id` that is a token of the text; damaged shards, or a tokenizer for
-            them.
+        ValueError: a vocabulary that is too small for the tokens, a text that is too short, `pack_documents`
+            without known documents, a `mask_token_id` that occurs in the text, damaged shards, or a tokenizer
+            for shards.
         OSError: the file or the folder cannot be read.
-        ImportError: a tokenizer whose library is not installed.
+        ImportError: the library of the tokenizer is not installed.
     """
     if config.data.task is not None:
         return _task_batches(config, rank, world_size)
@@ -82,7 +83,10 @@ def create_data(
 
 
 def _row_length(config: StackWiseConfig) -> int:
-    """A token that is only a target comes behind what the model sees."""
+    """Return the number of tokens of a row.
+
+    Next-token training needs one extra token, which is only a target.
+    """
     return config.training.seq_len + (config.training.objective.kind == "next_token")
 
 
@@ -124,7 +128,7 @@ def _task_batches(config: StackWiseConfig, rank: int, world_size: int) -> tuple[
 
 
 def _sequence(config: StackWiseConfig) -> TokenSequence:
-    """All tokens, those of the validation part included."""
+    """Return all tokens, including the validation part."""
     path = None if config.data.dataset_path is None else Path(config.data.dataset_path)
     vocab_size = config.model.vocab_size
     if path is not None and path.is_dir():
@@ -150,7 +154,7 @@ def _sequence(config: StackWiseConfig) -> TokenSequence:
 
 
 def _pages(tokenizer: Tokenizer) -> TokenArray:
-    """The documentation: each page is a document."""
+    """Return the tokens of the documentation. Each page is a document."""
     pages = documentation_pages()
     texts = [page + "\n\n" for page in pages[:-1]] + pages[-1:]
     ids = [_ids(tokenizer, text.encode(), "the documentation") for text in texts]
@@ -159,8 +163,11 @@ def _pages(tokenizer: Tokenizer) -> TokenArray:
 
 
 def _file(path: Path, tokenizer: Tokenizer) -> TokenArray:
-    """A file of text: a document ends with each token that ends one, if the tokenizer has such a token."""
-    if path.exists():  # a device may have no end
+    """Return the tokens of a text file.
+
+    If the tokenizer has an end token, each end token ends a document.
+    """
+    if path.exists():  # a device may be endless
         require(path.is_file(), "data.dataset_path", str(path), "a text file, or a folder of shards")
     raw = path.read_bytes()
     if not raw:
@@ -174,7 +181,7 @@ def _file(path: Path, tokenizer: Tokenizer) -> TokenArray:
 
 def _ids(tokenizer: Tokenizer, raw: bytes, source: str) -> Tensor:
     if isinstance(tokenizer, ByteTokenizer):
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)  # as it is, also what is no UTF-8
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)  # raw, even if it is not UTF-8
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Prefetched: a loader that reads ahead in a thread, and says where its consumer is, not where it is."""
+"""Prefetched: reads batches ahead in a thread. Its state is the position of the consumer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Loader", "Prefetched"]
 
 
 class Loader(Protocol):
-    """Epochs of batches, with a place in them. `Batches` is one."""
+    """Protocol of a loader: epochs of batches, and a position in them. `Batches` is an implementation."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass the one of `epoch`."""
+        """Start the next pass at the first batch of `epoch`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is from."""
+        """Return the position of the next batch."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` is."""
+        """Continue at the position of `state`."""
 
 
 class _Item(NamedTuple):
-    batch: dict[str, Tensor] | None  # None: the pass has ended
+    batch: dict[str, Tensor] | None  # None: end of the pass
     state: dict[str, Any] | None
     error: BaseException | None
 
@@ -45,18 +45,18 @@ class _Pass(NamedTuple):
 
 
 class Prefetched:
-    """The batches of `loader`, made by a thread while the consumer works.
+    """Iterable of the batches of `loader`, which a thread reads ahead while the consumer works.
 
-    State is that of the batches handed out: those read ahead are made again after a resume. An error of
-    the loader is raised where its batch would have come. The thread ends with the pass, also with one that
-    the consumer breaks off; a new pass, `set_epoch`, `load_state_dict` and `close` end the one in progress.
+    The state refers to the batches that were returned. After a resume, batches that were only read ahead are
+    read again. An error of the loader is raised instead of its batch. The thread ends with the pass, even if
+    the consumer stops early. A new pass, `set_epoch`, `load_state_dict` and `close` end the current pass.
 
     Args:
-        loader: used by nobody else meanwhile.
-        depth: how many batches wait at most; one more is in the making.
+        loader: loader. Other code must not use it during a pass.
+        depth: maximum number of waiting batches. The thread may have one more.
 
     Attributes:
-        waited_seconds: how long the consumer has waited for batches, all passes together.
+        waited_seconds: total time that the consumer has waited for batches, in all passes.
 
     Raises:
         ValueError: a depth below 1.
@@ -66,7 +66,7 @@ class Prefetched:
         check_sizes(depth=depth)
         self.loader, self.depth = loader, depth
         self.waited_seconds = 0.0
-        self._state: dict[str, Any] | None = None  # of what was handed out; None: ask the loader
+        self._state: dict[str, Any] | None = None  # after the last returned batch; None: state of the loader
         self._pass: _Pass | None = None
 
     def __len__(self) -> int:
@@ -99,37 +99,37 @@ class Prefetched:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass, of a loader that says it."""
+        """Epoch of the next pass, if the loader has this attribute."""
         epoch: int = self.loader.epoch  # type: ignore[attr-defined]
         return epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass the one of `epoch`."""
+        """Start the next pass at the first batch of `epoch`."""
         self.close()
         self.loader.set_epoch(epoch)
         self._state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batch after the last one handed out is from."""
+        """Return the position after the last returned batch."""
         return self.loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` is.
+        """Continue at the position of `state`.
 
         Raises:
-            ValueError: as the loader.
+            ValueError: an error of the loader.
         """
         self.close()
         self.loader.load_state_dict(state)
         self._state = None
 
     def close(self) -> None:
-        """End the pass in progress, and its thread."""
+        """End the current pass and its thread."""
         if self._pass is None:
             return
         (items, stop, thread), self._pass = self._pass, None
         stop.set()
-        while True:  # a thread that waits for room finds it, and sees that it is to stop
+        while True:  # a thread that waits for space continues, and sees the stop event
             try:
                 items.get_nowait()
             except queue.Empty:
@@ -145,7 +145,7 @@ def _read_ahead(loader: Loader, items: queue.Queue[_Item], stop: threading.Event
             if stop.is_set():
                 return
         items.put(_Item(None, loader.state_dict(), None))
-    except BaseException as error:  # raised in the consumer's thread
+    except BaseException as error:  # raised again in the consumer's thread
         items.put(_Item(None, None, error))
     finally:
-        getattr(batches, "close", lambda: None)()  # here, since a thread that reads again waits for none
+        getattr(batches, "close", lambda: None)()  # here, because a later pass may use the loader at once

@@ -1,10 +1,10 @@
-"""Token shards: tokens on disk, memory-mapped, every byte of them checked before it is believed.
+"""Token shards: memory-mapped tokens on disk, with a checksum for every byte.
 
-A folder of shards holds `tokens-00000.safetensors`, ... and `shards.json`, which lists them. A shard has the
-tensors `tokens` (uint16 or uint32), `document_starts` (int64, from the first token of the shard) and
-`checksums` (uint8 (chunks, 32)): a SHA-256 of each MiB of `tokens`, then of each MiB of
-`document_starts`. The list has the size of each file and a SHA-256 of its header and checksums, and
-one of itself.
+A folder of shards contains `tokens-00000.safetensors`, ... and `shards.json`, which lists them. A shard has
+the tensors `tokens` (uint16 or uint32), `document_starts` (int64, relative to the first token of the shard)
+and `checksums` (uint8 (chunks, 32)): a SHA-256 of each MiB of `tokens`, then of each MiB of
+`document_starts`. For each file, the list contains the size and a SHA-256 of header and checksums. It also
+contains a SHA-256 of itself.
 
 Shapes: B rows, N tokens in a row.
 """
@@ -38,7 +38,7 @@ from stackwise.support.system_errors import safetensors_as_os_error
 __all__ = ["MANIFEST", "TokenShards", "write_shards"]
 
 MANIFEST = "shards.json"
-CHUNK = 2**20  # bytes under one checksum
+CHUNK = 2**20  # bytes per checksum
 _NAME = re.compile(r"tokens-[0-9]{5,}\.safetensors")
 _VERSION = 1
 
@@ -53,25 +53,26 @@ def write_shards(
     vocab_size: int,
     tokens_per_shard: int = 2**26,
 ) -> TokenShards:
-    """Write a folder of token shards; it appears whole, or not at all.
+    """Write a folder of token shards. The folder appears only if it is complete.
 
-    All is written into a hidden folder beside it, flushed and renamed. A shard and a document at a time are
-    held in memory.
+    All files are written into a hidden folder in the same parent, flushed, and renamed. One shard and one
+    document at a time are in memory.
 
     Args:
-        directory: the folder; made, with those above it. An empty one is taken.
-        documents: an iterable of documents, each the ids of its tokens; or one tensor or array of
-            tokens, which is one document. Nothing is put between documents.
-        vocab_size: ids are 0 to `vocab_size - 1`; up to 65536 they take two bytes each, else four.
-        tokens_per_shard: of every shard but the last.
+        directory: new or empty folder. Its parents are created.
+        documents: iterable of documents, each the ids of its tokens; or one tensor or array of tokens, which
+            is one document. No separator is added between documents.
+        vocab_size: size of the vocabulary. Up to 65536, an id needs two bytes, otherwise four.
+        tokens_per_shard: number of tokens of each shard except the last.
 
     Returns:
-        What was written, opened.
+        The opened shards.
 
     Raises:
-        ValueError: a folder that holds something; no document, or an empty one; what is no row of integers,
-            or an id beyond the vocabulary, naming the document.
-        OSError: the disk refused.
+        ValueError: a folder that is not empty, no documents, an empty document, a document that is not a
+            one-dimensional sequence of integers, or an id outside the vocabulary. The message names the
+            document.
+        OSError: a file cannot be written.
     """
     check_sizes(vocab_size=vocab_size, tokens_per_shard=tokens_per_shard)
     require(vocab_size <= 2**32, "vocab_size", vocab_size, "1 to 2**32")
@@ -104,21 +105,21 @@ def write_shards(
 
 
 class TokenShards(TokenSequence):
-    """The tokens of a folder that `write_shards` made, read-only, by their place across all shards.
+    """Tokens of a folder that `write_shards` created, read-only, indexed across all shards.
 
-    Opening reads the list and the size of each file. A shard is mapped when it is first read, and a chunk of
-    it checked when it is first read, once in a process: 2 GB/s on a processor with instructions for
-    SHA-256, that is half a millisecond for each MiB. What is not read takes no memory.
+    When the folder is opened, the list and the size of each file are read. A shard is mapped when it is first
+    read. A chunk is checked when it is first read, once per process, at 2 GB/s on a processor with
+    instructions for SHA-256, or half a millisecond per MiB. Unread parts need no memory.
 
-    It can be sent to another process, which opens the folder again.
+    An instance can be sent to another process, which opens the folder itself.
 
     Args:
-        directory: the folder.
+        directory: folder of the shards.
 
     Raises:
-        FileNotFoundError: there is no list of shards.
-        ValueError: a list that is none or was changed; a shard that is missing, or too short or too long.
-            Later, from reading: a shard that was changed, naming the chunk.
+        FileNotFoundError: the folder has no list of shards.
+        ValueError: the list is invalid or changed, or a shard is missing, truncated or too long. Reads raise
+            it for a changed shard, with the name of the chunk.
     """
 
     has_documents = True
@@ -141,7 +142,7 @@ class TokenShards(TokenSequence):
         return self._stop - self._start
 
     def __getitem__(self, places: slice) -> Tensor:
-        """The tokens of a slice without a step: int64 (n,)."""
+        """Return the tokens of a slice without a step: int64 (n,)."""
         start, stop, step = places.indices(len(self))
         require(step == 1, "step", step, "1")
         return self.rows(torch.tensor([start]), max(stop - start, 0))[0]
@@ -155,7 +156,7 @@ class TokenShards(TokenSequence):
         return torch.from_numpy(rows_BN)
 
     def document_ids(self, starts_B: Tensor, length: int) -> Tensor:
-        """See `TokenSequence`. In a part, numbers are those of the whole."""
+        """See `TokenSequence`. In a part, document numbers are those of the entire sequence."""
         ids_BN = np.empty((len(starts_B), length), np.int64)
         for row_N, start in zip(ids_BN, starts_B.tolist(), strict=True):
             for shard, first, begin, end in self._pieces(start, length):
@@ -167,16 +168,16 @@ class TokenShards(TokenSequence):
     def part(self, start: int, stop: int) -> Self:
         """See `TokenSequence`."""
         require(0 <= start <= stop <= len(self), "start and stop", (start, stop), f"within 0 to {len(self)}")
-        part = copy.copy(self)  # shards that are open, and what was checked, are shared
+        part = copy.copy(self)  # open shards and results of checks are shared
         part._start, part._stop = self._start + start, self._start + stop
         return part
 
     def digest(self) -> str:
-        """See `TokenSequence`. Made of the checksums in the list: no token is read."""
+        """See `TokenSequence`. It is computed from the checksums in the list, without reading tokens."""
         return f"{self._digest} {self._start} {self._stop}"
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, place in the row, begin and end in the shard) of what a row is put together from."""
+        """Yield (shard, position in the row, begin and end in the shard) of the pieces of a row."""
         require(0 <= start <= len(self) - length, "start", start, f"0 to {len(self) - length}")
         first, place, stop = self._start + start, self._start + start, self._start + start + length
         shard = bisect.bisect_right(self._first_tokens, place) - 1
@@ -188,7 +189,7 @@ class TokenShards(TokenSequence):
 
 
 class _Shard:
-    """One file. It is mapped, and its header checked, when it is first read."""
+    """File of a shard. It is mapped, and its header is checked, when it is first read."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], entry: dict[str, Any]) -> None:
         self.path, self.dtype = folder / entry["file"], dtype
@@ -224,7 +225,7 @@ class _Shard:
             content = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
             after_header = 8 + int.from_bytes(content[:8].tobytes(), "little")
             header = content[:after_header].tobytes()
-            # The list says what the header was, so that nothing is read out of one that was changed.
+            # The digest in the list covers the header, so a changed header is never used.
             places = _read_header(header, self.n_bytes)
             parts = {
                 name: content[after_header + begin : after_header + end]
@@ -249,12 +250,12 @@ class _Shard:
         return self._open
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mapping, which would be sent with all that it maps."""
+        """Return the state without the mapping, because its content would be sent, too."""
         return {**self.__dict__, "_open": None}
 
 
 class _Chunked:
-    """Numbers under checksums, each of which is checked when what is under it is first read."""
+    """Numbers with checksums. A checksum is verified when its chunk is first read."""
 
     def __init__(self, name: str, content: Integers, dtype: np.dtype[Any], checksums: Integers) -> None:
         self.name, self.content, self.numbers, self.checksums = name, content, content.view(dtype), checksums
@@ -294,7 +295,7 @@ def _checked(i: int, document: Document, vocab_size: int) -> Integers:
 def _filled(
     documents: Iterable[Integers], dtype: np.dtype[Any], capacity: int
 ) -> Iterator[tuple[Integers, Integers]]:
-    """The tokens of each shard, and where documents begin in it."""
+    """Yield the tokens of each shard and the document starts in it."""
     buffer, filled = np.empty(capacity, dtype), 0
     starts: list[int] = []
     for document in documents:
@@ -340,8 +341,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of the list of shards.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it was changed, or has values that `write_shards` does not write.
+        FileNotFoundError: the list is missing.
+        ValueError: the list was changed, or has values that `write_shards` does not write.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; allowed: a folder that write_shards made")
@@ -378,7 +379,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
-    """Where each tensor is behind the header; nothing where the header is none."""
+    """Return the position of each tensor after the header. Return an empty dict if the header is invalid."""
     try:
         described = json.loads(header[8:])
         places = {name: tuple(described[name]["data_offsets"]) for name in described if name[0] != "_"}

@@ -1,4 +1,4 @@
-"""Tasks: made-up sequences of which the best loss that any model can reach is known.
+"""Tasks: synthetic sequences with a known minimum loss.
 
 Shapes: B rows, N tokens in a row, V tokens of the vocabulary, S states of a chain.
 """
@@ -23,20 +23,21 @@ Array = npt.NDArray[Any]
 
 
 class Task(ABC):
-    """Rows of tokens, each a function of (seed, stream, epoch, index) alone, with the same NumPy.
+    """Generator of rows of tokens.
 
-    Labels are not shifted: the token where the ones before it say something of it, -100 elsewhere.
+    Each row depends only on (seed, stream, epoch, index) and the version of NumPy.
+    Labels are not shifted. A label is the token itself if the earlier tokens help to predict it, otherwise -100.
 
     Attributes:
-        best_loss: in nats, the expected next-token loss of the best possible predictor, mean over labels.
+        best_loss: expected next-token loss of the best possible predictor, in nats, as a mean over labels.
 
     Args:
-        vocab_size: ids are below it.
-        row_length: N, tokens in a row.
-        seed: of the rows.
+        vocab_size: size of the vocabulary. Ids are below it.
+        row_length: number N of tokens in a row.
+        seed: seed of the rows.
 
     Raises:
-        ValueError: a vocabulary or a row too small for the task.
+        ValueError: a vocabulary or a row is too small for the task.
     """
 
     kind: ClassVar[TaskKind]
@@ -51,12 +52,12 @@ class Task(ABC):
         self.vocab_size, self.row_length, self.seed = vocab_size, row_length, seed
 
     def rows(self, epoch: int, indices: Sequence[int], *, stream: int = 0) -> Batch:
-        """Rows by their number.
+        """Return rows by their indices.
 
         Args:
-            epoch: of them; others in each.
-            indices: B numbers, from 0 and without end.
-            stream: for rows that are never those of another stream, as for validation.
+            epoch: epoch of the rows. Rows differ between epochs.
+            indices: B indices, from 0 and without an upper limit.
+            stream: number of the stream. Streams have different rows, for example for validation.
 
         Returns:
             {"input_ids": int64 (B, N), "labels": int64 (B, N)}
@@ -70,10 +71,10 @@ class Task(ABC):
 
     @abstractmethod
     def _fill(self, generators: list[np.random.Generator], tokens_BN: Array, labelled_BN: Array) -> None:
-        """Write the rows, and which tokens of them can be predicted."""
+        """Write the rows, and mark the tokens that have labels."""
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that say which rows these are."""
+        """Return plain values that identify the rows."""
         return {
             "task": self.kind,
             "vocab_size": self.vocab_size,
@@ -83,7 +84,10 @@ class Task(ABC):
 
 
 class CopyTask(Task):
-    """Random tokens, then the same once more. Labels are on the repetition, and the best loss is 0."""
+    """Task with rows of random tokens that are repeated once.
+
+    Labels are on the repetition, and the best loss is 0.
+    """
 
     kind = "copy"
 
@@ -92,18 +96,18 @@ class CopyTask(Task):
 
 
 class ShiftTask(Task):
-    """Each token is the one `lag` places before it; the first `lag` are random.
+    """Task in which each token equals the one `lag` positions before it. The first `lag` tokens are random.
 
-    Labels are on all others, and the best loss is 0.
+    Labels are on all tokens except the first `lag`, and the best loss is 0.
 
     Args:
-        vocab_size: ids are below it.
-        row_length: tokens in a row.
-        seed: of the rows.
-        lag: 1 to `row_length - 1`; None: 4, or the most that a shorter row allows.
+        vocab_size: size of the vocabulary. Ids are below it.
+        row_length: number of tokens in a row.
+        seed: seed of the rows.
+        lag: 1 to `row_length - 1`. None: 4, or `row_length - 1` for a shorter row.
 
     Raises:
-        ValueError: a vocabulary or a row too small, or another lag.
+        ValueError: a vocabulary or a row is too small, or the lag is out of range.
     """
 
     kind = "shift"
@@ -123,11 +127,11 @@ class ShiftTask(Task):
 
 
 class InductionTask(Task):
-    """Pairs of a key and a value, then keys again: what followed each of them earlier?
+    """Task with pairs of a key and a value, followed by questions: a key, and its value as the answer.
 
-    Keys are of the lower half of the vocabulary, and each is in one pair; values are of the upper half. About
-    half of the row are pairs, the rest questions, drawn with repetition. Labels are on the answers, and the
-    best loss is 0: an induction head is enough (Olsson et al. 2022, arXiv:2209.11895).
+    Keys are from the lower half of the vocabulary, and each is in one pair. Values are from the upper half.
+    About half of the row are pairs. The questions are drawn with repetition. Labels are on the answers. The
+    best loss is 0, because an induction head is sufficient (Olsson et al. 2022, arXiv:2209.11895).
     """
 
     kind = "induction"
@@ -146,23 +150,26 @@ class InductionTask(Task):
 
 
 class MarkovTask(Task):
-    """A Markov chain that starts in its stationary distribution, with all ways from state to state open.
+    """Task with rows of a Markov chain that starts in its stationary distribution.
 
-    Labels are on all tokens but the first, and the best loss is the entropy rate of the chain,
-    -sum_i p_i sum_j P_ij ln P_ij (Cover & Thomas, Elements of Information Theory, 2nd ed., eq. 4.27).
+    All transitions are possible.
+
+    Labels are on all tokens except the first. The best loss is the entropy rate of the chain, -sum_i p_i
+    sum_j P_ij ln P_ij (Cover & Thomas, Elements of Information Theory, 2nd ed., eq. 4.27).
 
     Attributes:
-        transition_SS: float64, P_ij: how likely j is after i. The softmax of normal numbers of deviation 2.
-        stationary_S: float64, p_i: how often i is.
+        transition_SS: float64 probabilities P_ij of j after i: softmax of normal numbers of standard
+            deviation 2.
+        stationary_S: float64 probabilities p_i of the states.
 
     Args:
-        vocab_size: ids are below it.
-        row_length: tokens in a row.
-        seed: of the chain and of the rows.
-        n_states: S, how many ids occur, from 0; None: 32, or as many as there are.
+        vocab_size: size of the vocabulary. Ids are below it.
+        row_length: number of tokens in a row.
+        seed: seed of the chain and of the rows.
+        n_states: number S of ids that occur, from 0. None: 32, or `vocab_size` if it is smaller.
 
     Raises:
-        ValueError: a vocabulary or a row too small, or more states than ids.
+        ValueError: a vocabulary or a row is too small, or there are more states than ids.
     """
 
     kind = "markov"
@@ -177,7 +184,7 @@ class MarkovTask(Task):
         drawn_SS = 2.0 * np.random.default_rng(seed).standard_normal((self.n_states, self.n_states))
         exponents_SS = np.exp(drawn_SS - drawn_SS.max(1, keepdims=True))
         self.transition_SS: Array = exponents_SS / exponents_SS.sum(1, keepdims=True)
-        # p P = p, and the sum of p is 1: one equation of the first is redundant.
+        # p P = p and sum(p) = 1. One equation of p P = p is redundant.
         equations_SS = self.transition_SS.T - np.eye(self.n_states)
         equations_SS[-1] = 1.0
         self.stationary_S: Array = np.linalg.solve(equations_SS, np.eye(self.n_states)[-1])
@@ -202,14 +209,14 @@ class TaskBatches(Batches):
     """Batches of rows of a task.
 
     Args:
-        task: what they are of.
+        task: task that generates the rows.
         batch_size: rows of a batch.
-        n_batches: of an epoch; None: there is no end.
-        stream: rows of one are never those of another.
-        fixed: every epoch has the rows of the first.
-        labels: False leaves them out, for objectives that choose what to predict.
-        rank: of this process; see `Batches`.
-        world_size: how many processes share the rows.
+        n_batches: number of batches of an epoch. None: unlimited.
+        stream: number of the stream. Streams have different rows.
+        fixed: True: every epoch has the rows of the first.
+        labels: False: omit the labels, for objectives that choose their targets.
+        rank: rank of this process; see `Batches`.
+        world_size: number of processes that share the rows.
 
     Yields:
         {"input_ids": int64 (B, N), "labels": int64 (B, N)}
@@ -232,7 +239,7 @@ class TaskBatches(Batches):
         self.task, self.stream, self.fixed, self.labels = task, stream, fixed, labels
 
     def batch(self, epoch: int, i: int) -> Batch:
-        """Batch `i` of `epoch`, both counted from 0."""
+        """Return batch `i` of `epoch`, both counted from 0."""
         first = (i * self.world_size + self.rank) * self.batch_size
         epoch = 0 if self.fixed else epoch
         batch = self.task.rows(epoch, range(first, first + self.batch_size), stream=self.stream)
@@ -251,10 +258,10 @@ class TaskBatches(Batches):
 
 
 def create_task(kind: TaskKind, vocab_size: int, row_length: int, *, seed: int = 0) -> Task:
-    """The task of a kind, with its defaults.
+    """Return the task of a kind, with its defaults.
 
     Raises:
-        ValueError: a vocabulary or a row too small for it.
+        ValueError: a vocabulary or a row is too small for the task.
     """
     tasks: dict[TaskKind, type[Task]] = {
         "copy": CopyTask,

@@ -1,4 +1,4 @@
-"""Text that every CPython carries, so that a first training needs no download."""
+"""Text that is included in every CPython, so that a first training needs no download."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 def documentation_pages() -> list[str]:
-    """The pages that `documentation_text` is made of, in its order."""
+    """Return the pages of `documentation_text` in its order."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
 
 
 def documentation_text() -> str:
-    """The documentation of the Python language that every CPython carries: about 450 kB of English."""
+    """Return the documentation of the Python language in every CPython: about 450 kB of English."""
     return "\n\n".join(documentation_pages())
 
 
 def standard_library_files() -> list[str]:
-    """The files that `standard_library_text` is made of, in its order.
+    """Return the texts of the files of `standard_library_text` in its order.
 
     Raises:
-        FileNotFoundError: this Python has its standard library in no folder of source files.
+        FileNotFoundError: this Python has no folder with source files of its standard library.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(
@@ -39,17 +39,18 @@ def standard_library_files() -> list[str]:
         raise FileNotFoundError(f"{folder}: no source files of the standard library")
     texts = []
     for path in paths:
-        with tokenize.open(path) as file:  # in the encoding that the file declares
+        with tokenize.open(path) as file:  # with the encoding that the file declares
             texts.append(file.read())
     return texts
 
 
 def standard_library_text() -> str:
-    """The source code of the standard library of the CPython that runs, without its tests.
+    """Return the source code of the standard library of this Python, without its tests.
 
-    About 12 MB in 3.11. It differs between versions and builds of Python: losses on it compare within one.
+    It has about 12 MB in 3.11. It differs between versions and builds of Python, so only losses on the same
+    Python are comparable.
 
     Raises:
-        FileNotFoundError: as `standard_library_files`.
+        FileNotFoundError: an error of `standard_library_files`.
     """
     return "\n\n".join(standard_library_files())

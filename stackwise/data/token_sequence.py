@@ -1,4 +1,4 @@
-"""TokenSequence: a long row of tokens, read at any place, that may know where its documents begin.
+"""TokenSequence: long sequence of tokens with random access, and optionally with document boundaries.
 
 Shapes: B rows, N tokens in a row.
 """
@@ -18,7 +18,7 @@ __all__ = ["TokenArray", "TokenSequence"]
 
 
 class TokenSequence(ABC):
-    """Tokens by their place, 0 to `len` - 1."""
+    """Sequence of tokens, indexed from 0 to `len` - 1."""
 
     has_documents: bool
 
@@ -27,34 +27,35 @@ class TokenSequence(ABC):
 
     @abstractmethod
     def rows(self, starts_B: Tensor, length: int) -> Tensor:
-        """The `length` tokens from each start: int64 (B, N), the caller's own to change."""
+        """Return `length` tokens from each start: int64 (B, N), a copy that the caller may change."""
 
     @abstractmethod
     def document_ids(self, starts_B: Tensor, length: int) -> Tensor:
-        """For each of the same tokens the number of its document, counted from 0: int64 (B, N).
+        """Return the number of the document of each of these tokens, counted from 0: int64 (B, N).
 
         Raises:
-            ValueError: it is not known where documents begin.
+            ValueError: the document boundaries are unknown.
         """
 
     @abstractmethod
     def part(self, start: int, stop: int) -> Self:
-        """The tokens `start` to `stop` (exclusive), without a copy."""
+        """Return the tokens `start` to `stop` (exclusive), without a copy."""
 
     @abstractmethod
     def digest(self) -> str:
-        """A digest of the tokens and of where documents begin, in hexadecimal."""
+        """Return a hexadecimal digest of the tokens and of the document boundaries."""
 
 
 class TokenArray(TokenSequence):
     """Tokens in memory.
 
     Args:
-        tokens: integer (number of tokens,).
-        document_starts: int64 (number of documents,), ascending from 0: where each begins. None: not known.
+        tokens: integers (number of tokens,).
+        document_starts: start of each document, int64 (number of documents,), ascending from 0. None:
+            unknown.
 
     Raises:
-        ValueError: other shapes or kinds; starts that do not ascend from 0 or go beyond the tokens.
+        ValueError: a wrong shape or type, or starts that do not ascend from 0 or exceed the tokens.
     """
 
     def __init__(self, tokens: Tensor, document_starts: Tensor | None = None) -> None:
@@ -84,7 +85,7 @@ class TokenArray(TokenSequence):
         return torch.searchsorted(self.document_starts, places_BN, right=True) - 1
 
     def part(self, start: int, stop: int) -> Self:
-        """See `TokenSequence`. Numbers of documents start at 0 again."""
+        """See `TokenSequence`. Document numbers of the part start at 0."""
         starts = self.document_starts
         if starts is not None:
             first = int(torch.searchsorted(starts, start, right=True)) - 1

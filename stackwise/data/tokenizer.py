@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, by bytes or as a tokenizer.json says."""
+"""Tokenizers: conversion of text to ids and back, by bytes or with a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SPECIALS = ("bos", "eos", "mask")
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer.
+    """Interface of a tokenizer for the trainer.
 
     Attributes:
-        name: as `create_tokenizer` takes it.
-        vocab_size: ids are below it.
-        bos: the id of the token that begins a text; None: there is none.
-        eos: the id of the token that ends a text; None: there is none.
-        mask: the id of the token that stands for no other; None: there is none.
+        name: argument of `create_tokenizer`.
+        vocab_size: size of the vocabulary. Ids are below it.
+        bos: id of the begin token. None: no such token.
+        eos: id of the end token. None: no such token.
+        mask: id of the mask token. None: no such token.
     """
 
     name: str
@@ -33,20 +33,20 @@ class Tokenizer(Protocol):
     mask: int | None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; nothing is put before or behind it."""
+        """Return the ids of `text`, without additional tokens."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8: ids 0 to 255, and special tokens above.
+    """Tokenizer of UTF-8 bytes: ids 0 to 255, and special tokens above.
 
     Args:
-        specials: which of `bos`, `eos`, `mask` there are, with ids from 256 in this order.
+        specials: special tokens, a subset of `bos`, `eos`, `mask`. Their ids start at 256, in this order.
 
     Raises:
-        ValueError: a special token that is none of these, or twice.
+        ValueError: an unknown or repeated special token.
     """
 
     def __init__(self, specials: Sequence[str] = ()) -> None:
@@ -59,18 +59,18 @@ class ByteTokenizer:
         self.bos, self.eos, self.mask = (ids.get(special) for special in _SPECIALS)
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text`.
+        """Return the bytes of `text`.
 
         Raises:
-            ValueError: half a surrogate pair, which UTF-8 cannot say.
+            ValueError: the text contains an unpaired surrogate, which has no UTF-8 encoding.
         """
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; what is no UTF-8 becomes U+FFFD, and special tokens nothing.
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD, and special tokens are omitted.
 
         Raises:
-            ValueError: an id beyond the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         ids = list(ids)
         for i in ids:
@@ -79,23 +79,23 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of Hugging Face's tokenizers.
+    """Tokenizer from a `tokenizer.json` of Hugging Face's tokenizers.
 
-    Of the file's `truncation` and `padding`, which are for the rows of a batch, neither is done.
+    The file's `truncation` and `padding` are ignored, because they apply to the rows of a batch.
 
-    Which token begins, ends or masks a text is in the `tokenizer_config.json` beside it, if there is one; a
-    `tokenizer.json` itself does not say.
+    The begin, end and mask tokens are read from `tokenizer_config.json` in the same folder, if it exists,
+    because `tokenizer.json` does not name them.
 
     Args:
-        path: the file, or the folder that holds it under this name.
-        bos: the token that begins a text; None: as `tokenizer_config.json` says.
-        eos: the token that ends one.
-        mask: the token that stands for no other.
+        path: path of the file, or of the folder that contains it.
+        bos: begin token. None: the token in `tokenizer_config.json`.
+        eos: end token. None: likewise.
+        mask: mask token. None: likewise.
 
     Raises:
         ImportError: tokenizers is not installed.
-        FileNotFoundError: there is no such file.
-        ValueError: it is no tokenizer, or has no such token.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not a tokenizer, or has no such token.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer:
             )
         try:
             self._inner = Inner.from_file(str(file))
-        except Exception as error:  # tokenizers raises no class of its own
+        except Exception as error:  # tokenizers has no error class
             raise ValueError(f"{file}: no tokenizer: {error}") from None
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -127,17 +127,17 @@ class HuggingFaceTokenizer:
         self.bos, self.eos, self.mask = (self._id(key, given[key] or said[key]) for key in _SPECIALS)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """The ids of `text`. Special tokens in the text count as such.
+        """Return the ids of `text`. Special tokens in the text are recognised.
 
         Args:
-            text: may be empty.
-            add_special_tokens: put around it what the file says; False: nothing.
+            text: text to encode. May be empty.
+            add_special_tokens: True: add the tokens that the file defines for the start and end of a text.
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, without special tokens unless asked for."""
+        """Return the text of `ids`, by default without special tokens."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -150,24 +150,24 @@ class HuggingFaceTokenizer:
 
 
 def create_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """`byte`, or the tokenizer of a `tokenizer.json` or of the folder that holds it.
+    """Return the tokenizer `byte`, or that of a `tokenizer.json` or of the folder that contains it.
 
     Raises:
-        ImportError, FileNotFoundError, ValueError: as `HuggingFaceTokenizer`.
+        ImportError, FileNotFoundError, ValueError: errors of `HuggingFaceTokenizer`.
     """
     return ByteTokenizer() if name_or_path == "byte" else HuggingFaceTokenizer(name_or_path)
 
 
 def check_vocabulary(vocab_size: int, needed: int, of: str) -> None:
-    """Refuse a model that has no embedding for some of the ids.
+    """Refuse a model with fewer embeddings than ids.
 
     Args:
-        vocab_size: of the model.
-        needed: of the tokens.
-        of: what these are.
+        vocab_size: vocabulary size of the model.
+        needed: vocabulary size of the tokens.
+        of: source of the tokens, for the message.
 
     Raises:
-        ValueError: naming both.
+        ValueError: `vocab_size` is too small. The message names both sizes.
     """
     require(vocab_size >= needed, "model.vocab_size", vocab_size, f"at least {needed}, the ids of {of}")
 

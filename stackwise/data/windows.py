@@ -1,4 +1,4 @@
-"""TokenWindows: a token sequence cut into rows, in an order that the seed and the epoch decide.
+"""TokenWindows: rows of a token sequence, in an order that depends on seed and epoch.
 
 Shapes: B rows of a batch, N tokens in a row.
 """
@@ -19,30 +19,29 @@ __all__ = ["TokenWindows"]
 
 
 class TokenWindows(Batches):
-    """Batches of windows of a token sequence, `seq_len` apart; each pass over it is one epoch.
+    """Batches of windows of a token sequence, at a distance of `seq_len`. Each pass over it is one epoch.
 
-    With `shuffle`, every epoch cuts the sequence at another offset and visits the windows in another
-    order, both functions of (seed, epoch) alone: not of `batch_size` nor of the processes. The order is an
-    array of as many numbers as there are windows, 4 bytes each: 0.4 GB and some seconds an epoch for 1e8
-    windows, which of 4096 tokens are 4e11.
+    With `shuffle`, every epoch has another offset of the windows and another order. Both depend only on
+    (seed, epoch), and not on `batch_size` or the number of processes. The order needs 4 bytes per window: for
+    1e8 windows (4e11 tokens in windows of 4096), 0.4 GB and some seconds per epoch.
 
     Args:
-        tokens: integer (number of tokens,), or a TokenSequence.
-        batch_size: rows per batch; an incomplete last batch is left out.
-        seq_len: what the model sees.
-        row_length: `seq_len + 1`, the default, where the last token is only a target; or `seq_len`.
-        seed: of the order.
-        shuffle: False gives the same order each epoch.
-        pack_documents: say in `document_ids` which tokens are of one document.
-        rank: of this process; see `Batches`.
-        world_size: how many processes share the rows.
+        tokens: integers (number of tokens,), or a TokenSequence.
+        batch_size: rows per batch. An incomplete last batch is omitted.
+        seq_len: number of tokens that the model reads.
+        row_length: `seq_len + 1`, the default, if the last token is only a target, or `seq_len`.
+        seed: seed of the order.
+        shuffle: False: the same order in each epoch.
+        pack_documents: True: return `document_ids`, which show the tokens of each document.
+        rank: rank of this process; see `Batches`.
+        world_size: number of processes that share the rows.
 
     Yields:
-        {"input_ids": int64 (B, N)}; packed, also {"document_ids": int64 (B, N)}: the number of each token's
-        document in the sequence.
+        {"input_ids": int64 (B, N)}. With `pack_documents`, also {"document_ids": int64 (B, N)}: the number of
+        each token's document in the sequence.
 
     Raises:
-        ValueError: too few tokens for one batch; `pack_documents` of tokens whose documents are not known.
+        ValueError: too few tokens for one batch, or `pack_documents` with unknown document boundaries.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class TokenWindows(Batches):
         documents = "True only for tokens whose documents are known"
         require(not pack_documents or self.sequence.has_documents, "pack_documents", True, documents)
         self.seq_len, self.seed, self.shuffle, self.pack_documents = seq_len, seed, shuffle, pack_documents
-        # A cut may be anywhere in the first window; the last one has its target still.
+        # The offset may be anywhere in the first window, and the last window still needs its target.
         unused = self.row_length - seq_len + (seq_len - 1 if shuffle else 0)
         rows = batch_size * world_size
         if len(self.sequence) < (needed := rows * seq_len + unused):
@@ -80,14 +79,14 @@ class TokenWindows(Batches):
 
     @property
     def tokens(self) -> Tensor | TokenSequence:
-        """What is cut into windows: a tensor where it is in memory."""
+        """Token sequence: a tensor if it is in memory."""
         return self.sequence.tokens if isinstance(self.sequence, TokenArray) else self.sequence
 
     def batch(self, epoch: int, i: int) -> Batch:
-        """Batch `i` of `epoch`, both counted from 0.
+        """Return batch `i` of `epoch`, both counted from 0.
 
         Raises:
-            ValueError: there is no such batch.
+            ValueError: the batch does not exist.
         """
         check_sizes(0, epoch=epoch, i=i)
         require(i < len(self), "i", i, f"0 to {len(self) - 1}")
@@ -121,12 +120,12 @@ class TokenWindows(Batches):
         return self.sequence.digest()
 
     def _order_of(self, epoch: int) -> tuple[int, Tensor | None]:
-        """Where the epoch is cut, and which window comes when: that of the last epoch asked for is kept."""
+        """Return the offset and the order of the windows in an epoch. The last result is cached."""
         if not self.shuffle:
             return 0, None
         if self._order is None or self._order[0] != epoch:
-            self._order = None  # two orders are never held at a time
-            # torch seeds its CPU generator with 32 bits: those above them are mixed in.
+            self._order = None  # so that only one order is in memory
+            # torch seeds its CPU generator with 32 bits. The higher bits are mixed in.
             mixed = self.seed * 1_000_003 + (self.seed >> 32) * 0x9E3779B1 + epoch
             generator = torch.Generator().manual_seed(mixed % 2**32)
             offset = int(torch.randint(self.seq_len, (1,), generator=generator))
@@ -136,5 +135,5 @@ class TokenWindows(Batches):
         return self._order[1], self._order[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the order: another process makes it quicker than it is sent."""
+        """Return the state without the order, because computing it is faster than sending it."""
         return {**self.__dict__, "_order": None}

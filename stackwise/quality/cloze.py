@@ -37,7 +37,7 @@ class ClozeResult:
 
     @property
     def figure(self) -> Proportion:
-        """Share of texts whose end equals the model's greedy continuation."""
+        """Share of texts with an end that equals the model's greedy continuation."""
         return Proportion.of(self.correct())
 
     @property
@@ -67,7 +67,7 @@ class ClozeResult:
 
 
 def score_cloze(scorer: Scorer, requests: Sequence[Request | tuple[str, str]]) -> ClozeResult:
-    """Score the end of each text, given its context.
+    """Score the end of each text after its context.
 
     Raises:
         ValueError: no texts, or an error of `Scorer.score`.

@@ -129,13 +129,13 @@ class ModelComparison:
         }
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the comparison as JSON, and write it to `path` if given. Non-finite numbers are strings."""
+        """Return the comparison as JSON, and write it to `path`, if any. Non-finite numbers are strings."""
         return _written(json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n", path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return one line per model and workload or task.
 
-        None is an empty field. Write to `path` if given.
+        None is an empty field. Also write to `path`.
         """
         lines = [{"kind": "quality"} | row.to_dict() for row in self.quality]
         if self.speed is not None:
@@ -326,7 +326,7 @@ def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0
     require(type(result) is type(other), "result", type(other).__name__, type(result).__name__)
     if isinstance(result, PerplexityResult):
         assert isinstance(other, PerplexityResult)
-        # Texts are not stored, only their sizes. The tokens may be those of different tokenizers.
+        # Texts are not stored, only their sizes. The tokenizers may differ.
         sorts = [[(text.bytes, text.characters, text.words) for text in r.texts] for r in (result, other)]
         require(sorts[0] == sorts[1], "texts", f"{len(sorts[1])} others", f"the same {len(sorts[0])}")
         sizes = [text.bytes for text in result.texts]

@@ -172,7 +172,7 @@ class LanguageModel:
 
     @property
     def reuse_note(self) -> str:
-        """Sentence that says if common prefixes are computed once and, if not, the reason."""
+        """Note for reports: common prefixes are computed once, or the reason against it."""
         return self._tried_rows[1]
 
     @cached_property
@@ -242,7 +242,7 @@ class LanguageModel:
         """Read some tokens in one pass, and more of them one by one.
 
         Raises:
-            ValueError: the logits differ from those of a plain pass.
+            ValueError: the logits differ from a plain pass.
             Exception: an error of the model.
         """
         ids_2T = torch.randint(self.vocab_size, (2, n), device=self.device)
@@ -256,7 +256,7 @@ class LanguageModel:
             raise ValueError("other logits than without it")
 
     def _try_rows(self, n: int) -> CacheRows:
-        """Return the rows of a cache, if logits computed with copied rows equal those of a plain pass.
+        """Return the rows of a cache, if logits with copied rows equal the logits of a plain pass.
 
         Raises:
             ValueError: the logits differ.

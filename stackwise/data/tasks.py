@@ -25,8 +25,8 @@ Array = npt.NDArray[Any]
 class Task(ABC):
     """Generator of rows of tokens.
 
-    Each row depends only on (seed, stream, epoch, index) and the version of NumPy.
-    Labels are not shifted. A label is the token itself if the earlier tokens help to predict it, otherwise -100.
+    Each row depends only on (seed, stream, epoch, index) and the version of NumPy. Labels are not shifted. A
+    label is the token itself if the earlier tokens help to predict it, otherwise -100.
 
     Attributes:
         best_loss: expected next-token loss of the best possible predictor, in nats, as a mean over labels.
@@ -152,10 +152,9 @@ class InductionTask(Task):
 class MarkovTask(Task):
     """Task with rows of a Markov chain that starts in its stationary distribution.
 
-    All transitions are possible.
-
-    Labels are on all tokens except the first. The best loss is the entropy rate of the chain, -sum_i p_i
-    sum_j P_ij ln P_ij (Cover & Thomas, Elements of Information Theory, 2nd ed., eq. 4.27).
+    All transitions are possible. Labels are on all tokens except the first. The best loss is the entropy rate
+    of the chain, -sum_i p_i sum_j P_ij ln P_ij (Cover & Thomas, Elements of Information Theory, 2nd ed.,
+    eq. 4.27).
 
     Attributes:
         transition_SS: float64 probabilities P_ij of j after i: softmax of normal numbers of standard

@@ -130,7 +130,7 @@ def give_up(task: dict[str, Any], as_root: bool) -> None:
     if task["isolated"]:
         # As nobody in an inner user namespace, the process has no rights over the outer ones.
         call("unshare", NEW_USERS)
-        # Without /proc: the limits also apply in namespaces that are created inside.
+        # Fails without /proc. The limits also apply in namespaces that are created inside.
         with contextlib.suppress(OSError):
             write("/proc/sys/user/max_user_namespaces", "0")
     if sys.platform == "linux":

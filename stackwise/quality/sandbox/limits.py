@@ -45,7 +45,7 @@ class SandboxLimits:
     def rlimits(self, *, isolated: bool = True) -> dict[str, int]:
         """Return the limits by the names of setrlimit(2).
 
-        The limit of processes is included only if no other processes of the user count.
+        The limit of processes needs isolation, because the kernel counts all processes of the user.
         """
         processes = {"RLIMIT_NPROC": self.processes + 1} if isolated else {}  # one waits for the program
         return {

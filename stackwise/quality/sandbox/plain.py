@@ -1,6 +1,6 @@
 """Plain values: data exchange between two processes that do not trust each other.
 
-No value contains code. A value arrives as an object of built-in types, even if its class overrides comparison
+Values never contain code. A value arrives as an object of built-in types, even if its class overrides comparison
 or printing. Only the standard library is used, because the jail has no other packages.
 """
 

@@ -18,7 +18,7 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["FirstUnstable", "first_unstable_length"]
 
-_FRESH = 50_000_017  # offset of fresh seeds, far from the seeds that are counted from the first one
+_FRESH = 50_000_017  # offset of fresh seeds, so that they differ from the first ones
 
 
 @dataclass(frozen=True, repr=False)

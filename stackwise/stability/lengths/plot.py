@@ -104,7 +104,7 @@ def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     places = [point.seq_len for point in points]
-    # Ticks at the lengths, except for lengths whose labels would overlap.
+    # Ticks at the lengths, without overlapping labels.
     ticks = [n for n, before in zip(places, [0, *places], strict=False) if n > 1.25 * before]
     axes.set_xticks(ticks, labels=[str(n) for n in ticks], rotation=45 if len(ticks) > 8 else 0)
     axes.xaxis.set_minor_locator(NullLocator())

@@ -25,7 +25,7 @@ __all__ = [
 # In float32, squares of numbers above 2**64 overflow. Scaled by 2**-80, the squares of all numbers are
 # finite. The small numbers that this scaling loses are negligible in a sum that overflows without it.
 _DOWN, _UP = 2.0**-80, 2.0**80
-_SMALL = 2.0**-40  # smaller squares may round to 0 in float32; they are negligible in a norm above this limit
+_SMALL = 2.0**-40  # in a norm above it, squares that float32 rounds to 0 are negligible
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -41,7 +41,7 @@ class LanguageModel:
     they change with each length above it, so `max_length` is at most this length.
 
     Args:
-        subject: a module, which is not copied or moved and whose mode is restored; or an argument of
+        subject: a module, which is not copied and keeps its mode; or an argument of
             `ModelSpec.of`, which creates a model.
         device: device for the model. None: it is not moved.
         max_length: maximum number of positions of a sequence. None: the limit that the model names.
@@ -296,7 +296,7 @@ class LanguageModel:
                 wanted = self.logits(torch.cat((ids_2T[row], rest))[None], half + len(stem.trunk))
                 if not self._are_equal(got[row : row + 1, column : column + len(end)], wanted):
                     return False
-        # A convolution whose state continues from one end to the next may cause only small differences.
+        # If the state of a convolution continues from one end to the next, rounding may hide the difference.
         others = [Stem(stem.trunk, [self._drawn(len(stem.ends[0])), stem.ends[1]]) for stem in stems]
         _, moved = self._packed_logits(ids_2T, others)
         return all(
@@ -391,7 +391,7 @@ def _not_used(error: Exception) -> str:
 def _takes_masks_of_pairs(model: nn.Module) -> bool:
     """Return True if the model names no attention kernel that refuses a mask of position pairs.
 
-    Other kernels interpret the mask differently. Flash attention uses its entries as indices of tokens, which
+    Such kernels interpret the mask differently. Flash attention uses its entries as indices of tokens, which
     causes a delayed error on a GPU.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]

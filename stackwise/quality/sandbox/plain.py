@@ -1,7 +1,7 @@
 """Plain values: data exchange between two processes that do not trust each other.
 
-Values never contain code. A value arrives as an object of built-in types, even if its class overrides comparison
-or printing. Only the standard library is used, because the jail has no other packages.
+Values never contain code. A value arrives as an object of built-in types, even if its class overrides
+comparison or printing. Only the standard library is used, because the jail has no other packages.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def mmlu_questions(
     """Return the questions in the format of the harness.
 
     The context consists of a line with the subject, the first `shots` examples of the subject with their
-    answers, the question, its lettered choices, and "Answer:". The scored texts are " A", " B", " C" and "
-    D".
+    answers, the question, its lettered choices, and "Answer:". The scored texts are
+    " A", " B", " C" and " D".
 
     Args:
         rows: rows of the split "test" with `question`, four `choices`, `answer` (0 to 3, or the letter),

@@ -39,8 +39,8 @@ class DiskFull(_OfFolder):
     """Fault that makes writes below a folder fail with ENOSPC after `after` bytes. These bytes stay written.
 
     In a training, it lasts from the beginning of its first step to the beginning of the first step after it.
-    So it affects saves that follow a step. Without a training, use `with DiskFull(step=0,
-    folder=...).around_saves(acted):`.
+    So it affects saves that follow a step. Usage without a training:
+    `with DiskFull(step=0, folder=...).around_saves(acted):`.
 
     Attributes:
         folder: folder of the files.

@@ -76,8 +76,8 @@ def estimate_pass_at_k(
 
     The interval is that of Agresti and Coull (The American Statistician 52, 1998, 119-126), with the variance
     between problems instead of the variance of a proportion. It stays wide if there are few problems, or if
-    all have the same result. It covers the mean over problems of this kind, with the programs drawn for each. If
-    each problem is entirely correct or wrong, as with one program per problem, it is exactly the
+    all have the same result. It covers the mean over problems of this kind, with the programs drawn for each.
+    If each problem is entirely correct or wrong, as with one program per problem, it is exactly the
     Agresti-Coull interval. Otherwise it is an approximation. From five problems on, an interval of level 0.95
     covers the mean in 90 to 99 of 100 cases. For a single problem, the interval is 0 to 1.
 

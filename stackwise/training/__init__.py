@@ -1,4 +1,4 @@
-"""The trainer: scopes, objectives, optimizers, precision, memory, many devices, and the loop."""
+"""Trainer: scopes, objectives, optimizers, precision, memory planning, distributed training and the loop."""
 
 from stackwise.training.checkpoint import RackCheckpoints, latest_checkpoint, load_rack
 from stackwise.training.loop import NonFiniteStepError, TrainingTerminated

@@ -1,4 +1,4 @@
-"""BatchStream: the batches of anybody's loader, pass after pass."""
+"""BatchStream: endless, resumable iterator over the batches of a loader, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ Batch = Mapping[str, Tensor] | Tensor | Sequence[Tensor]
 
 
 class BatchStream:
-    """Of each step the pass over the data in which it begins and its `per_step` batches, without end.
+    """Endless iterator over the steps of a run: the epoch in which a step begins, and its `per_step` batches.
 
-    Its state is a place: a pass and the batch of it that comes next. A loader with a state of its own
-    (`Batches`, `StatefulDataLoader`) goes on there by it. Of any other as many batches are taken again and
-    left out, after the random states with which the pass began, those of a `generator` that the loader or one
-    of its parts has included: that is the same of a `DataLoader` that shuffles. With `persistent_workers`,
-    which draw once for all passes, it may be another, and there is a warning.
+    The saved state is a position: an epoch, and the index of the next batch in it. A loader that has a state
+    (`Batches`, `StatefulDataLoader`) resumes by itself. For any other loader, the random states at the start
+    of the epoch are restored, including each `generator` of the loader and of its parts. Then the batches
+    that were already used are drawn and skipped. A `DataLoader` that shuffles yields the same batches as
+    before. With `persistent_workers`, which draw random numbers once for all epochs, the batches may differ;
+    a warning says so.
 
     Args:
-        dataloader: started again when it ends; it, its dataset and its samplers are told the pass, where they
-            have `set_epoch`.
-        per_step: batches a step.
-        first_step: how many steps are left out at first; `Batches` make none of theirs for that.
+        dataloader: restarted at the end of each epoch. `set_epoch` is called on the loader, its dataset and
+            its samplers, if they have it.
+        per_step: number of batches per step.
+        first_step: number of steps to skip at the start. `Batches` skip them without building a batch.
 
     Attributes:
-        place: (pass, place in it) of the first batch of the last step, both counted from 0.
+        place: (epoch, index in the epoch) of the first batch of the last step, both from 0.
 
     Raises:
-        ValueError: from `next`: a loader without batches, also in a later pass, or a batch of another kind.
+        ValueError: raised by `next`: the loader has no batches, in the first or a later epoch, or the batch
+            has an unsupported type.
     """
 
     def __init__(self, dataloader: Iterable[Batch], per_step: int = 1, first_step: int = 0) -> None:
@@ -53,7 +55,7 @@ class BatchStream:
         self._epoch = self._index = 0
         self.place = (0, 0)
         self._batches: Iterator[Batch] | None = None
-        self._began: dict[str, Any] | None = None  # random states at the start of the pass
+        self._began: dict[str, Any] | None = None  # random states at the start of the epoch
         self._leave_out(first_step * per_step)
 
     def __iter__(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
@@ -66,30 +68,30 @@ class BatchStream:
         return self.place[0], [as_mapping(batch) for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the batch that comes next."""
+        """Return the position of the next batch, with the random states that a resume needs."""
         state: dict[str, Any] = {"epoch": self._epoch, "batch": self._index}
         state["generators"] = generator_states(self._dataloader)
         if _has_state(self._dataloader):
             return state | {"loader": self._dataloader.state_dict()}  # type: ignore[attr-defined]
-        return state | {"began": self._began}  # None: the pass has not begun
+        return state | {"began": self._began}  # None: the epoch has not begun
 
     def load_state_dict(self, state: Mapping[str, Any], *, reads: bool = True) -> None:
-        """Go on at a place; random states are as they then come to be.
+        """Continue at a saved position. This changes the random states of the process.
 
         Args:
-            state: of `state_dict`.
-            reads: whether the rest of the pass is asked for; without, batches are not taken again, and only
-                the generators of the loader go on, for passes of another stream.
+            state: returned by `state_dict`.
+            reads: True if the rest of the epoch will be read. If False, no batch is drawn. Only the
+                loader's own generators are restored, for the epochs of another stream.
 
         Raises:
-            ValueError: the loader is another one, or has fewer batches.
+            ValueError: the loader has no state but had one when the state was saved, or it has fewer batches.
         """
-        generators = state.get("generators")  # older states have none
+        generators = state.get("generators")  # absent in older states
         if not _has_state(self._dataloader):
             warn_if_not_resumable(self._dataloader)
         if not reads:
             if len(own_generators(self._dataloader)) < len(generators or []):
-                next(iter(self._dataloader), None)  # a sampler may make its own when it is gone through
+                next(iter(self._dataloader), None)  # a sampler may create its generator when it is iterated
             set_generators(self._dataloader, generators)
             return
         self._epoch, self._index = state["epoch"], state["batch"]
@@ -113,7 +115,7 @@ class BatchStream:
             for _ in range(count):
                 self._take()
             return
-        # Not yet at the first of the next pass where the last one left out ends its own.
+        # If the last skipped batch is the last of an epoch, the position stays at the end of that epoch.
         whole, within = (0, count - 1) if source.n_batches is None else divmod(count - 1, source.n_batches)
         place = {"epoch": whole, "batch": within + 1}
         self.load_state_dict({**place, "loader": {**place, "data": source.identity()}})
@@ -138,14 +140,14 @@ def _has_state(dataloader: object) -> bool:
 
 
 def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, saves: bool) -> None:
-    """Refuse validation data whose evaluation would move the training elsewhere in its data.
+    """Raise if evaluating `validation` would change the position of the training in its data.
 
     Args:
-        saves: whether the place in the training data is saved.
+        saves: True if the position in the training data is saved.
 
     Raises:
-        ValueError: both are one loader of one pass at a time; or, where it `saves`, both are, or go through,
-            one object that keeps its place.
+        ValueError: both are the same loader, and it supports one iteration at a time. Or, if `saves`, both
+            share an object that stores its position.
     """
     kind, keeps = type(validation).__name__, saves and _has_state(dataloader)
     kept = [part for part in all_parts(dataloader) if _has_state(part)] if keeps else []
@@ -159,10 +161,10 @@ def check_apart(dataloader: Iterable[Batch], validation: Iterable[Batch], *, sav
 
 
 def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:
-    """Refuse what can be gone through once only where several units are to see the same data.
+    """Raise if several units need the same data but the loader can be iterated only once.
 
     Raises:
-        ValueError: an iterator.
+        ValueError: the loader is an iterator.
     """
     again = n_units < 2 or not isinstance(dataloader, Iterator)
     kind = type(dataloader).__name__
@@ -170,10 +172,10 @@ def check_restarts(dataloader: Iterable[Batch], n_units: int) -> None:
 
 
 def as_mapping(batch: Batch) -> Mapping[str, Tensor]:
-    """A batch under its names; bare ids are `input_ids`.
+    """Return the batch as a mapping of names to tensors. A tensor without a name becomes `input_ids`.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the batch is neither a tensor of ids nor a mapping with `input_ids`.
     """
     if isinstance(batch, tuple | list) and len(batch) == 1:
         batch = batch[0]

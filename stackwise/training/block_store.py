@@ -1,4 +1,4 @@
-"""BlockStore: where the Blocks of a Rack are while they take no part in training.
+"""BlockStore: storage of the Blocks of a Rack while they do not train (offloading).
 
 Shapes: B batch, T positions, C model width.
 """
@@ -33,25 +33,25 @@ __all__ = ["BlockStore", "block_writer", "hidden_states"]
 
 
 class BlockStore:
-    """The Blocks of a Rack, those that train on the device and the others where they cost less.
+    """Blocks of a Rack: those that train are on the device, the others are offloaded.
 
-    - `none`: all stay on the device.
-    - `cpu`: in the memory of the CPU.
-    - `disk`: as memory-mapped safetensors files, `block-00000.safetensors` and so on. The Rack stays whole: a
-      Block that is used is read, and takes memory for as long.
+    - `none`: all Blocks stay on the device.
+    - `cpu`: in CPU memory.
+    - `disk`: in memory-mapped safetensors files, `block-00000.safetensors` and so on. The Rack stays
+      complete: a Block that is used is read from its file, and occupies memory only while it is used.
 
-    What is needed next is read ahead by a thread. A Block that comes back has new parameters, so an
-    optimizer is made for the ones of `resident`.
+    A background thread prefetches the next Block. A Block that returns to the device gets new parameters, so
+    create an optimizer inside `resident`.
 
     Args:
-        rack: its Blocks leave for their places at once; embedding, final norm and head stay.
-        device: where training is.
-        kind: see above.
-        directory: of the files; created where it is missing. A file that is there is replaced.
+        rack: its Blocks are offloaded at once. Embedding, final norm and head stay in place.
+        device: device of the training.
+        kind: `none`, `cpu` or `disk`, as above.
+        directory: folder of the files. It is created if it does not exist; existing files are replaced.
 
     Raises:
-        ValueError: `cpu` on the CPU, where they already are, `disk` without a directory, a directory in which
-            another run has its Blocks, or weights that a file does not hold, as quantized ones.
+        ValueError: `cpu` on the CPU, `disk` without a directory, a directory that another run uses for its
+            Blocks, or weights that a file cannot store, such as quantized ones.
         OSError: the directory cannot be written.
     """
 
@@ -81,7 +81,7 @@ class BlockStore:
 
     @contextmanager
     def resident(self, indices: Collection[int]) -> Iterator[None]:
-        """Have these Blocks on the device meanwhile, in memory of their own; what they learn is kept."""
+        """Move these Blocks to the device inside the context. At the end their updated weights are stored."""
         arriving = [] if self.kind == "none" else [i for i in indices if i not in self._resident]
         for i in arriving:
             block = self.blocks[i]
@@ -93,14 +93,14 @@ class BlockStore:
             self._leave(arriving)
 
     def expect(self, indices: Collection[int]) -> None:
-        """Read the files of these Blocks ahead into the memory of the system, while another computes."""
+        """Prefetch the files of these Blocks into the page cache, in the background."""
         if self._directory is not None:
             for i in indices:
                 self._reader.submit(_read_ahead, self._path(i))
 
     @torch.no_grad()
     def run(self, indices: Sequence[int], x_BTC: Tensor, layout: Layout) -> Tensor:
-        """What these Blocks make of hidden states (B, T, C), one after the other and without gradients."""
+        """Return the output of these Blocks in order for hidden states (B, T, C), without gradients."""
         coming = [self._fetched(i) for i in indices[:1]]
         for place, i in enumerate(indices):
             tensors = coming.pop()()
@@ -112,7 +112,7 @@ class BlockStore:
         return x_BTC
 
     def close(self) -> None:
-        """End the thread that reads ahead, and leave the folder to others. The Blocks stay where they are."""
+        """Stop the prefetch thread and release the folder lock. The Blocks stay in their current place."""
         self._reader.shutdown()
         if self._lock is not None:
             self._lock.release()
@@ -129,7 +129,7 @@ class BlockStore:
         self._resident.difference_update(indices)
 
     def _fetched(self, i: int) -> Callable[[], dict[str, Tensor] | None]:
-        """Begin to fetch a Block; what it returns waits for its tensors. None: they are in the Block."""
+        """Start to fetch a Block. Return a function that waits for its tensors; None: it is on the device."""
         if i in self._resident:
             return lambda: None
         future: Future[tuple[dict[str, Tensor], torch.Event | None]] = self._reader.submit(self._fetch, i)
@@ -149,15 +149,15 @@ class BlockStore:
             tensors = self.blocks[i].state_dict()
         else:
             _read_ahead(self._path(i))
-            tensors = _mapped(self._path(i))  # not the Block's own mapping, which would stay in memory
+            tensors = _mapped(self._path(i))  # a new mapping: the Block's own one would stay in memory
         if self._ahead is None:
             return tensors, None
-        with torch.cuda.stream(self._ahead):  # type: ignore[arg-type]  # torch.Stream is the class of both
+        with torch.cuda.stream(self._ahead):  # type: ignore[arg-type]  # torch.Stream is the base class
             pinned = {name: t if t.is_pinned() else t.pin_memory() for name, t in tensors.items()}
             tensors = {name: t.to(self.device, non_blocking=True) for name, t in pinned.items()}
             arrived = torch.Event(self.device)
             arrived.record(self._ahead)
-            arrived.synchronize()  # this thread's to wait: `pinned` must not go before
+            arrived.synchronize()  # `pinned` must live until the copy is complete
         return tensors, arrived
 
     def _path(self, i: int) -> Path:
@@ -166,7 +166,7 @@ class BlockStore:
 
 
 def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
-    """What the head reads, (B, T, C), of a Rack whose Blocks may be elsewhere: each comes and goes again."""
+    """Return the input of the head, (B, T, C). A Block on another device is copied for its forward pass."""
     x_BTC = rack.embed(targets.input_ids)
     layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
     for block in blocks_of(rack):
@@ -178,19 +178,20 @@ def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
 
 
 def block_writer(directory: str | Path) -> Callable[[Block], Block]:
-    """What `create_rack_from_config(config, place=...)` gives each new Block to, so that it lies on disk.
+    """Return a function that moves a new Block to disk, for `create_rack_from_config(config, place=...)`.
 
-    A Rack of any depth is then built in the memory of one Block. A file that is there is replaced.
+    It needs the memory of one Block, for a Rack of any depth. Existing files are replaced.
 
     Raises:
-        ValueError: from the writer: a directory in which another run has its Blocks. They are as they were.
-        OSError: from the writer: the directory cannot be written.
+        ValueError: raised by the function: another run uses the directory for its Blocks. Their files are
+            unchanged.
+        OSError: raised by the function: the directory cannot be written.
     """
     folder, count = Path(directory), iter(range(2**63))
 
     def write(block: Block) -> Block:
         path = _path(folder, next(count))
-        with _locked(folder):  # no longer: a Block that is mapped stays, whoever replaces its file
+        with _locked(folder):  # only while writing: a mapped Block survives the replacement of its file
             _write(block, path)
             _assign(block, _mapped(path))
         return block
@@ -199,7 +200,7 @@ def block_writer(directory: str | Path) -> Callable[[Block], Block]:
 
 
 def _locked(directory: Path) -> FileLock:
-    """Return the acquired lock of a directory, which is created if it does not exist."""
+    """Return the acquired lock of a directory. The directory is created if it does not exist."""
     lock = file_lock(directory / "lock", blocking=False)
     try:
         lock.acquire()
@@ -210,7 +211,7 @@ def _locked(directory: Path) -> FileLock:
 
 
 def _check_plain(blocks: Sequence[Block]) -> None:
-    """Refuse what a file cannot hold, as quantized weights, before any Block has moved."""
+    """Raise if a weight cannot be stored in a file, such as a quantized one, before any Block is moved."""
     for i, block in enumerate(blocks):
         for name, tensor in block.state_dict().items():
             said = f"none or cpu: {name} of Block {i} is of {type(tensor).__name__}, which files do not hold"
@@ -227,7 +228,7 @@ def _write(block: Block, path: Path) -> None:
 
 
 def _mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, which take memory only once they are read."""
+    """Return the memory-mapped tensors of a file. They occupy memory only after they are read."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict

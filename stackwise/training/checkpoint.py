@@ -1,4 +1,4 @@
-"""RackCheckpoints: a run's checkpoints, each with a Rack that can be loaded by itself."""
+"""RackCheckpoints: checkpoints of a training run. Each contains a Rack that `load_rack` can load."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ _WEIGHTS, _CONFIG = "model.safetensors", "config.yaml"
 
 
 class RackCheckpoints:
-    """A directory of checkpoints, one folder a step, as `CheckpointManager` keeps them.
+    """Directory of checkpoints, one folder per step, managed by `CheckpointManager`.
 
-    Each has the weights as `model.safetensors`, `config.yaml`, and the state of whatever else there is.
-    Several processes that train together call all methods, as the others do.
+    Each checkpoint has the weights (`model.safetensors`), the configuration (`config.yaml`) and the state of
+    the objects passed to `save`. All methods are collective: every process that trains the Rack has to call
+    them.
 
     Args:
-        directory: created at the first save. A ValueError says if that is impossible.
-        config: describes the Rack that is saved. How many are kept is `training.checkpoint`.
-        group: of torch.distributed; None: all processes.
-        upload: as of `CheckpointManager`; None: as `training.checkpoint` says.
+        directory: created at the first save. A directory that cannot be created raises a ValueError.
+        config: configuration of the saved Rack. `training.checkpoint` sets the number of stored checkpoints.
+        group: process group of torch.distributed; None: all processes.
+        upload: function that copies a checkpoint, as in `CheckpointManager`; None: `training.checkpoint`
+            decides.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class RackCheckpoints:
         )
 
     def check(self, rack: Rack) -> None:
-        """Refuse a Rack that the configuration would not build again.
+        """Raise if the configuration does not describe this Rack.
 
         Raises:
-            ValueError: naming a weight that differs.
+            ValueError: names a weight, or a part of the Rack, that differs.
         """
         with torch.device("meta"):
             twin = create_rack_from_config(self.config)
@@ -94,7 +96,7 @@ class RackCheckpoints:
                     "checkpoint_dir: the configuration does not describe this Rack: "
                     f"{ours}, configured {theirs}"
                 )
-        self._checked = rack  # what it is computed with may change meanwhile, as in float8
+        self._checked = rack  # its modules may change later, such as to float8 layers
 
     def save(
         self,
@@ -104,21 +106,21 @@ class RackCheckpoints:
         *,
         metric: float | None = None,
     ) -> Path | None:
-        """Write the checkpoint of `step`, then remove those that are not kept.
+        """Write the checkpoint of `step`, then remove checkpoints that the retention settings do not include.
 
-        If the disk refuses there is a `CheckpointWarning`, and earlier checkpoints are as they were.
+        If the disk returns an error, a `CheckpointWarning` is issued and earlier checkpoints are unchanged.
 
         Args:
-            step: of the run.
-            rack: all of its weights, of the first process. It is checked once.
-            objects: what else the run needs to go on.
-            metric: the lower, the better.
+            step: step number in the run.
+            rack: Rack with all weights; those of rank 0 are written. The first save checks it.
+            objects: other objects with state that a resume needs.
+            metric: value for `keep_best`; lower is better.
 
         Returns:
-            The checkpoint's folder; None if it could not be written.
+            Folder of the checkpoint; None if it could not be written.
 
         Raises:
-            ValueError: as `check`.
+            ValueError: see `check`.
         """
         if self._checked is not rack:
             self.check(rack)
@@ -130,15 +132,15 @@ class RackCheckpoints:
         return self._manager.save(step, objects or {}, metric=metric, files=files, notes=notes)
 
     def resume(self, rack: Rack) -> int | None:
-        """Give a Rack the weights of the newest checkpoint that is whole. Random states are left alone.
+        """Load the weights of the newest complete checkpoint into `rack`. Random states are not changed.
 
-        With `training.scope.offload: disk` its Blocks take no memory for that: they are what is on the disk.
+        With `training.scope.offload: disk` the weights of the Blocks are memory-mapped, and occupy no memory.
 
         Returns:
-            its step; None: there is no checkpoint.
+            Step number of the checkpoint; None if no checkpoint exists.
 
         Raises:
-            ValueError: it is of a run with another configuration, naming each key.
+            ValueError: the checkpoint belongs to a run with another configuration. Each key is named.
         """
         with keep_random_states():
             restored = self._manager.restore({})
@@ -152,23 +154,23 @@ class RackCheckpoints:
         return restored.step
 
     def restore(self, objects: Mapping[str, Any], step: int) -> None:
-        """Give objects, and the random states of this process, what the checkpoint of `step` has for them.
+        """Restore objects, and the random states of this process, from the checkpoint of `step`.
 
-        That which `resume` has found whole is not read through again.
+        The checkpoint that `resume` has verified is not verified a second time.
         """
         known = self._resumed is not None and self._resumed.step == step
         self._manager.restore(objects, self._resumed if known else step)
 
     def begin_run(self) -> str:
-        """Return the identity of the resumed run. If no run was resumed, begin one."""
+        """Return the identity of the resumed run. If no run was resumed, start a new one."""
         return self._manager.run or self._manager.begin_run()
 
     def rewind(self, step: int) -> None:
-        """As of `CheckpointManager`."""
+        """See `CheckpointManager.rewind`."""
         self._manager.rewind(step)
 
     def refuse_old_run(self) -> None:
-        """Refuse a folder with checkpoints, or copies of them: a new run needs a folder of its own.
+        """Raise if a folder already contains checkpoints, or copies of them: a new run needs an empty one.
 
         Raises:
             ValueError: names the folder and the steps.
@@ -184,7 +186,7 @@ class RackCheckpoints:
             )
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending as numbers."""
+        """Return the steps that have a checkpoint, in ascending order."""
         return self._manager.steps()
 
     def latest(self) -> Path | None:
@@ -200,24 +202,24 @@ class RackCheckpoints:
         self._manager.__exit__(kind, error, trace)
 
     def release(self) -> None:
-        """Go on when weights may be changed by others than optimizers: "overlapped" copies them meanwhile."""
+        """Wait until code other than optimizers may change weights, which "overlapped" may be copying."""
         if self.config.training.checkpoint.asynchronous == "overlapped":
             self._manager.wait()
 
     def close(self) -> None:
-        """Wait for what is being written.
+        """Wait for the checkpoint that is being written.
 
         Raises:
-            OSError: the last checkpoint could not be.
+            OSError: the last checkpoint could not be written.
         """
         self._manager.close()
 
 
 class ParameterNames(nn.Module):
-    """The parameters of a Rack by name, and no state: an optimizer beside it is kept by these names.
+    """Names of the parameters of a Rack, without state. The optimizer's state is saved by these names.
 
-    Its weights are a file of their own. With the names the state of an optimizer fits any number of
-    processes, also where each has a part of it.
+    The weights are stored in a separate file. With names, the optimizer's state can be loaded with any number
+    of processes, also if each has a shard.
     """
 
     def __init__(self, rack: Rack) -> None:
@@ -225,26 +227,26 @@ class ParameterNames(nn.Module):
         self._named = dict(rack.named_parameters())
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As they were when this was made."""
+        """Return the parameters that the Rack had when this object was created, by name."""
         return iter(self._named.items())
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _check_can_be_made(directory: Path) -> None:
-    """Refuse a directory that cannot be created. A run would otherwise learn of it at its first save."""
+    """Raise if the directory cannot be created, so that a run does not fail at its first save."""
     there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
     allowed = f"a folder that can be created; {there} is no folder that can be written to"
     require(there.is_dir() and os.access(there, os.W_OK), "training.checkpoint_dir", str(directory), allowed)
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a directory of the run that saved last, or None.
+    """Return the newest complete checkpoint of the run that saved last in a directory, or None.
 
     Raises:
         DamagedCheckpointError: the run of a checkpoint is unknown, and may be the one that saved last.
@@ -254,14 +256,14 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def load_rack(path: str | Path) -> Rack:
-    """The Rack that `RackCheckpoints.save` wrote, on the CPU, bit for bit.
+    """Return the Rack that `RackCheckpoints.save` wrote, on the CPU, with bit-identical weights.
 
-    A folder with nothing but `config.yaml` and `model.safetensors` will do.
+    A folder with only `config.yaml` and `model.safetensors` is enough.
 
     Raises:
-        DamagedCheckpointError: a file is not what was written, naming it.
-        ConfigError, ValueError: the folder does not hold a Rack.
-        OSError: it cannot be read.
+        DamagedCheckpointError: a file differs from the manifest. The file is named.
+        ConfigError, ValueError: the folder does not contain a Rack.
+        OSError: the folder cannot be read.
     """
     path = Path(path)
     if path.name.startswith("step-") and (path / MANIFEST).exists():  # a copy may have any name
@@ -275,12 +277,12 @@ def load_rack(path: str | Path) -> Rack:
 
 
 def _load_weights(rack: Rack, path: Path, *, mapped: bool = False) -> None:
-    """Give a Rack the weights of a folder. The file is mapped: what is copied of it takes no second memory.
+    """Load the weights of a folder into a Rack. The file is memory-mapped, so it needs no second copy.
 
     Args:
-        rack: of the configuration that is in the folder.
-        path: of the folder.
-        mapped: let the Blocks have the tensors of the file, which take memory once they are read.
+        rack: Rack that the configuration in the folder describes.
+        path: the folder.
+        mapped: True: Blocks use the mapped tensors of the file, which occupy memory only after they are read.
     """
     try:
         weights = load_file(path / _WEIGHTS)
@@ -308,7 +310,7 @@ def _description(rack: Rack) -> list[str]:
 
 
 def _weights(rack: Rack) -> dict[str, Tensor]:
-    """What is written of a Rack, by name; the tensors are its own."""
+    """Return the weights to store, by name, without a tied copy. The tensors share the Rack's memory."""
     weights = {name: w.detach() for name, w in rack.state_dict().items()}
     if rack.tie_embeddings:
         del weights[_TIED_COPY]

@@ -1,6 +1,6 @@
-"""Cross-entropy: summed over positions, from logits or from hidden states a chunk of tokens at a time.
+"""Cross-entropy, summed over positions: from logits, or from hidden states one chunk of tokens at a time.
 
-Shapes: N positions, M of one chunk, C model width, V vocabulary.
+Shapes: N positions, M positions of one chunk, C model width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["chunked_cross_entropy", "cross_entropy", "plain_weight"]
 def cross_entropy(
     logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None = None, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed cross-entropy in nats, computed in float32.
+    """Return the cross-entropy summed over positions, in nats, computed in float32.
 
     Args:
-        logits_NV: any floating-point dtype.
-        labels_N: int64; -100 where nothing is predicted.
-        weights_N: float32, the factor of each position; None: 1.
-        z_loss: to the loss of a position is added so much of the square of its logarithm of the softmax's
-            denominator (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+        logits_NV: logits of any floating-point dtype.
+        labels_N: int64; -100 at positions without a prediction.
+        weights_N: float32, loss weight of each position; None: 1.
+        z_loss: coefficient of the z-loss, the square of the softmax denominator's logarithm, which is added
+            to the loss of each position (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 
     Returns:
         A float32 scalar.
@@ -52,31 +52,33 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """`cross_entropy(hidden_NC @ weight_VC.T, ...)`, with logits of no more than `chunk` positions at a time.
+    """Return `cross_entropy(hidden_NC @ weight_VC.T, ...)`, computed in chunks of `chunk` positions.
 
-    The gradients are computed along with the loss, so nothing is computed twice; the backward pass
-    only multiplies them. Under autocast the products are taken in its dtype, otherwise in that of the
-    operands; the softmax is computed in float32, and the gradient of the weight is summed over
+    Only the logits of one chunk are in memory at a time.
+
+    The gradients are computed together with the loss, so nothing is recomputed. The backward pass only
+    multiplies them by the incoming gradient. Under autocast the matrix products use its dtype, otherwise the
+    dtype of the operands. The softmax is computed in float32, and the gradient of the weight is summed over
     the chunks in float32. Differentiable once.
 
     Args:
-        hidden_NC: what the head reads.
-        weight_VC: of the head.
-        labels_N: int64; -100 where nothing is predicted.
-        weights_N: float32, the factor of each position; None: 1.
-        z_loss: as of `cross_entropy`.
-        chunk: positions.
+        hidden_NC: input of the head.
+        weight_VC: weight of the head.
+        labels_N: int64; -100 at positions without a prediction.
+        weights_N: float32, loss weight of each position; None: 1.
+        z_loss: see `cross_entropy`.
+        chunk: number of positions in a chunk.
 
     Returns:
         A float32 scalar; float64 for operands in float64.
 
     Raises:
-        ValueError: `chunk` below 1; float16, in which small gradients vanish before a loss scale reaches
-            them.
+        ValueError: `chunk` is below 1, or the dtype is float16. Small float16 gradients underflow before a
+            loss scale is applied.
     """
     check_sizes(chunk=chunk)
     kind, dtype = hidden_NC.device.type, hidden_NC.dtype
-    casts = kind != "meta" and torch.is_autocast_enabled(kind)  # there is no autocast of the meta device
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)  # the meta device has no autocast
     if casts and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     if dtype == torch.float16:
@@ -92,7 +94,7 @@ def chunked_cross_entropy(
     arguments = (hidden_NC, weight_VC, target_N, factor_N, z_loss, chunk, dtype, of_hidden, of_weight)
     total: Tensor
     if torch.compiler.is_dynamo_compiling():
-        # Traced, the loop would be unrolled: minutes to compile, and as much memory as without chunks.
+        # Tracing would unroll the loop: compilation takes minutes, and uses as much memory as without chunks.
         total, _, _ = _operator(*arguments)
     else:
         total = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -110,7 +112,7 @@ def _total_and_gradients(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The total, and its gradients with respect to the first two arguments; empty where not asked for."""
+    """Return the total and its gradients for the first two arguments. An unneeded gradient is empty."""
     loss_N = torch.zeros_like(factor_N)
     hidden_gradient = torch.empty_like(hidden_NC if of_hidden else hidden_NC[:0])
     weight_gradient = torch.zeros_like(weight_VC if of_weight else weight_VC[:0], dtype=factor_N.dtype)
@@ -119,7 +121,7 @@ def _total_and_gradients(
         rows = slice(start, start + chunk)
         hidden_MC = hidden_NC[rows].to(dtype)
         target_M1, factor_M1 = target_N[rows, None], factor_N[rows, None]
-        # Logits, then logarithms of probabilities, then gradients, all in one place.
+        # Logits, log probabilities and gradients share one buffer.
         logits_MV = (hidden_MC @ narrow_VC.t()).to(factor_N.dtype)
         denominator_M1 = logits_MV.logsumexp(-1, keepdim=True)
         logits_MV.sub_(denominator_M1)
@@ -132,11 +134,11 @@ def _total_and_gradients(
         if of_hidden:
             hidden_gradient[rows] = logits_MV @ narrow_VC
         if of_weight and dtype == weight_gradient.dtype:
-            # No product of its size is made beside it; FLOPs of `addmm_` would not be counted.
+            # This needs no temporary product. The FLOP counter would not count `addmm_`.
             torch.addmm(weight_gradient, logits_MV.t(), hidden_MC, out=weight_gradient)
         elif of_weight:
             weight_gradient += logits_MV.t() @ hidden_MC
-        del logits_MV  # before those of the next chunk are there
+        del logits_MV  # before the logits of the next chunk are allocated
     return loss_N.sum(), hidden_gradient, weight_gradient.to(weight_VC.dtype)
 
 
@@ -183,11 +185,11 @@ _operator.register_autograd(_scaled, setup_context=_remember)
 
 
 def plain_weight(head: nn.Module) -> Tensor:
-    """The weight (V, C) of a head that can be multiplied in chunks.
+    """Return the weight (V, C) of a head that can be multiplied in chunks.
 
     Raises:
-        ValueError: it is no `nn.Linear` without bias, or its weight is of a tensor class of its own, as
-            quantised, float8 and sharded ones are.
+        ValueError: the head is not an `nn.Linear` without bias, or its weight is a tensor subclass, such as a
+            quantised, float8 or sharded weight.
     """
     weight = getattr(head, "weight", None)
     if type(head) not in (nn.Linear, Linear):

@@ -1,7 +1,7 @@
-"""SharedRack: a Rack that several processes train, whole in each of them (DDP) or in parts (FSDP2).
+"""SharedRack: Rack that several processes train, replicated (DDP) or sharded (FSDP2).
 
-Gradients are the mean over the processes. So a loss that each divides by what all of them predict, and
-multiplies by their number, has the gradient of the whole batch.
+Gradients are averaged over the processes. Each process divides its loss by the number of targets of all
+processes, and multiplies it by the number of processes. The result is the gradient of the global batch.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from stackwise.training.processes import Processes
 
 __all__ = ["SharedRack", "check_rows", "gradient_sync", "is_sharded", "reshard"]
 
-# What FSDP2 gathers weights in. It keeps its part of them in float32, and adds gradients up in float32.
+# Dtype in which FSDP2 gathers weights. Its shards are float32, and it reduces gradients in float32.
 _GATHERED = {"fp32": None, "bf16": torch.bfloat16}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# As torch 2.13 calls what was "broadcast_buffers".
+# torch 2.13 renamed "broadcast_buffers".
 _SYNC_BUFFERS = "forward_sync_buffers"
 if _SYNC_BUFFERS not in signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "broadcast_buffers"
 
 
 class SharedRack:
-    """A Rack, and how the processes of a run share the work on it.
+    """Rack that the processes of a run train together.
 
-    With "fsdp" it is a twin that trains, of which each process has a part; the Rack itself stays where it
-    is, with the weights that it has, until `gather`. Else the Rack itself trains.
+    With "fsdp" a sharded copy is trained. The original Rack stays on its device with its weights until
+    `gather`. Otherwise the Rack itself is trained.
 
     Args:
-        rack: the same in every process.
-        processes: of the run.
-        settings: `training` of a configuration.
-        objective: what the Rack learns.
+        rack: equal in all processes.
+        processes: processes of the run.
+        settings: `training` section of a configuration.
+        objective: training objective.
 
     Attributes:
-        whole: the Rack given.
-        rack: what trains.
+        whole: the original Rack.
+        rack: the Rack that is trained: `whole`, or its sharded copy.
 
     Raises:
-        ValueError: what "fsdp" cannot do (the message says why), or weights or settings that are not the
-            same in all processes.
+        ValueError: a setting that "fsdp" does not support (the message gives the reason), or weights or
+            settings that differ between processes.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class SharedRack:
             self.rack, self._root = self._in_parts(objective)
 
     def wrap(self, model: PhaseModel) -> nn.Module:
-        """What computes the loss of `model`, of which all processes have the gradient in the end.
+        """Return the module that computes the loss of `model` and synchronises its gradients.
 
         Args:
-            model: of `self.rack`, as its optimizer has left it.
+            model: model of `self.rack`, after its optimizer was created.
         """
         if self._root is not None:
             pairs = zip(model.parameters(), self._root.parameters(), strict=True)
@@ -89,13 +89,13 @@ class SharedRack:
             return self._root
         if self.processes.mesh is None:
             return model
-        # Weights and buffers are equal, and buffers do not change: nothing is to be sent but gradients.
+        # Weights and buffers are equal, and buffers do not change: only gradients have to be communicated.
         options: dict[str, Any] = {_SYNC_BUFFERS: False, "init_sync": False, "gradient_as_bucket_view": True}
         return DistributedDataParallel(model, **options)
 
     @torch.no_grad()
     def gather(self) -> Rack:
-        """The Rack given, with the weights as they are now; every process has to call."""
+        """Return the original Rack with the current weights. Collective: every process has to call it."""
         if self.rack is not self.whole:
             for weight, part in zip(self.whole.parameters(), self.rack.parameters(), strict=True):
                 weight.copy_(part.full_tensor())  # type: ignore[attr-defined]
@@ -111,12 +111,12 @@ class SharedRack:
         assert mesh is not None
         twin = _without_memory(whole)
         root, blocks = PhaseModel(twin, objective), blocks_of(twin)
-        # One policy for all, and a count of tokens is not to be rounded to bfloat16 on its way in.
+        # All modules share one policy, and it must not round the float32 count of tokens to bfloat16.
         narrow = _GATHERED[self.settings.precision]
         reduce = None if narrow is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=reduce, cast_forward_inputs=False)
         for i, block in enumerate(blocks):
-            # The last Block is the first that the backward pass asks for.
+            # The backward pass uses the last Block first.
             reshard = self.settings.distributed.reshard_after_forward and i < len(blocks) - 1
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -135,11 +135,11 @@ class SharedRack:
 
 @contextmanager
 def gradient_sync(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Whether a backward pass in here ends with the gradient of all processes.
+    """Synchronise gradients over all processes at the end of a backward pass in this context, if `wanted`.
 
     Args:
-        model: of `SharedRack.wrap`.
-        wanted: False for all micro-batches of a step but the last: gradients are only added up.
+        model: returned by `SharedRack.wrap`.
+        wanted: False for all micro-batches of a step except the last: gradients are only accumulated.
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(wanted)  # type: ignore[operator]
@@ -152,22 +152,22 @@ def gradient_sync(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each process has a part of it: FSDP2, which also says what dtype it computes in."""
+    """Return True if each process has a shard of it: FSDP2, whose policy also sets the compute dtype."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up gathered weights that a forward pass without a backward pass has left behind."""
+    """Free gathered weights that a forward pass without a backward pass has not freed."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
 def check_rows(dataloader: object, processes: Processes) -> None:
-    """Refuse batches of `create_data` that are another process's; those of other loaders tell nothing.
+    """Raise if batches of `create_data` belong to another process. Other loaders cannot be checked.
 
     Raises:
-        ValueError: naming the rank that they are of.
+        ValueError: names the rank that the batches belong to.
     """
     batches = getattr(dataloader, "dataset", getattr(dataloader, "loader", dataloader))
     if processes.world_size > 1 and isinstance(batches, Batches):
@@ -198,7 +198,7 @@ def _check_fsdp(settings: TrainingConfig, rack: Rack) -> None:
 
 
 def _without_memory(rack: Rack) -> Rack:
-    """A deep copy with parameters and buffers on the meta device; what is tied is tied."""
+    """Return a deep copy with parameters and buffers on the meta device. Tied weights stay tied."""
     empty: dict[int, object] = {}
     for p in rack.parameters():
         empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -208,7 +208,7 @@ def _without_memory(rack: Rack) -> Rack:
 
 
 def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
-    """Of each weight whether it trains, its shape, its dtype, and the sum of its bits, read as integers."""
+    """Return, for each weight: "trains" or "frozen", shape, dtype, and the sum of its bits as integers."""
     return {
         name: (
             "trains" if w.requires_grad else "frozen",
@@ -225,7 +225,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that a quantised one is made of; a plain one is made of itself."""
+    """Yield the plain tensors of a quantised tensor. A plain tensor yields itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss of batches that nothing is learned from."""
+"""Evaluation: mean loss of batches without training on them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Evaluation", "ValidationRecord"]
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """The loss of validation batches after some steps.
+    """Loss of the validation batches after some steps.
 
     Attributes:
-        steps: that were trained, of all phases.
-        loss: mean over all that is predicted, in nats, without z-loss.
-        unit: what trained last, which with the Blocks before it is what was evaluated; None: not said.
+        steps: number of trained steps, over all phases.
+        loss: mean over all predicted tokens, in nats, without z-loss.
+        unit: unit that was trained last, and evaluated together with the Blocks before it; None: unknown.
     """
 
     steps: int
@@ -38,24 +38,24 @@ class ValidationRecord:
     unit: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the fields that are not None, as plain values for JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class Evaluation:
-    """Means of what an objective asks for, over batches and processes.
+    """Mean loss of an objective over batches and processes.
 
-    Each is of the first epoch of the batches, what a loader draws starts from the run's seed, or from that of
-    its own generator, and what an objective masks depends on the place of the batch alone, so that two
-    evaluations ask for the same. The random state of the process is neither used nor changed, and generators
-    are put back: the training may draw from the same.
+    Every evaluation uses the first epoch of the batches. The loader's random numbers start from the seed of
+    the run, or from the seed of its own generator. Masks depend only on the index of the batch. So two
+    evaluations use the same batches and masks. The random state of the process is neither used nor changed.
+    Generators are restored, because the training may use the same ones.
 
     Args:
-        objective: the seed of what it masks is the run's.
-        settings: `training` of a configuration.
-        processes: each gives its part of the batches, or the same; every one has to call. One may have more
-            of them than another.
-        alone: whether each process computes by itself with "fsdp" as well.
+        objective: training objective. Masks use the seed of the run.
+        settings: `training` section of a configuration.
+        processes: processes that evaluate together. Each passes its share of the batches, or all of them; the
+            numbers of batches may differ. Every process has to call.
+        alone: True: each process computes its batches independently, also with "fsdp".
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Evaluation:
         limit: int | None = None,
         precision: str | None = None,
     ) -> float:
-        """Mean loss in nats of one pass of `batches`; NaN where there is nothing to predict.
+        """Return the mean loss in nats of one epoch of `batches`; NaN if there is nothing to predict.
 
         Args:
-            total: what the objective sums up over a batch, on the device of the processes.
-            batches: from their first one on.
-            limit: how many are taken; None: all.
-            precision: to compute in; None: the settings', of weights that are float32.
+            total: returns the objective's sum over a batch, on the device of the processes.
+            batches: iterated from the start.
+            limit: maximum number of batches; None: all.
+            precision: compute precision; None: the precision of `settings` for float32 weights.
         """
         device, seed = self._processes.device, self._processes.seed(self._settings.seed)
         precision = frozen_precision(self._settings.precision) if precision is None else precision
@@ -108,7 +108,7 @@ class Evaluation:
         return float(loss / count)
 
     def _until_all_end(self, batches: Iterable[Batch | None]) -> Iterator[Batch | None]:
-        """The batches, then None until those of all processes have ended."""
+        """Yield the batches, then None until the batches of all processes are exhausted."""
         for batch in chain(batches, repeat(None)):
             there = torch.tensor(float(batch is not None), device=self._processes.device)
             if not self._processes.sum(there).item():
@@ -118,7 +118,7 @@ class Evaluation:
 
 @contextmanager
 def _from_their_seeds(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Meanwhile generators draw as they did at first; afterwards they go on from where they were."""
+    """Reset generators to their initial seed in this context. At the end their states are restored."""
     before = [(generator, generator.get_state()) for generator in generators]
     try:
         for generator, _ in before:
@@ -130,6 +130,6 @@ def _from_their_seeds(generators: Iterable[torch.Generator]) -> Iterator[None]:
 
 
 def _nothing() -> Targets:
-    """A token, and nothing to predict."""
+    """Return targets of one token, without a prediction."""
     ids_BT = torch.zeros(1, 1, dtype=torch.int64)
     return Targets(ids_BT, torch.full_like(ids_BT, IGNORED), torch.zeros(()))

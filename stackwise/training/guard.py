@@ -1,7 +1,7 @@
-"""PhaseGuard: judges the steps of a phase before their updates, and leaves out those that break.
+"""PhaseGuard: inspects each step of a phase before its update, and skips non-finite and spiking steps.
 
-A step that is left out is as if its batches had not been there: number, learning rate, masks and random
-choices of the next one are those that it had.
+A skipped step leaves no trace: the next step has the same number, learning rate, masks and random
+numbers.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ __all__ = ["PhaseGuard", "RackPart", "StepBatches", "guard_policy", "new_bundle_
 
 _REMEMBERED = 64  # steps, far above any lag
 
-# "epoch", "place": of the first; "drew": whether the loader made a random choice; "batches": of the step.
-# A mapping, as it is written into checkpoints and bundles.
+# "epoch", "place": of the first batch; "drew": True if the loader used random numbers; "batches": of the
+# step. A mapping, because it is written into checkpoints and bundles.
 StepBatches = Mapping[str, Any]
 
 
 def guard_policy(settings: TrainingConfig) -> GuardPolicy:
-    """Return the policy `settings.guard`, which must be there, with the clipping of the training."""
+    """Return the policy `settings.guard`, which must not be None, with the training's gradient clipping."""
     assert settings.guard is not None
     return settings.guard.model_copy(update={"clip": settings.grad_clip})
 
 
 def new_bundle_folder(directory: str | Path, processes: Processes) -> Path:
-    """`run-1`, `run-2` and so on: the first in `directory` that is not there; every process has to call."""
+    """Return the first of `run-1`, `run-2` and so on that does not exist in `directory`.
+
+    Collective: every process has to call it.
+    """
     folder, number = Path(directory), 1
     while (folder / f"run-{number}").exists():
         number += 1
-    return folder / f"run-{processes.as_in_main(number)}"  # the others may look later
+    return folder / f"run-{processes.as_in_main(number)}"  # other ranks may check later
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What the host knows of a step."""
+    """Facts of a step that the host stores."""
 
     number: int
     lr: float
@@ -59,29 +62,30 @@ class _Made:
 
 
 class StepCount:
-    """How many updates of a phase are made, and the random states that the next step begins with.
+    """Number of updates of a phase, and the random states at the start of the next step.
 
-    To the guard it is the scheduler: advanced with each update, and put back with what is undone.
+    The guard treats it as a scheduler: it advances with each update, and is restored by a rewind.
 
     Attributes:
-        done: updates.
+        done: number of updates.
     """
 
     def __init__(self) -> None:
         self.done = 0
-        self._begins: dict[str, Any] | None = None  # None: with those of the process
+        self._begins: dict[str, Any] | None = None  # None: use the random states of the process
         self._ended: dict[str, Any] | None = None
 
     def draw(self) -> None:
-        """Before a batch is taken from the loader."""
+        """Set the random states before a batch is drawn from the loader."""
         if self._begins is not None:
             set_random_states(self._begins)
 
     def begin(self, *, drew: bool) -> None:
-        """Before the forward pass of a step.
+        """Set the random states before the forward pass of a step.
 
         Args:
-            drew: the loader made random choices for its batches: it begins with what they have left.
+            drew: True if the loader used random numbers for the batches: the step continues from the current
+                random states.
         """
         if drew or self._begins is None:
             self._begins = random_states()
@@ -89,29 +93,29 @@ class StepCount:
             set_random_states(self._begins)
 
     def end(self) -> None:
-        """Behind the backward pass of a step."""
+        """Store the random states after the backward pass of a step."""
         self._ended = random_states()
 
     def step(self) -> None:
-        """Its update is made."""
+        """Count an update. The next step begins with the random states at the end of this one."""
         self.done, self._begins = self.done + 1, self._ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Both."""
+        """Return the number of updates and the random states."""
         return {"done": self.done, "begins": self._begins}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self.done, self._begins = state["done"], state["begins"]
 
 
 class RackPart(nn.Module):
-    """Some modules of a Rack, by the names that they have in it. Not to be called.
+    """Some modules of a Rack, with their names in the Rack. It has no forward pass.
 
     Args:
-        rack: whose names.
-        modules: which of it.
-        parameters: further ones, as of an optimizer.
+        rack: Rack that defines the names.
+        modules: modules of the Rack to include.
+        parameters: additional parameters, such as those of an optimizer.
     """
 
     def __init__(self, rack: Rack, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
@@ -121,7 +125,7 @@ class RackPart(nn.Module):
         kept = {id(p) for _, module in named for p in module.parameters(recurse=False)}
         kept |= {id(p) for p in parameters}
         buffers = {id(buffer) for _, module in named for buffer in module.buffers(recurse=False)}
-        # Not as attributes of a module, which would be modules of this one.
+        # Not as attributes: nn.Module would register them as its own modules.
         self._by_name = {
             "modules": dict(named),
             "parameters": {name: p for name, p in rack.named_parameters() if id(p) in kept},
@@ -129,34 +133,34 @@ class RackPart(nn.Module):
         }
 
     def named_modules(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """As in the Rack."""
+        """Yield the included modules with their names in the Rack."""
         return iter(self._by_name["modules"].items())
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """As in the Rack."""
+        """Yield the included parameters with their names in the Rack."""
         return iter(self._by_name["parameters"].items())
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """As in the Rack."""
+        """Yield the included buffers with their names in the Rack."""
         return iter(self._by_name["buffers"].items())
 
 
 class PhaseGuard(Guard):
-    """Guards a `TrainStep`, and gives its batches.
+    """Guard of a `TrainStep`, which also yields the batches of each step.
 
     Args:
-        part: the modules that the phase computes.
-        step: which trains them.
-        settings: `guard` is there.
-        computed: what is computed of batches in the step of a number in the phase.
-        went_back: called with how many updates of the phase are left after a rewind.
-        unit: what trains.
-        first: how many updates came before the phase.
-        bundles: folder for diagnostic bundles; None: none are written.
+        part: modules that the phase computes.
+        step: step that trains them.
+        settings: training settings; `guard` must not be None.
+        computed: maps a step number in the phase and its batches to micro-batches.
+        went_back: called after a rewind with the remaining number of updates of the phase.
+        unit: name of the unit that is trained.
+        first: number of updates before the phase.
+        bundles: folder for diagnostic bundles; None: no bundles are written.
         lag: see `Guard`.
 
     Attributes:
-        count: of updates.
+        count: counter of the updates.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class PhaseGuard(Guard):
         self._ready: list[StepRecord] = []
         self._told: list[Alarm] = []
         self._n_told = 0
-        # Nothing that the guard holds may hold it: Blocks of a unit go when their guard goes, and not later.
+        # No reference cycle: the Blocks of a unit must be freed together with its guard.
         me, count = weakref.proxy(self), self.count
         others: dict[str, Any] = {} if step.loss_scale is None else {"loss_scale": step.loss_scale}
         super().__init__(
@@ -193,26 +197,26 @@ class PhaseGuard(Guard):
             lag=lag,
             on_rewind=lambda _: me._went(count.done),
         )
-        # Places of the data, which are the same in every process.
+        # Positions in the data, which are equal in all processes.
         self._feed = BatchFeed(lambda batch: (batch["epoch"], batch["place"]))
 
     def steps_of(self, stream: Iterator[Any], places: BatchStream) -> Iterator[StepBatches]:
-        """The batches of step after step, without end: some again, none that is in quarantine.
+        """Yield the batches of each step, without end. Some are replayed; quarantined ones are skipped.
 
         Args:
-            stream: of what `places` gives.
-            places: where they are.
+            stream: iterator over `places`.
+            places: stream that stores the position in the data.
         """
         return self.batches(_taken(self.count, stream, places))
 
     def train(self, batch: StepBatches, lr: float) -> bool:
-        """Make a step of what `steps_of` gave.
+        """Train one step on batches from `steps_of`.
 
         Returns:
-            whether its update stands, as far as the host knows.
+            True if the update was applied, as far as the host has been notified.
 
         Raises:
-            GuardError: training is broken for good.
+            GuardError: the guard cannot recover the training.
         """
         number = self.count.done
         self.count.begin(drew=batch["drew"])
@@ -227,14 +231,14 @@ class PhaseGuard(Guard):
         return self.count.done == number + 1
 
     def decide(self, loss: Tensor, norms_P: Tensor, logit: Tensor | None = None) -> Decision:
-        """As of `Guard`; an overflow that the loss scale answers is left out, and is no alarm."""
+        """See `Guard.decide`. An overflow that the loss scale handles skips the step, and is not an alarm."""
         scale = self._step.loss_scale
         if scale is None:
             decision = super().decide(loss, norms_P, logit)
             return decision._replace(loss=self._mean)
         norm, factor = global_norm(norms_P), scale.divisor()
         answered = loss.isfinite() & ~norm.isfinite() & ~scale.exhausted()
-        # A norm of 0 is no alarm, and not remembered.
+        # A norm of 0 raises no alarm, and does not enter the history.
         decision = super().decide(loss, torch.where(answered, 0.0, norms_P), logit)
         divisor = factor if decision.divisor is None else factor * decision.divisor
         scale.update(answered, counts=decision.found_inf == 0)
@@ -252,36 +256,36 @@ class PhaseGuard(Guard):
         return self._step.gradient_norms()
 
     def settle(self) -> None:
-        """As of `Guard`."""
+        """See `Guard.settle`."""
         super().settle()
         self._take_in()
 
     def arrived(self) -> list[StepRecord]:
-        """Records of updates that were made, each once, and behind a rewind those of what is made again."""
+        """Return records of updates, each once. After a rewind, records of replayed steps follow."""
         self._take_in()
         records, self._ready = self._ready, []
         return records
 
     def raised(self) -> list[Alarm]:
-        """Alarms since the last call. Their `step` counts updates, those before the phase as well."""
+        """Return the alarms since the last call. Their `step` is the number of the update in the run."""
         self._take_in()
         alarms, self._told = self._told, []
         return alarms
 
     def state_dict(self, *, closed: bool = False) -> dict[str, Any]:
-        """As of `Guard`, and where the count is.
+        """Return the state of `Guard` and of the update counter.
 
-        It is the same in every process, but for batches to be given again, and where something has made
-        random choices since the last update. Where the epoch began is known to the `BatchStream`.
+        The state is equal in all processes, except for batches to replay, and for random numbers that were
+        used since the last update. The `BatchStream` stores the start of the epoch.
         """
         state, count = super().state_dict(closed=closed), deepcopy(self.count.state_dict())
         begins = count["begins"]
         if begins is not None and random_states_equal(begins, random_states()):
-            count["begins"] = None  # those of the process, which are kept beside this
+            count["begins"] = None  # equal to those of the process, which are saved separately
         return {**state, "feed": BatchFeed.common_state(state["feed"]), "count": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of `Guard`."""
+        """See `Guard.load_state_dict`."""
         super().load_state_dict(state)
         self.count.load_state_dict(state["count"])
         self._n_told = len(self.alarms)
@@ -307,7 +311,7 @@ class PhaseGuard(Guard):
             number = self._first + self._steps_made[alarm.step].number
             self._told.append(replace(alarm, step=number))
         self._n_told = len(self.alarms)
-        # What is not made again, and has been told of, is forgotten.
+        # Forget steps that can no longer be replayed and have been reported.
         for known in [step for step in self._steps_made if step < self.steps - _REMEMBERED]:
             del self._steps_made[known]
 

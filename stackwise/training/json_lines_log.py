@@ -1,4 +1,4 @@
-"""JsonLinesLog: a run's records as lines of JSON, and how they are read again."""
+"""JsonLinesLog: log of a run's records as JSON Lines, and a function that reads it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from stackwise.training.record_log import ClosingLog, free_place
 
 __all__ = ["JsonLinesLog", "LoggedLines", "read_json_lines"]
 
-# JSON has no other numbers than finite ones. Python's float() takes these names back.
+# JSON supports only finite numbers. Python's float() parses these names.
 _NAMES = ("NaN", "Infinity", "-Infinity")
 
 
 class JsonLinesLog(ClosingLog):
-    """Log with one JSON object a line, for each step and each alarm, flushed at each `write`.
+    """Log with one JSON object per line, for each step and each alarm. Each `write` is flushed.
 
-    The line of an alarm has `alarm`, its kind, and no `loss`. Numbers that are not finite are written as
-    "NaN", "Infinity" and "-Infinity". A line that a killed run has not finished is removed when the file is
-    opened again.
+    The line of an alarm has `alarm`, its kind, and no `loss`. Non-finite numbers are written as "NaN",
+    "Infinity" and "-Infinity". An incomplete last line of a killed run is removed when the file is opened.
 
     Args:
-        path: file. It is created with its folder; an existing file is continued.
+        path: file of the log. It is created with its folder; lines are appended to an existing file.
         first_step: first step of the resumed run. Lines of this step and later ones are removed from an
             existing file. A file without earlier lines, or with lines of another run, is renamed to the first
             free one of `run.jsonl.1`, `run.jsonl.2` and so on. None: every line stays.
         run: identity of the run, written into every line. None: none is written.
 
     Raises:
-        ValueError: lines are to be removed from a file that has other lines than this class writes.
+        ValueError: lines are to be removed from a file that contains lines of another format.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class JsonLinesLog(ClosingLog):
         if first_step is not None and self.path.exists():
             _cut_steps(self.path, first_step, run)
         self._file = self.path.open("ab", buffering=0)
-        self._whole = self._file.tell()  # bytes of lines that were written to their end
+        self._whole = self._file.tell()  # bytes of complete lines
 
     def write(
         self,
@@ -57,15 +56,16 @@ class JsonLinesLog(ClosingLog):
         figures: Mapping[str, float] | None = None,
         alarms: Sequence[Alarm] = (),
     ) -> None:
-        """Append a line for each of `records`, `figures` in the last one, and for each of `alarms`.
+        """Append a line for each of `records` and each of `alarms`. `figures` go into the last record's line.
 
-        Lines that the disk refuses are left out; those of later calls are written again.
+        If the disk returns an error, these lines are lost, with a warning. Later calls write again.
         """
         rows = [record.to_dict() for record in records]
         if rows and figures:
             rows[-1] |= figures
         rows += [{"step": alarm.step, "alarm": alarm.kind, **_told(alarm)} for alarm in alarms]
-        # One call of the system for all of them: none is torn but by a full disk or a kill within it.
+        # One system call for all lines: only a full disk or a kill during the call can leave an incomplete
+        # line.
         lines = "".join(json.dumps(_named(row | self._run), allow_nan=False) + "\n" for row in rows).encode()
         try:
             if self._file.tell() != self._whole:
@@ -82,11 +82,11 @@ class JsonLinesLog(ClosingLog):
 
 
 class LoggedLines(NamedTuple):
-    """A file of JSON lines.
+    """Content of a JSON Lines file.
 
     Attributes:
-        lines: one mapping for each whole line, in their order.
-        partial: the last line as far as it was written; empty: the file ends with a whole one.
+        lines: one mapping for each complete line, in file order.
+        partial: incomplete last line; empty if the last line is complete.
     """
 
     lines: list[dict[str, Any]]
@@ -94,13 +94,13 @@ class LoggedLines(NamedTuple):
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> LoggedLines:
-    """What `JsonLinesLog` wrote, with numbers that are not finite as such.
+    """Read the lines that `JsonLinesLog` wrote. Non-finite numbers are converted back to floats.
 
-    A guard that goes back repeats steps: of two lines of one step, alarms apart, the later one holds.
+    A rewind of the guard repeats steps. If a step has two lines, apart from alarms, the later one is valid.
 
     Raises:
-        ValueError: a line that is no JSON object, unless it is the last and was never ended.
-        FileNotFoundError: no such file.
+        ValueError: a line is not a JSON object, unless it is an incomplete last line.
+        FileNotFoundError: the file does not exist.
     """
     *whole, partial = Path(path).read_bytes().split(b"\n")
     lines = []
@@ -136,7 +136,7 @@ def _numbered(value: Any) -> Any:
 
 
 def _cut_steps(path: Path, first_step: int, run: str | None) -> None:
-    """Keep the lines of steps before `first_step`. Rename the file if there are none, or of another run."""
+    """Keep the lines of steps before `first_step`. Rename the file if it has none, or is of another run."""
     lines, _ = read_json_lines(path)
     own = run is None or all(row.get("run", run) == run for row in lines)
     whole = path.read_bytes().splitlines(keepends=True)
@@ -160,7 +160,7 @@ def _cut_partial_line(path: Path) -> None:
         return
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
-        # From behind, a piece at a time: the file may be long.
+        # Backwards, one chunk at a time: the file may be long.
         while end:
             start = max(0, end - 65536)
             file.seek(start)

@@ -1,4 +1,4 @@
-"""LossScale: what the loss is multiplied by so that float16 gradients do not vanish, found while training."""
+"""LossScale: dynamic loss scale, so that float16 gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from stackwise.training.precision import compute_dtype
 
 __all__ = ["LossScale", "create_loss_scale"]
 
-_SMALLEST = 2.0**-16  # 32 halvings of the first: below it all that float16 can hold is lost
+_SMALLEST = 2.0**-16  # 32 halvings of the initial scale: below it every float16 gradient underflows
 
 
 class LossScale:
-    """A dynamic loss scale (Micikevicius et al. 2018, arXiv:1710.03740), as `torch.amp.GradScaler` has it.
+    """Dynamic loss scale (Micikevicius et al. 2018, arXiv:1710.03740), like `torch.amp.GradScaler`.
 
-    A step with it, in the only right order:
+    A step has to call, in this order:
 
     1. `scale(loss).backward()`
     2. the global norm of the gradients, divided by `divisor()`: the norm that is recorded
-    3. whether loss and norm are finite: `found_inf`
+    3. `found_inf`: 1 if the loss or the norm is not finite
     4. `optimizer.grad_scale = divisor() * clip_divisor(norm, max_norm)`
-    5. `optimizer.step()`, which divides the gradients, or leaves the step out
+    5. `optimizer.step()`, which divides the gradients, or skips the step
     6. `update(found_inf)`
 
-    Nothing makes the host wait: `GradScaler.step` would, and its `unscale_` reads and writes all
-    gradients once more for what the optimizer's own pass does as well.
+    No host synchronisation is needed. `GradScaler.step` would synchronise, and its `unscale_` reads and
+    writes all gradients once more, which the optimizer's own pass does anyway.
 
     Args:
-        device: of the loss.
-        initial: the first scale. 2**16 suits the mean over tokens of a loss in nats.
-        growth_factor: by which it grows after `growth_interval` sound steps in a row.
-        backoff_factor: by which it shrinks after a step that was left out.
-        growth_interval: in steps.
+        device: device of the loss.
+        initial: initial scale. 2**16 suits the mean over tokens of a loss in nats.
+        growth_factor: factor by which the scale grows after `growth_interval` consecutive finite steps.
+        backoff_factor: factor by which the scale shrinks after a skipped step.
+        growth_interval: number of steps.
 
     Raises:
         ValueError: a scale that is not positive, a growth factor that is not above 1, a backoff factor that
@@ -59,23 +59,23 @@ class LossScale:
         self._sound_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What the backward pass starts from."""
+        """Return the scaled loss, on which the backward pass is called."""
         return loss * self._scale
 
     def divisor(self) -> Tensor:
-        """What gradients of the scaled loss, and their norm, are divided by: float32, on the device."""
+        """Return the divisor of the scaled gradients and of their norm: float32, on the device."""
         return self._scale
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, counts: Tensor | None = None) -> None:
-        """Shrink the scale after a step that was left out; grow it after many that were not.
+        """Shrink the scale after a skipped step. Grow it after many consecutive finite steps.
 
         Args:
-            found_inf: scalar, not zero where the step was left out; the same in every process.
-            counts: boolean scalar, false where the step is as if it had not been; None: it counts.
+            found_inf: scalar, nonzero if the step was skipped; equal in all processes.
+            counts: boolean scalar, False if the step must not change the scale; None: True.
         """
         before = self._scale, self._sound_steps
-        # New tensors: who holds the divisor of this step keeps it.
+        # New tensors: a caller may still use the divisor of this step.
         left_out = found_inf != 0
         sound_steps = self._sound_steps + 1
         grown = self._scale * self._growth_factor
@@ -89,15 +89,15 @@ class LossScale:
             self._sound_steps = torch.where(counts, self._sound_steps, before[1])
 
     def exhausted(self) -> Tensor:
-        """Whether a smaller scale is of no use to any gradient: a boolean scalar on the device."""
+        """Return True if a smaller scale cannot help any gradient: a boolean scalar on the device."""
         return self._scale < _SMALLEST
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and the sound steps since it last changed. The host waits for both."""
+        """Return the scale, and the number of finite steps since its last change. Synchronises the host."""
         return {"scale": self._scale.item(), "sound_steps": self._sound_steps.item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self._scale = torch.full_like(self._scale, state["scale"])
         self._sound_steps = torch.full_like(self._sound_steps, int(state["sound_steps"]))
 
@@ -105,9 +105,9 @@ class LossScale:
 def create_loss_scale(
     precision: str, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000
 ) -> LossScale | None:
-    """The loss scale of a precision; None for all but "fp16".
+    """Return the loss scale of a precision; None for every precision except "fp16".
 
-    bfloat16 has the exponents of float32: a scale would change nothing, but leave out steps that are sound.
+    bfloat16 has the exponent range of float32. A scale would have no benefit, and would skip healthy steps.
     """
     if compute_dtype(precision) != torch.float16:
         return None

@@ -1,9 +1,9 @@
-"""TrainingLoop: phase after phase, step after step.
+"""TrainingLoop: runs the phases of a training, step by step.
 
-Nothing in a step makes the host wait for the device: loss, gradient norm and whether they are
-finite stay there; a non-finite step is left out by the fused optimizer itself, and is noticed when
-the records are read, every `log_interval` steps. With a guard it is left out with its batches, and so is a
-spike: see `PhaseGuard`.
+No step synchronises the host with the device: loss, gradient norm and the flag for non-finite values stay on
+the device. The fused optimizer skips a non-finite step by itself. The host detects it when it reads the
+records, every `log_interval` steps. With a guard, the batches of a non-finite or spiking step are skipped as
+well: see `PhaseGuard`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from stackwise.training.throughput import ThroughputMeter
 
 __all__ = ["NonFiniteStepError", "TrainingLoop", "TrainingTerminated"]
 
-_SILENT = 16  # steps in which nothing is predicted, until that is taken to be so of all data
-_SEARCH = 32  # halvings: from the first loss scale, 2**16, to one below all that float16 can hold
+_SILENT = 16  # steps without a target, after which the data is considered to have none
+_SEARCH = 32  # halvings: from the initial loss scale, 2**16, to a scale that underflows in float16
 
 
 class NonFiniteStepError(ArithmeticError):
-    """A step had a non-finite loss or gradient. Its update was left out.
+    """A step had a non-finite loss or gradient. Its update was skipped.
 
     Attributes:
-        record: the first such step.
+        record: record of the first such step.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -70,7 +70,7 @@ class NonFiniteStepError(ArithmeticError):
 
 
 class TrainingTerminated(SystemExit):
-    """The process was asked to end. The run is saved and can be resumed.
+    """The process was requested to end. The run is saved and can be resumed.
 
     Args:
         steps: number of finished steps.
@@ -89,24 +89,24 @@ class TrainingTerminated(SystemExit):
 
 @dataclass
 class TrainingLoop:
-    """A Rack, what it learns from, and what came of it so far.
+    """Training of a Rack on a loader, with the current results.
 
     Attributes:
         shared: the Rack, and the processes that train it.
-        meter: of tokens and of waiting for data.
-        validation: what is evaluated every `eval_interval` steps; None: nothing is.
-        validation_records: what came of that.
-        logs: what else gets every record.
-        learning_rate: of a step in a schedule of so many steps.
-        records: every step, of all phases.
-        epochs: the pass over the data of each step since the last phase began that does not continue one.
-        tokens: that were trained on, padding as well: those of this process, times how many there are.
-        units: what each phase that is over did.
-        alarms: of the guard. Their `step` is the number of the update that was to be made.
-        bundles: folder for diagnostic bundles of the guard; None: none are written.
-        terminates: returns the exit code if the run is to be saved and ended after so many steps, or else 0.
-            None: never.
-        guard_lag: steps after which the host learns of an alarm; None: as `Guard` has it.
+        meter: throughput meter, which counts tokens and the time spent waiting for data.
+        validation: data that is evaluated every `eval_interval` steps; None: no evaluation.
+        validation_records: results of the evaluations.
+        logs: additional receivers of every record.
+        learning_rate: maps (step, length of the schedule) to a learning rate.
+        records: records of every step of all phases.
+        epochs: epoch of each step since the start of the last phase that does not continue another one.
+        tokens: number of trained tokens with padding: those of this process, times the number of processes.
+        units: results of finished phases.
+        alarms: alarms of the guard. Their `step` is the number of the update that was due.
+        bundles: folder for diagnostic bundles of the guard; None: no bundles are written.
+        terminates: maps a number of steps to the exit code if the run is to be saved and terminated then,
+            otherwise to 0. None: the run is never terminated early.
+        guard_lag: number of steps until the host is notified of an alarm; None: the default of `Guard`.
     """
 
     shared: SharedRack
@@ -135,29 +135,29 @@ class TrainingLoop:
         self.device = self.store.device
         self._train_step: TrainStep | None = None
         self._guard: PhaseGuard | None = None
-        self._given: int | None = None  # steps of the data that the last phase under a guard took
-        self._left_out = 0  # steps in a row
-        self._begun = 0.0  # when records were last asked for without waiting for all
-        self._made: float | None = None  # when those that are read next were made; None: only now
-        self._done = 0  # steps of the phase
-        self._due = (False, 0)  # whether to save, and the exit code, after consecutive alarms
-        self._told: Mapping[str, Any] = {}  # of what is saved, by rank 0
-        self._resumed: Mapping[str, Any] | None = None  # until the phase that was left has begun again
+        self._given: int | None = None  # data steps that the last guarded phase used, with skipped ones
+        self._left_out = 0  # consecutive skipped steps
+        self._begun = 0.0  # time of the last request for records without a wait
+        self._made: float | None = None  # time at which the next records were complete; None: now
+        self._done = 0  # finished steps of the phase
+        self._due = (False, 0)  # (save, exit code) after consecutive alarms
+        self._told: Mapping[str, Any] = {}  # values of rank 0 for the checkpoint
+        self._resumed: Mapping[str, Any] | None = None  # until the interrupted phase has restarted
         self._head = nn.ModuleList([self.rack.final_norm, self.rack.lm_head])
         fresh = self._head.state_dict() if self.settings.scope.head == "per_unit" else {}
         self._fresh_head = {name: tensor.clone() for name, tensor in fresh.items()}
 
     def run(self, phases: Sequence[Phase]) -> None:
-        """Go through the phases, or what is left of them.
+        """Run the phases, or the remaining ones after a resume.
 
         Raises:
-            ValueError: nothing to train, no data, or data of which nothing is predicted.
-            NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
-            GuardError: training is broken for good.
-            TrainingTerminated: the run was asked to end, and is saved.
-            OSError: it was asked to end, and could not be saved.
+            ValueError: nothing to train, no data, or data without a target.
+            NonFiniteStepError: the loss or the gradient became non-finite, and there is no guard.
+            GuardError: the guard cannot recover the training.
+            TrainingTerminated: termination was requested, and the run is saved.
+            OSError: termination was requested, and the run could not be saved.
         """
-        # What a phase gives up lies between what the next one asks for.
+        # Memory that a phase has freed is fragmented. Release it before the next phase allocates.
         gives_back = self.settings.scope.offload != "none"
         for place in range(len(self.units), len(phases)):
             if gives_back:
@@ -165,7 +165,7 @@ class TrainingLoop:
             self._run(phases[place], phases[place + 1] if place + 1 < len(phases) else None)
 
     def _run(self, phase: Phase, following: Phase | None) -> None:
-        """Go through a phase; what the `following` one needs is read ahead meanwhile."""
+        """Run a phase. The Blocks of the `following` one are prefetched in the meantime."""
         settings, began = self.settings, time.perf_counter()
         if self._resumed is None:
             self._done, self._first_record = 0, len(self.records)
@@ -197,9 +197,9 @@ class TrainingLoop:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All but weights, optimizer and random states, of what is saved: the same in all processes.
+        """Return the saved state, except weights, optimizer and random states. It is equal in all processes.
 
-        But for tokens, where processes have batches of different sizes.
+        Only `tokens` may differ, if processes have batches of different sizes.
         """
         assert self._train_step is not None, "a step was made"
         scale = self._train_step.loss_scale
@@ -222,7 +222,7 @@ class TrainingLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the step that `state` is of, with the next call of `run`."""
+        """Restore `state`. The next call of `run` continues after its step."""
         self.units[:] = [cast("UnitResult", dict(unit)) for unit in state["units"]]
         self._done, self._first_record = state["done"], state["first_record"]
         self._computed = -state["prefix_blocks"]
@@ -235,7 +235,7 @@ class TrainingLoop:
         self._resumed = state
 
     def _train(self, phase: Phase) -> None:
-        """All steps. What they needed is given up before the Blocks leave."""
+        """Run all steps of the phase. Their memory is freed before the Blocks are offloaded."""
         model, done = self._model(phase), False
         try:
             step = self._begin(phase, model)
@@ -245,14 +245,14 @@ class TrainingLoop:
                 for number in range(self._done, phase.steps):
                     self._step(phase, number, step)
             if self.checkpoints is not None:
-                self.checkpoints.release()  # the next phase may set Blocks and heads to something else
+                self.checkpoints.release()  # the next phase may overwrite Blocks and heads
             done = True
         finally:
             self._guard = None
             if not (done and phase.is_continued):
                 used, self._train_step = self._train_step, None
                 if used is not None and isinstance(used.optimizer, MasterAdamW):
-                    used.optimizer.finish()  # however it ends, the weights are float32 again
+                    used.optimizer.finish()  # also after an error the weights become float32
 
     def _model(self, phase: Phase) -> PhaseModel:
         blocks = blocks_of(self.rack)
@@ -268,7 +268,7 @@ class TrainingLoop:
 
     def _begin(self, phase: Phase, model: PhaseModel) -> TrainStep:
         settings = self.settings
-        # Twice the interval: the rows of one are on their way to the host while the next are written.
+        # Two intervals: the rows of one are copied to the host while the next ones are written.
         rows = 2 * min(settings.log_interval, phase.steps)
         n_norms = len(list(self.rack.parameters())) if settings.telemetry.parameter_norms else 0
         self._buffer = StepBuffer(rows, self.device, n_norms)
@@ -279,10 +279,10 @@ class TrainingLoop:
         resumed, self._resumed = self._resumed, None
         first_step = phase.first_step if resumed is None else 0
         if first_step and self._given is not None:
-            first_step = self._given  # the batches of the phase before, those left out as well
+            first_step = self._given  # the data steps of the previous phase, with skipped ones
         self._batches = BatchStream(self.dataloader, settings.accumulation_steps, first_step)
         self._stream = self.meter.waiting(self._batches)
-        # What joins later is in the optimizer from the start, and has no gradient until then.
+        # Parameters that join later are in the optimizer from the start, without a gradient until then.
         optimized = self.rack if phase.is_continued or phase.continues else model
         self._train_step = TrainStep(model, settings, self.rack, optimized, self.processes)
         if resumed is None:
@@ -292,18 +292,18 @@ class TrainingLoop:
         self._train_step.take(self.shared.wrap(model))
         self._guard = self._new_guard(phase, model, self._train_step)
         if self._guard is not None and resumed is not None:
-            # One that was turned on meanwhile has seen nothing of the steps before.
+            # A guard that was enabled for the resume has no history of earlier steps.
             saved = resumed["guard"] or state_of_guard_from(self._done, self._guard.state_dict())
             self._guard.load_state_dict(saved)
         return self._train_step
 
     def _new_guard(self, phase: Phase, model: PhaseModel, step: TrainStep) -> PhaseGuard | None:
-        """One without a history: other Blocks have other losses and other norms."""
+        """Return a guard without a history: other Blocks have other losses and norms."""
         if self.settings.guard is None:
             return None
         optimized = (p for group in step.optimizer.param_groups for p in group["params"])
         first = self._first_record
-        passes = len(self.epochs) - self._done  # of steps before the phase
+        passes = len(self.epochs) - self._done  # entries of steps before the phase
 
         def computed(number: int, batches: Sequence[Mapping[str, Tensor]]) -> list[MicroBatch]:
             return self._micro_batches(phase, phase.first_step + number, batches)
@@ -332,7 +332,7 @@ class TrainingLoop:
         )
 
     def _go_on(self, state: Mapping[str, Any], step: TrainStep, *, reads: bool) -> None:
-        """Put everything where it was behind the step that `state` is of; random states last."""
+        """Restore data position, loss scale and objects after the step of `state`; random states last."""
         assert self.checkpoints is not None, "the state is of a checkpoint"
         self._batches.load_state_dict(state["stream"], reads=reads)
         if step.loss_scale is not None:
@@ -340,14 +340,15 @@ class TrainingLoop:
         self.checkpoints.restore(self._shared_objects(step), len(self.records))
 
     def _shared_objects(self, step: TrainStep) -> dict[str, Any]:
-        """What is kept once for all processes, or by each of them in parts."""
+        """Return the objects that are saved once for all processes, or as one shard per process."""
         return {"names": ParameterNames(self.rack), "optimizer": step.optimizer}
 
     def _save(self, step: TrainStep) -> None:
         assert self.checkpoints is not None
         now = [each.loss for each in self.validation_records[-1:] if each.steps == len(self.records)]
         objects = {"run": self, **self._shared_objects(step)}
-        # What is not the same in all processes is as in one, so that any number of them can go on.
+        # Values that differ between processes are saved from rank 0, so that any number of processes can
+        # resume.
         computed = self.prefix.statistics.computed - self._computed
         self._told = self.processes.as_in_main({"prefix_blocks": computed, "meter": self.meter.state_dict()})
         with _full_precision(step, self.rack):
@@ -378,7 +379,7 @@ class TrainingLoop:
         self._attend(phase, step)
 
     def _train_guarded(self, phase: Phase, step: TrainStep, guard: PhaseGuard) -> None:
-        """All steps, of which some are made again, and some are none."""
+        """Run all steps of the phase. Some are replayed, and some are skipped."""
         passes = len(self.epochs) - self._done
         batches = guard.steps_of(self._stream, self._batches)
         try:
@@ -387,14 +388,14 @@ class TrainingLoop:
                 number = guard.count.done
                 lr = self.learning_rate(phase.schedule_start + number, phase.schedule_steps)
                 if guard.train(batch, lr):
-                    # Where the host learns late, those of steps that were undone are still there.
+                    # If the host is notified late, the list still has epochs of steps that were undone.
                     self.epochs[passes + number :] = [batch["epoch"]]
                     self._done = number + 1
                     self._attend(phase, step)
                 else:
                     self._done = guard.count.done
                     self._read(guard.arrived())
-                    # The row of alarms may just have ended, by a rewind.
+                    # A rewind may have ended the consecutive alarms.
                     if self.records:
                         self._leave(phase, step)
             self._given = guard.steps
@@ -403,12 +404,12 @@ class TrainingLoop:
             raise GuardError(self.alarms[-1], self.alarms) from error
 
     def _arrived(self, *, wait: bool) -> list[StepRecord] | None:
-        """Records to be read; None: of those waited for one was broken, and the run is not where it was."""
+        """Return the records to read; None: an awaited step raised an alarm, and the run was rolled back."""
         guard = self._guard
         if guard is None:
             if wait:
                 return self._buffer.drain()
-            # Where the host is waited for, the steps of an interval are made when their copy begins.
+            # If the copy has already arrived, the steps of an interval were complete when their copy began.
             begun, self._begun = self._begun, self.meter.now()
             self._made = begun if self._buffer.is_ahead else None
             return self._buffer.previous()
@@ -421,7 +422,7 @@ class TrainingLoop:
         return guard.arrived()
 
     def _attend(self, phase: Phase, step: TrainStep) -> None:
-        """Behind an update: read, evaluate, save and leave where it is time to."""
+        """After an update: read records, evaluate, save and end the run if due."""
         settings, done = self.settings, self._first_record + self._done
         saving = self.checkpoints is not None and done % settings.save_interval == 0
         last = self._done == phase.steps
@@ -440,7 +441,7 @@ class TrainingLoop:
         self._leave(phase, step, saves=saving)
 
     def _check_predicts(self, *, ends: bool) -> None:
-        """Refuse data without a token to predict, from `_SILENT` steps on or where the run `ends`."""
+        """Raise if no token was a target, after `_SILENT` steps or when the run `ends`."""
         steps = len(self.records)
         predicts = any(not math.isnan(record.loss) for record in self.records)
         allowed = f"at least one in {steps}: tokens behind others, neither padding nor labelled {IGNORED}"
@@ -448,9 +449,9 @@ class TrainingLoop:
         require(predicts or early, "dataloader: steps with something to predict", 0, allowed)
 
     def _leave(self, phase: Phase, step: TrainStep, *, saves: bool = False) -> None:
-        """Save if it `saves`, or where the run ends, and end it where that is asked for.
+        """Save if `saves` or at the end of the run. End the run if requested.
 
-        Not within a row of alarms: until it is over both wait.
+        Both are deferred while an alarm is unresolved.
         """
         done = self._first_record + self._done
         ends = self._done == phase.steps and phase.is_last
@@ -461,7 +462,7 @@ class TrainingLoop:
             if arrived is None:
                 return
             self._read(arrived)
-            # Among alarms the weights may be what is broken; the row is over soon, or the run is.
+            # While an alarm is unresolved the weights may be bad. The alarms end soon, or the run does.
             if self._guard is not None and self._guard.in_row:
                 if ends:
                     told = "no checkpoint, as training ended among alarms; the one before is the newest"
@@ -471,7 +472,7 @@ class TrainingLoop:
             self._due = False, 0
             self._save(step)
         if self.checkpoints and leaves:
-            self.checkpoints.close()  # or say that nothing is saved: who asked is told that it can go on
+            self.checkpoints.close()  # raises if nothing is saved: the exit code promises a resumable run
             raise TrainingTerminated(len(self.records), self.checkpoints.directory, leaves)
 
     def _micro_batches(
@@ -491,7 +492,7 @@ class TrainingLoop:
             return self.prefix(key, targets, depth)
 
     def _evaluate(self, phase: Phase, step: TrainStep, steps: int) -> float:
-        """The validation loss of what the phase computes, with the weights that a checkpoint would have."""
+        """Return the validation loss of the phase's modules, with the weights of a checkpoint."""
         assert self.validation is not None
         evaluation = Evaluation(self.objective, self.settings, self.processes)
 
@@ -505,14 +506,14 @@ class TrainingLoop:
                 total,
                 self.validation,
                 limit=self.settings.eval_batches,
-                precision="fp32" if is_sharded(step.model) else None,  # FSDP says what it computes in
+                precision="fp32" if is_sharded(step.model) else None,  # FSDP sets the compute dtype
             )
             reshard(step.model)
         self.validation_records.append(ValidationRecord(steps, loss, phase.unit.name))
         return loss
 
     def _read(self, arrived: Sequence[StepRecord], evaluated: Mapping[str, float] | None = None) -> None:
-        """Show records to whoever looks, also one that ends the run, and take them in."""
+        """Pass records to the logs, including one that ends the run, and store them."""
         alarms = [] if self._guard is None else self._guard.raised()
         self.alarms += alarms
         made, self._made = self._made, None
@@ -531,13 +532,13 @@ class TrainingLoop:
             self.tokens += record.tokens or 0
 
     def _broken(self, arrived: Sequence[StepRecord]) -> StepRecord | None:
-        """The first that ends the run."""
-        if self._guard is not None:  # which raises by itself
+        """Return the first record that ends the run, or None."""
+        if self._guard is not None:  # the guard raises by itself
             return None
         left_out = self._left_out
         for record in arrived:
             left_out = left_out + 1 if record.skipped else 0
-            # A loss scale is found by steps that are left out; one that small is of no use to any gradient.
+            # Skipped steps search the loss scale. After `_SEARCH` halvings a smaller scale cannot help.
             searching = self.settings.precision == "fp16" and math.isfinite(record.loss)
             if record.skipped and not (searching and left_out <= _SEARCH):
                 return record
@@ -545,6 +546,6 @@ class TrainingLoop:
 
 
 def _full_precision(step: TrainStep, rack: Rack) -> AbstractContextManager[None]:
-    """Meanwhile weights are what the run ends with."""
+    """Use the final weights of the run inside the context: float32 masters with a `MasterAdamW`."""
     masters = step.optimizer if isinstance(step.optimizer, MasterAdamW) else None
     return masters.full_precision(rack) if masters else nullcontext()

@@ -1,4 +1,4 @@
-"""Masking: which tokens of a batch are hidden and predicted, for the objectives that look both ways.
+"""Masking: selection of the masked and predicted tokens of a batch, for bidirectional objectives.
 
 Shapes: B batch, T positions.
 """
@@ -18,7 +18,7 @@ from stackwise.training.targets import IGNORED, Targets, check_shapes
 __all__ = ["EARLIEST", "NoiseSchedule", "mask_diffusion_targets", "masked_share", "masked_token_targets"]
 
 NoiseSchedule = Literal["linear", "cosine"]
-EARLIEST = 1e-3  # the time before which diffusion has one last step, so that no weight exceeds 1 / EARLIEST
+EARLIEST = 1e-3  # diffusion reveals the rest in one last step before this time: no weight is > 1 / EARLIEST
 
 
 def masked_token_targets(
@@ -31,35 +31,35 @@ def masked_token_targets(
     random_fraction: float = 0.0,
     same_fraction: float = 0.0,
 ) -> Targets:
-    """Hide some tokens of each row and predict them (Devlin et al. 2019, arXiv:1810.04805).
+    """Mask some tokens of each row and predict them (Devlin et al. 2019, arXiv:1810.04805).
 
-    Of n tokens that may be predicted in a row, k are: `n * mask_fraction` rounded up or down at random
-    so that its expectation is exact, but at least one. Each of the n is as likely as any other: with
-    probability `mask_fraction`, and 1 / n in rows where that is more.
+    A row with n predictable tokens gets k masked ones: `n * mask_fraction` rounded up or down at random, so
+    that its expectation is exact, but at least one. All n are equally likely: with probability
+    `mask_fraction`, or 1 / n in rows in which that is larger.
 
     Args:
         batch: `input_ids` (B, T); optionally `attention_mask` (B, T), nonzero at real tokens,
-            `document_ids` (B, T), and `labels` (B, T), -100 at tokens that are never hidden (default:
-            `input_ids`). Padding is neither hidden nor predicted.
-        noise: what the choice depends on, beside the shape and which tokens may be predicted.
-        vocab_size: random tokens are drawn from 0 to this, evenly, without `mask_token_id`.
-        mask_token_id: what a hidden token is replaced by.
-        mask_fraction: of the tokens that may be predicted.
-        random_fraction: of the predicted tokens, replaced by random ones instead.
-        same_fraction: of the predicted tokens, left as they are instead.
+            `document_ids` (B, T), and `labels` (B, T), -100 at tokens that are never masked (default:
+            `input_ids`). Padding is neither masked nor predicted.
+        noise: seed of the selection, together with the shape and the positions of predictable tokens.
+        vocab_size: random tokens are drawn uniformly from 0 to vocab_size - 1, without `mask_token_id`.
+        mask_token_id: token that replaces a masked one.
+        mask_fraction: fraction of the predictable tokens.
+        random_fraction: fraction of the predicted tokens that are replaced by random ones instead.
+        same_fraction: fraction of the predicted tokens that stay unchanged instead.
 
     Returns:
-        `count` is the number of predicted tokens.
+        Targets; `count` is the number of predicted tokens.
 
     Raises:
-        ValueError: as of `mask_diffusion_targets`.
+        ValueError: see `mask_diffusion_targets`.
     """
     input_ids, labels, open_BT = _maskable(batch, mask_token_id)
     draw = _Draw(noise, input_ids.device)
     number_B = open_BT.sum(1)
     wanted_B = (number_B.double() * mask_fraction + draw.uniform(len(input_ids))).floor().long()
     keys_BT = draw.integers(2**62, input_ids.shape).masked_fill(~open_BT, 2**62)
-    # At least the first key is taken; `open_BT` rules it out where there is nothing to choose from.
+    # At least the first key is selected; `open_BT` excludes it in rows without a predictable token.
     last_B = (wanted_B.minimum(number_B) - 1).clamp(min=0)
     last_B1 = keys_BT.sort(1).values.gather(1, last_B[:, None])
     chosen_BT = open_BT & (keys_BT <= last_B1)
@@ -87,27 +87,25 @@ def mask_diffusion_targets(
     mask_token_id: int,
     noise_schedule: NoiseSchedule,
 ) -> Targets:
-    """Hide each token of a row with the probability of a time drawn for it, and weigh its loss accordingly.
+    """Mask each token of a row with the probability of a time drawn for the row, and weight its loss.
 
-    With these weights the expected total bounds the negative log-likelihood of the rows from above (Sahoo et
-    al. 2024, arXiv:2406.07524, eq. 10; Nie et al. 2025, arXiv:2502.09992, eq. 3). The times of a batch
-    are `(u + i / B) mod 1` for one u drawn evenly from [0, 1): each is uniform, and together they cover
-    the unit interval evenly, which lowers the variance and changes no expectation.
+    With these weights the expected total is an upper bound of the rows' negative log-likelihood (Sahoo et al.
+    2024, arXiv:2406.07524, eq. 10; Nie et al. 2025, arXiv:2502.09992, eq. 3). The times of a batch are
+    `(u + i / B) mod 1` for one u drawn uniformly from [0, 1). Each is uniform, and together they cover the
+    unit interval evenly. This lowers the variance and changes no expectation.
 
     Args:
-        batch: as of `masked_token_targets`. Tokens whose label is -100 are what the others are
-            predicted from.
-        noise: what the choice depends on, beside the shape and which tokens may be predicted.
-        mask_token_id: what a hidden token is replaced by.
+        batch: see `masked_token_targets`. Tokens with label -100 are never masked; they are the context.
+        noise: seed of the selection, together with the shape and the positions of predictable tokens.
+        mask_token_id: token that replaces a masked one.
         noise_schedule: see `masked_share`.
 
     Returns:
-        `weights` as `masked_share` says; `count` is the number of tokens that may be predicted, whether
-        hidden or not.
+        Targets; `weights` as in `masked_share`; `count` is the number of predictable tokens, masked or not.
 
     Raises:
-        ValueError: parts of the batch differ in shape, or it holds `mask_token_id` at a real token.
-            Looked for where the batch is on the CPU; elsewhere the host would wait for the answer.
+        ValueError: parts of the batch differ in shape, or `mask_token_id` occurs at a real token. Tokens are
+            checked only on the CPU; on another device the check would synchronise the host.
     """
     input_ids, labels, open_BT = _maskable(batch, mask_token_id)
     draw = _Draw(noise, input_ids.device)
@@ -126,16 +124,16 @@ def mask_diffusion_targets(
 
 
 def masked_share(time: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
-    """The share m of tokens that are masked at a time in [0, 1), and the weight of each one's loss.
+    """Return the fraction m of tokens that are masked at a time in [0, 1), and the loss weight of each.
 
-    `linear` is m(t) = t, `cosine` m(t) = cos(pi/2 (1 - t)). The weight is m'(t) / m(t), which grows
-    like 1/t; so times before `EARLIEST` = e count as one last step, with share m(e) and weight 1/e.
-    That is no approximation of the bound: it is the bound of a process that reveals what is left at e
-    in one step, above that of the continuous one by at most m(e) times what a token's loss at share m(e)
-    is above that at share 0.
+    `linear` is m(t) = t, `cosine` is m(t) = cos(pi/2 (1 - t)). The weight is m'(t) / m(t), which grows like
+    1/t. So times before `EARLIEST` = e are treated as one last step, with fraction m(e) and weight 1/e. This
+    is not an approximation: it is the exact bound of a process that reveals the remaining tokens at e in one
+    step. It exceeds the bound of the continuous process by at most m(e) times the difference between a
+    token's loss at fraction m(e) and at fraction 0.
 
     Returns:
-        (share, weight), both in the shape and dtype of `time`.
+        (fraction, weight), both in the shape and dtype of `time`.
     """
     late = time.clamp(min=EARLIEST)
     if schedule == "linear":
@@ -145,7 +143,7 @@ def masked_share(time: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]
 
 
 def _maskable(batch: Mapping[str, Tensor], mask_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_ids`, `labels`, and which tokens may be hidden and predicted."""
+    """Return `input_ids`, `labels`, and a mask of the tokens that may be masked and predicted."""
     check_shapes(batch)
     input_ids = batch["input_ids"].long()
     labels = batch.get("labels", input_ids).long()
@@ -164,7 +162,7 @@ def _maskable(batch: Mapping[str, Tensor], mask_token_id: int) -> tuple[Tensor, 
 
 
 class _Draw:
-    """Random numbers that depend on integers alone, drawn on the CPU so that they are the same everywhere."""
+    """Random numbers that depend only on integers. They are drawn on the CPU: equal on every device."""
 
     def __init__(self, noise: tuple[int, ...], device: torch.device) -> None:
         digest = hashlib.sha256(repr(tuple(map(int, noise))).encode()).digest()
@@ -173,10 +171,10 @@ class _Draw:
         self._device = device
 
     def uniform(self, *shape: int) -> Tensor:
-        """float64 in [0, 1)."""
+        """Return float64 numbers in [0, 1)."""
         drawn = torch.rand(shape, dtype=torch.float64, generator=self._generator)
         return drawn.to(self._device, non_blocking=True)
 
     def integers(self, high: int, shape: torch.Size) -> Tensor:
-        """int64 in [0, high)."""
+        """Return int64 numbers in [0, high)."""
         return torch.randint(high, shape, generator=self._generator).to(self._device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""MasterAdamW: bfloat16 weights, and an optimizer that keeps them in float32."""
+"""MasterAdamW: optimizer of bfloat16 weights with float32 master weights."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["MasterAdamW"]
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over float32 masters of bfloat16 weights.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with float32 master weights for bfloat16 weights.
 
-    A bfloat16 weight has 8 bits of precision: an update below 1/256 of it is lost. The masters take every
-    update and the weights are rounded from them, in one pass over memory that also scales the gradients
-    and widens them. `found_inf` and `grad_scale` may be set before a step, as with fused `AdamW`: where
-    the first is not zero the step changes nothing, and gradients are divided by the second.
+    A bfloat16 weight has 8 bits of precision: an update below 1/256 of it is lost. The master weights receive
+    every update and the weights are rounded from them, in one pass over memory that also scales the gradients
+    and converts them to float32. `found_inf` and `grad_scale` may be set before a step, as with fused
+    `AdamW`. If `found_inf` is nonzero, the step changes nothing. Gradients are divided by `grad_scale`.
 
     Args:
-        groups: float32 parameters, or parameter groups of them; made bfloat16 here.
-        frozen: parameters that the model computes with and that are not trained; made bfloat16 as well. What
-            is bfloat16 already stays so.
+        groups: float32 parameters, or parameter groups of them; they are converted to bfloat16.
+        frozen: parameters that the model uses but does not train; they are converted as well. bfloat16
+            parameters are unchanged.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: decoupled from the gradient.
-        compile: make the step one compiled pass, which takes some seconds the first time.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        compile: compile the step into one pass. The first step then takes some seconds.
 
     Raises:
-        ValueError: a parameter that is neither float32 nor, of the frozen ones, bfloat16.
+        ValueError: a parameter is not float32; frozen parameters may also be bfloat16.
     """
 
     def __init__(
@@ -61,16 +61,17 @@ class MasterAdamW(torch.optim.Optimizer):
             p.data = original.bfloat16()
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep float32 originals of parameters that join the model, and make them bfloat16.
+        """Convert parameters that join the model to bfloat16, and store their float32 values.
 
-        Those that train become masters once they are in a group; the others wait as frozen ones.
+        Trained parameters get master weights once they are in a group; before that they are treated as
+        frozen.
         """
         for p in parameters:
             self._frozen.append((p, p.data.float()))
             p.data = p.data.bfloat16()
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters that leave their float32 values, and forget them."""
+        """Restore the float32 values of parameters that leave the model, and forget them."""
         leaving = {id(p) for p in parameters}
         for p, wide in self._wide():
             if id(p) in leaving:
@@ -78,7 +79,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._frozen = [(p, wide) for p, wide in self._frozen if id(p) not in leaving]
 
     def _start_new(self) -> None:
-        """Masters for parameters that have none: at first all, later those that joined a group since."""
+        """Create master weights of parameters without them: at first all, later the ones added to a group."""
         new = [p for p in self._parameters() if p not in self.state]
         if not new:
             return
@@ -103,7 +104,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every optimizer, but masters and moments stay float32. The weights follow the masters."""
+        """Load a state. Masters and moments stay float32, and weights are rounded from the masters."""
         super().load_state_dict(state_dict)
         saved = state_dict["state"]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -116,10 +117,10 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. No host synchronisation."""
+        """Update every parameter that has a gradient. No host synchronisation."""
         assert closure is None, "a closure would be evaluated between two roundings of the weights"
         self._start_new()
-        # One for each group: of one function the compiler keeps few graphs, and runs others as they are.
+        # One per group: the compiler limits the graphs of a function, and runs further ones uncompiled.
         while len(self._updates) < len(self.param_groups):
             self._updates.append(compiled(_update) if self._compiles else _update)
         for group, update in zip(self.param_groups, self._updates, strict=True):
@@ -130,9 +131,9 @@ class MasterAdamW(torch.optim.Optimizer):
             zero = torch.zeros((), device=params[0].device)
             sound = (zero if self.found_inf is None else self.found_inf) == 0
             steps = [state["step"] for state in states]
-            # Without alpha torch takes the tensor for a number, and reads it.
+            # Without alpha, torch converts the tensor to a number, which synchronises the host.
             torch._foreach_add_(steps, sound.to(zero.dtype), alpha=1.0)
-            # Scalars are computed here: a compiled pass would compute them again for every element.
+            # Scalars are computed here: a compiled pass would recompute them for every element.
             steps_P = torch.stack(steps)
             update(
                 [p.detach() for p in params],
@@ -151,10 +152,10 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def full_precision(self, module: nn.Module) -> Iterator[None]:
-        """The masters are in the place of the parameters of `module` meanwhile: for saving and evaluation.
+        """Replace the parameters of `module` by the master weights in this context, to save or evaluate them.
 
-        The parameters themselves are not touched: one whose dtype changes loses its hooks, and DDP would no
-        longer see its gradient.
+        The parameters are not modified. A change of dtype would remove a parameter's hooks, and DDP would no
+        longer receive its gradient.
         """
         wide = {id(p): nn.Parameter(master, p.requires_grad) for p, master in self._wide()}
         held = [
@@ -172,7 +173,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 owner._parameters[name] = p
 
     def finish(self) -> None:
-        """Make the parameters float32 again, as precise as the masters are. The optimizer is used up."""
+        """Convert the parameters to float32, with the masters' values. The optimizer becomes unusable."""
         for p, wide in self._wide():
             p.grad = None
             p.data = wide
@@ -192,7 +193,7 @@ def _update(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Every tensor is read and written once; the factors are scalars, P of them one per parameter."""
+    """Read and write every tensor once. The factors are scalars, P of them one per parameter."""
     lists = zip(weights, gradients, masters, means, squares, strict=True)
     for (weight, gradient, master, mean, square), rate, root_factor in zip(
         lists, rate_P.unbind(), root_factor_P.unbind(), strict=True

@@ -1,4 +1,4 @@
-"""MemoryPlan: what a training run will hold, where, and what it will compute."""
+"""MemoryPlan: memory and FLOPs of a training run, per phase and device."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ __all__ = ["MemoryPlan", "PhasePlan"]
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One phase of a run. Bytes of tensors; FLOPs of matrix products and attention, of one step.
+    """Memory and FLOPs of one phase. Bytes of tensors; FLOPs of matrix products and attention, per step.
 
     On the device:
 
     Attributes:
-        name: of the unit.
-        steps: how many.
-        n_prefix: how many frozen Blocks are computed in front of it.
-        ends: embedding, final norm and head; with `head: per_unit` also the copy that each unit starts from.
-        trained: Blocks that train, as the model computes with them.
+        name: name of the unit.
+        steps: number of steps.
+        n_prefix: number of frozen Blocks that are computed before the unit.
+        ends: embedding, final norm and head; with `head: per_unit` also the initial copy for each unit.
+        trained: Blocks that train, in their compute dtype.
         frozen: Blocks that are computed with gradients and do not train.
         idle: other Blocks that are on the device because nothing is offloaded.
-        in_flight: other Blocks that are there while the prefix is computed; two, with the one read ahead.
-        masters: float32 originals of narrow weights.
-        gradients: of all that trains.
-        optimizer: what it keeps from step to step, masters apart.
-        batch: ids and labels of a step, and what the prefix says of one of its micro-batches.
-        activations: what Blocks and embedding leave for the backward pass, with autocast's copies of weights.
-        loss: what final norm, head and loss leave for it.
-        snapshot: what a guard can go back to, where that is on the device: of weights, `masters` and
-            `optimizer`.
-        peak: the most that is there at one time in a step, all of the above and intermediate results.
+        in_flight: other Blocks that are on the device while the prefix is computed: two, with the
+            prefetched one.
+        masters: float32 master weights.
+        gradients: gradients of all trained parameters.
+        optimizer: state of the optimizer without master weights.
+        batch: ids and labels of a step, and the prefix output of one of its micro-batches.
+        activations: saved for the backward pass by Blocks and embedding, with autocast's copies of weights.
+        loss: saved for the backward pass by final norm, head and loss.
+        snapshot: the guard's snapshot of weights, `masters` and `optimizer`, if it is on the device.
+        peak: peak memory of a step, with all of the above and intermediate results.
 
-    Elsewhere, at the end of the phase:
+    On the host and on disk, at the end of the phase:
 
     Attributes:
         host_blocks, disk_blocks: Blocks that are not on the device.
-        host_prefix, disk_prefix: kept outputs of the prefix.
-        host_snapshot: as `snapshot`, where that is in the memory of the host.
+        host_prefix, disk_prefix: cached outputs of the prefix.
+        host_snapshot: the guard's snapshot, if it is in host memory.
 
-    To compute:
+    FLOPs:
 
     Attributes:
-        flops_forward, flops_backward: of what trains; the second with all that is recomputed.
-        flops_optimizer: those of Muon.
-        flops_prefix: of the prefix, had nothing been kept of it.
-        flops_prefix_kept: of the prefix, mean over the steps of the phase, with what `cache_bytes` holds.
+        flops_forward, flops_backward: FLOPs of the trained part; the backward pass includes recomputation.
+        flops_optimizer: FLOPs of Muon.
+        flops_prefix: FLOPs of the prefix without a cache.
+        flops_prefix_kept: FLOPs of the prefix with a cache of `cache_bytes`, mean over the steps of the
+            phase.
     """
 
     name: str
@@ -82,12 +83,12 @@ class PhasePlan:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights on the device but for masters and what is in flight."""
+        """Bytes of all weights on the device, without master weights and Blocks in flight."""
         return self.ends + self.trained + self.frozen + self.idle
 
     @property
     def host(self) -> int:
-        """Bytes in the memory of the host."""
+        """Bytes in host memory."""
         return self.host_blocks + self.host_prefix + self.host_snapshot
 
     @property
@@ -103,16 +104,16 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run holds and computes, phase by phase. `plan_memory` says what is not counted.
+    """Memory and FLOPs of a run, phase by phase. `plan_memory` lists the omissions.
 
     Attributes:
-        device: "cpu" or "cuda", where the run is to be.
-        kernels: of which device the operations are that were gone through. "cpu" also for a run on CUDA where
-            there is no CUDA; fused kernels of CUDA leave other intermediate results behind.
-        tokens_per_step: that the model sees, of one process.
-        prefix_bytes_per_token: of outputs of the prefix, kept or not; 0: there is no prefix.
-        host_start: bytes in the memory of the host before the first phase.
-        phases: in their order.
+        device: "cpu" or "cuda", device of the planned run.
+        kernels: device whose operations were measured. "cpu" also for a run on CUDA if CUDA is not available;
+            fused CUDA kernels have other intermediate results.
+        tokens_per_step: number of tokens per step that the model sees, per process.
+        prefix_bytes_per_token: bytes of the prefix output, cached or not; 0: there is no prefix.
+        host_start: bytes in host memory before the first phase.
+        phases: plans of the phases, in their order.
     """
 
     device: str
@@ -124,17 +125,17 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most bytes on the device at one time."""
+        """Peak memory on the device in bytes."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def host(self) -> int:
-        """The most bytes in the memory of the host at one time."""
+        """Peak memory on the host in bytes."""
         return max(self.host_start, *(phase.host for phase in self.phases))
 
     @property
     def disk(self) -> int:
-        """The most bytes on disk at one time."""
+        """Peak disk space in bytes."""
         return max(phase.disk for phase in self.phases)
 
     @property
@@ -143,12 +144,12 @@ class MemoryPlan:
         return sum(phase.steps * phase.flops for phase in self.phases)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, with the totals."""
+        """Return all fields as plain values, with the totals."""
         totals = {"peak": self.peak, "host": self.host, "disk": self.disk, "flops": self.flops}
         return {**asdict(self), "phases": [asdict(phase) for phase in self.phases], **totals}
 
     def table(self) -> Table:
-        """One row for neighbouring phases that hold the same."""
+        """Return a table with one row for neighbouring phases of equal memory."""
         table = Table(
             title=f"bytes on {self.device}, with the kernels of {self.kernels}; FLOPs of a step",
             caption=f"at most {_bytes(self.peak)} on the device, {_bytes(self.host)} in the memory of the "

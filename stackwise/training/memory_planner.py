@@ -1,7 +1,7 @@
-"""What a training run will hold and compute, found out before it begins.
+"""Memory planner: memory and FLOPs of a training run, measured before training.
 
-Nothing is estimated. The steps of a run are gone through by the trainer's own code on tensors that have a
-shape, a dtype and no memory (PyTorch's FakeTensorMode), and what these would take is added up.
+The trainer's own code runs the steps on tensors with a shape and a dtype but without
+memory (PyTorch's FakeTensorMode). The bytes that these tensors would need are added up.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -45,26 +45,29 @@ __all__ = ["plan_memory"]
 
 
 def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device: str = "cuda") -> MemoryPlan:
-    """What training as `config` says will hold and compute, without its hardware and without its memory.
+    """Return the memory and FLOPs of a training run of `config`, without its hardware or memory.
 
-    Bytes are those of tensors. Not counted: what an allocator rounds up (that of pinned memory takes the next
-    power of two), what it keeps of what was freed, workspaces inside an operation, the CUDA context, the
-    interpreter and its libraries, the heads of files, records of steps, and the building of the Rack
-    before training; what asynchronous checkpoints copy to the memory of the host (weights and what the
-    optimizer keeps), the buckets of `ddp`, which hold gradients throughout a step, what a guard needs to
-    compute a step again, and the batches that it keeps. A guard's snapshot is counted with moments, which it
-    has from the second one on. A product of matrices counts two FLOPs for each multiplication, and attention
-    all pairs, also those that causality hides. With `compile` the counts are those of uncompiled operations;
-    the compiler keeps less.
+    Only tensors are counted. Not included:
+
+    - rounding and caching by allocators (pinned memory is rounded up to a power of two), workspaces inside
+      an operation, the CUDA context, the interpreter and its libraries, file headers, records of steps
+    - the construction of the Rack before training
+    - copies of weights and optimizer state in host memory for asynchronous checkpoints
+    - the buckets of `ddp`, which store gradients throughout a step
+    - memory that a guard needs to recompute a step, and the batches that it stores
+
+    A guard's snapshot is counted with moments, which it has from the second snapshot on. A matrix product has
+    two FLOPs per multiplication. Attention includes all pairs, also those that a causal mask hides. With
+    `compile` the uncompiled operations are measured; the compiler saves less.
 
     Args:
-        config: `model`, `training` and of `data` whether it is packed; no data is read.
-        n_batches: after how many batches the data begins anew; None: no sooner than a phase ends.
-        device: "cuda" or "cpu", in the place of `training.device`.
+        config: `model`, `training` and `data.pack_documents` are read; no data is read.
+        n_batches: number of batches in an epoch of the data; None: an epoch is longer than any phase.
+        device: "cuda" or "cpu"; replaces `training.device`.
 
     Raises:
-        ValueError: a configuration that cannot be trained; of those that can, `precision: float8`,
-            `recompute.kind: budget` and `distributed.strategy: fsdp`, which are not planned.
+        ValueError: a configuration that cannot be trained, or one that cannot be planned:
+            `precision: float8`, `recompute.kind: budget` or `distributed.strategy: fsdp`.
     """
     config.validate()
     if n_batches is not None:
@@ -73,7 +76,7 @@ def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device
     settings = config.training.model_copy(update={"compile": False})
     _check(config.training, device)
     kernels = device if device == "cpu" or torch.cuda.is_available() else "cpu"
-    # What is measured for the CPU, `sliced` attention for windows, is not taken on CUDA.
+    # `sliced` attention for windows was measured for the CPU, and is not used on CUDA.
     attention = using("sdpa") if kernels != device else nullcontext()
     with FakeTensorMode(), attention:
         with torch.device(kernels):
@@ -82,7 +85,7 @@ def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device
 
 
 class _Planner:
-    """A Rack without memory, and what was found out about it."""
+    """Planner of a Rack without memory, and its measurements."""
 
     def __init__(
         self,
@@ -123,7 +126,8 @@ class _Planner:
     def _phase(self, phase: Phase) -> PhasePlan:
         scope, prefix = self.settings.scope, phase.path[: phase.n_prefix]
         forwards = [self._forward(i) for i in prefix]
-        # One optimizer for several phases has all of the Rack, and what is not in training yet differs.
+        # Phases that share an optimizer have its state of the complete Rack, and differ in the untrained
+        # part.
         key = phase if phase.is_continued else self._signature(phase)
         if key not in self.steps:
             self.steps[key] = self._step(phase, forwards[-1] if forwards else None)
@@ -138,7 +142,7 @@ class _Planner:
             in_flight = max(sum(self.sizes[i] for i in pair) for pair in pairs)
         idle = idle if scope.offload == "none" else 0
         resident = step.weights + idle + step.masters + step.optimizer + step.batch + step.snapshot
-        # Of a later batch the prefix is computed beside what the batches before it have left.
+        # The prefix of a later batch is computed while the results of earlier batches are in memory.
         before = held + in_flight + max((forward.peak for forward in forwards), default=0)
         output, flops = forwards[-1].output if forwards else 0, [forward.flops for forward in forwards]
         visits = phase.steps * self.batches_per_step
@@ -163,18 +167,18 @@ class _Planner:
         )
 
     def _signature(self, phase: Phase) -> object:
-        """What the bytes and FLOPs of a step depend on."""
+        """Return a key of everything that the bytes and FLOPs of a step depend on."""
         path = tuple((self.kinds[i], i in phase.trained) for i in phase.path[phase.n_prefix :])
         return phase.n_prefix > 0, path, phase.trains_head, phase.trains_embedding
 
     def _forward(self, i: int) -> _Forward:
-        """One Block of a prefix. Blocks of one kind are computed once."""
+        """Return the measurements of one Block of a prefix. Equal Blocks are computed once."""
         kind = self.kinds[i]
         if kind not in self.forwards:
             settings, meter = self.settings, StorageMeter()
             block = self.blocks[i].eval()
             precision = frozen_precision(settings.precision)
-            # A head that is the embedding is as narrow as what trains.
+            # A tied head has the dtype of the trained weights.
             tied = self.rack.tie_embeddings and settings.precision == "bf16_weights"
             narrow = _narrowed(self.rack.embedding) if tied else nullcontext()
             with torch.no_grad(), narrow, autocast(precision, self._device()), meter:
@@ -185,13 +189,14 @@ class _Planner:
         return self.forwards[kind]
 
     def _step(self, phase: Phase, before: _Forward | None) -> tuple[PhasePlan, int]:
-        """A step of a phase; `peak` is what it takes beside all that is there before it.
+        """Return the plan of one step, and the memory in use at the start of a later prefix.
 
-        `batch` is without what the prefix says. Behind it the most that the step holds as the prefix of a
-        batch begins.
+        In the plan, `peak` excludes memory that is in use before the step, and `batch` excludes the prefix
+        output. The second value is the maximum of the bytes that the step holds when the prefix of a batch
+        begins.
         """
         settings, rack = self.settings, self.rack
-        micro = min(2, self.batches_per_step)  # of more, each is as the second
+        micro = min(2, self.batches_per_step)  # every further micro-batch is like the second
         rack.train()
         with only_training(rack, phase), ExitStack() as cleanup:
             model = PhaseModel(rack, self.objective, phase)
@@ -254,14 +259,14 @@ class _Planner:
             return plan, max(held)
 
     def _first_update(self, step: TrainStep, model: nn.Module) -> None:
-        """Have the optimizer begin, as it has before every step but the first."""
+        """Create the state of the optimizer, which exists before every step except the first."""
         for p in model.parameters():
             p.grad = torch.empty_like(p) if p.requires_grad else None
         step.optimizer.step()
         step.optimizer.zero_grad()
 
     def _snapshot(self, model: PhaseModel, step: TrainStep) -> int:
-        """Bytes of what a guard goes back to; 0: there is no guard, or it does not go back."""
+        """Return the bytes of a guard's snapshot; 0: there is no guard, or it does not roll back."""
         guard, optimizer = self.settings.guard, cast("torch.optim.Optimizer", step.optimizer)
         if guard is None or guard.snapshot_interval is None:
             return 0
@@ -279,7 +284,7 @@ class _Planner:
 
 
 class _KeptOutputs:
-    """How many batches there are outputs of, by the rules of `PrefixOutputs`, and how deep they are."""
+    """Number of cached prefix outputs and their depth, by the rules of `PrefixOutputs`."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -287,24 +292,24 @@ class _KeptOutputs:
     def advance(
         self, n_prefix: int, visits: int, n_batches: int | None, room: int
     ) -> tuple[int, list[tuple[int, int]]]:
-        """Go through a phase.
+        """Advance by one phase.
 
         Args:
-            n_prefix: of it.
-            visits: batches that it takes.
-            n_batches: after how many of them the data begins anew; None: never.
-            room: how many outputs are kept.
+            n_prefix: number of prefix Blocks of the phase.
+            visits: number of batches of the phase.
+            n_batches: number of batches in an epoch of the data; None: the data does not end.
+            room: maximum number of cached outputs.
 
         Returns:
-            how many are kept in the end, and (the first Block that is computed, for how many batches) of all
-            that are computed.
+            (number of cached outputs at the end, list of (index of the first computed Block, number of
+            batches)).
         """
         if not n_prefix:
             self.depth = 0
             return 0, []
         different = visits if n_batches is None else min(visits, n_batches)
         kept = min(different, room)
-        # What comes first is kept, and the data begins anew after its last batch.
+        # The first batches are cached, and the data restarts after its last batch.
         rounds, more = divmod(visits, different)
         start = self.depth if self.depth <= n_prefix else 0
         self.depth = n_prefix if kept else 0
@@ -312,7 +317,7 @@ class _KeptOutputs:
 
 
 class _WithoutMemory(Objective):
-    """An objective whose head has a weight that is no plain tensor, and could be one."""
+    """Objective without the check of the head's weight, which is a fake tensor and so a subclass."""
 
     def total(
         self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
@@ -330,7 +335,7 @@ class _WithoutMemory(Objective):
 
 @dataclass(frozen=True)
 class _Forward:
-    """A frozen Block: bytes of its output, the most that it takes, and its FLOPs for one batch."""
+    """Frozen Block: bytes of its output, its peak memory, and its FLOPs for one batch."""
 
     output: int
     peak: int
@@ -339,14 +344,14 @@ class _Forward:
 
 
 def _targets(config: StackWiseConfig, objective: Objective, kernels: str, device: str) -> Targets:
-    """What a model sees of a batch of `create_data`."""
+    """Return the model's view of a batch of `create_data`."""
     settings, kind = config.training, config.training.objective.kind
     shape = (settings.batch_size, objective.row_length(settings.seq_len))
     ids_BT = torch.zeros(shape, dtype=torch.int64, device=kernels)
     if kind == "next_token":
         rows = {"input_ids": ids_BT, **({"document_ids": ids_BT} if config.data.pack_documents else {})}
         targets = next_token_targets(rows)
-        # Parts of rows are parts of them on the CPU still, and arrive elsewhere as tensors of their own.
+        # On the CPU, slices of rows share memory. After a transfer they are separate tensors.
         moved: Targets = targets if device == "cpu" else tree_map_only(Tensor, torch.clone, targets)
         return moved
     return Targets(
@@ -388,7 +393,7 @@ def _narrowed(module: nn.Module) -> Iterator[None]:
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Their parameters and buffers, what is tied once."""
+    """Return their parameters and buffers; tied ones once."""
     return list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
 
 

@@ -1,4 +1,4 @@
-"""Muon: matrices that move along orthogonalised momentum, and AdamW for all else, in one optimizer.
+"""Muon: orthogonalised momentum for matrices and AdamW for all other parameters, in one optimizer.
 
 Shapes: R rows and C columns of a matrix, N matrices of one shape.
 """
@@ -18,37 +18,37 @@ from stackwise.support.arguments import check_choice, require
 __all__ = ["Muon", "orthogonalised"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# How many numbers are orthogonalised together: where one matrix fills the device, more only take memory.
+# Maximum number of elements in a batched orthogonalisation: more only cost memory on a busy device.
 _TOGETHER = {"cpu": 2**17}
 _TOGETHER_ELSEWHERE = 2**24
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose singular values are made equal (Jordan et al. 2024), with AdamW beside it.
+    """Muon (Jordan et al. 2024), momentum with equalised singular values, combined with AdamW.
 
-    A matrix moves by `lr * 0.2 * sqrt(max(R, C))` along the orthogonalised Nesterov momentum: about as far as
-    AdamW would move it, so that both share learning rate and weight decay (Liu et al. 2025,
+    A matrix moves by `lr * 0.2 * sqrt(max(R, C))` along the orthogonalised Nesterov momentum. This is about
+    the step size of AdamW, so that both share learning rate and weight decay (Liu et al. 2025,
     arXiv:2502.16982, section 2.2). Weight decay is decoupled.
 
-    `found_inf` and `grad_scale` may be set before a step, as with fused `AdamW`: where the first is not
-    zero the step changes nothing, and gradients are divided by the second. The host waits for neither.
+    `found_inf` and `grad_scale` may be set before a step, as with fused `AdamW`. If `found_inf` is nonzero,
+    the step changes nothing. Gradients are divided by `grad_scale`. Neither synchronises the host.
 
-    Matrices in shards (`DTensor`, as of FSDP2) are whole in every process while they are orthogonalised, a
-    few at a time.
+    Sharded matrices (`DTensor`, as in FSDP2) are gathered in every process for the orthogonalisation, a few
+    at a time.
 
     Args:
-        groups: parameters, or parameter groups of them. A group may have `kind`: "muon" (what is not said)
-            or "adamw"; and for "muon" `rows`, the rows of several maps that are stacked in one weight, as
-            queries, keys and values are: each is orthogonalised, and scaled, by itself.
+        groups: parameters, or parameter groups of them. A group may have `kind`: "muon" (default) or "adamw".
+            A "muon" group may have `rows`: numbers of rows of several maps that are stacked in one weight,
+            such as queries, keys and values. Each map is orthogonalised and scaled separately.
         lr: learning rate.
-        weight_decay: decoupled from the gradient.
-        momentum: decay of the mean of gradients, for "muon".
-        betas: decay of the two moments, for "adamw".
-        eps: added to the root of the second, for "adamw".
+        weight_decay: decoupled weight decay.
+        momentum: decay rate of the mean gradient, for "muon".
+        betas: decay rates of the two moments, for "adamw".
+        eps: added to the root of the second moment, for "adamw".
 
     Raises:
-        ValueError: another kind; for "muon" a parameter that is no matrix, or whose rows are not those of
-            `rows` together.
+        ValueError: an unknown kind; for "muon" a parameter that is not a matrix, or has another number of
+            rows than the sum of `rows`.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
-        # torch reads `fused` when it loads: the counts of steps then stay float32, on the device.
+        # torch reads `fused` when it loads a state: step counters then stay float32, on the device.
         super().__init__(groups, {**defaults, "kind": "muon", "rows": (), "fused": True})
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of every optimizer. ValueError for what cannot be orthogonalised."""
+        """Add a parameter group. Raise ValueError for parameters that cannot be orthogonalised."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. No host synchronisation."""
+        """Update every parameter that has a gradient. No host synchronisation."""
         assert closure is None, "found_inf and grad_scale are of one gradient"
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
@@ -151,10 +151,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(x_NRC: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values of 0.7 to 1.2, in bfloat16.
+    """Return approximately the nearest semi-orthogonal matrices, in bfloat16, singular values 0.7 to 1.2.
 
-    Five steps of a Newton-Schulz iteration whose coefficients make small singular values grow fast,
-    at the price of not converging (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    Five steps of a Newton-Schulz iteration. Its coefficients make small singular values grow fast, but it
+    does not converge (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Args:
         x_NRC: (N, R, C), or one matrix.
@@ -173,14 +173,14 @@ def orthogonalised(x_NRC: Tensor) -> Tensor:
 
 
 class _Map(NamedTuple):
-    """One map of a matrix, or all of it: what it moves along, and where its move is written."""
+    """One map of a matrix, or the full matrix: its update, and the tensor that its move is written to."""
 
     update_RC: Tensor
     move_RC: Tensor
 
 
 def _moves(updates: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """What the learning rate multiplies, for each update; maps of one shape are orthogonalised together."""
+    """Return the tensor that the learning rate multiplies, per update. Maps of equal shape are batched."""
     moves = [torch.empty_like(update) for update in updates]
     by_shape: dict[torch.Size, list[_Map]] = {}
     for update, move in zip(updates, moves, strict=True):
@@ -196,7 +196,7 @@ def _moves(updates: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
 
 
 def _batches(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Matrices of one shape, together as long as they are small."""
+    """Yield batches of matrices of one shape. Small matrices are batched."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for p in params:
         by_shape.setdefault(p.shape, []).append(p)
@@ -213,12 +213,12 @@ def _check_matrix(p: nn.Parameter, rows: Sequence[int]) -> None:
 
 
 def _local(tensor: Any) -> Tensor:
-    """What of `tensor` is in this process, sharing its memory."""
+    """Return the shard of `tensor` in this process, sharing its memory."""
     return cast("Tensor", tensor.to_local() if _is_distributed(tensor) else tensor)
 
 
 def _whole(local: Tensor, like: Any) -> Tensor:
-    """The matrix of which every process has a part, as it has of `like`."""
+    """Return the full matrix of the processes' shards, which are sharded like `like`."""
     if not _is_distributed(like):
         return local
     from torch.distributed.tensor import DTensor
@@ -230,7 +230,7 @@ def _whole(local: Tensor, like: Any) -> Tensor:
 
 
 def _shard(whole: Tensor, like: Any) -> Tensor:
-    """What of `whole`, the same in every process, is in this one."""
+    """Return this process's shard of `whole`, which is equal in every process."""
     if not _is_distributed(like):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -239,5 +239,5 @@ def _shard(whole: Tensor, like: Any) -> Tensor:
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; without the half second that importing it takes."""
+    """Return True for a DTensor, without the half second that importing the class takes."""
     return hasattr(tensor, "device_mesh")

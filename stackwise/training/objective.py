@@ -1,4 +1,4 @@
-"""Objective: what a Rack is to predict, and the loss of what it predicts.
+"""Objective: targets of a batch, and the loss of a Rack's predictions.
 
 Shapes: B batch, T positions, N tokens in a row, C model width, V vocabulary.
 """
@@ -20,21 +20,21 @@ __all__ = ["IGNORED", "Objective", "Targets", "next_token_loss", "next_token_tot
 
 
 class Objective:
-    """The objective that `config` describes, for a vocabulary of `vocab_size`."""
+    """Training objective of `config`, for a vocabulary of `vocab_size` tokens."""
 
     def __init__(self, config: ObjectiveConfig, vocab_size: int) -> None:
         self.config, self.vocab_size = config, vocab_size
 
     def row_length(self, seq_len: int) -> int:
-        """Tokens in a row of a batch of which the model sees `seq_len`."""
+        """Return the number of tokens per row of a batch if the model sees `seq_len` of them."""
         return seq_len + 1 if self.config.kind == "next_token" else seq_len
 
     def check(self, rack: Rack) -> None:
-        """Refuse a Rack that this objective cannot train.
+        """Raise if this objective cannot train the Rack.
 
         Raises:
-            ValueError: no Rack, attention that looks the wrong way, another vocabulary, or a `mask_token_id`
-                outside it.
+            ValueError: not a Rack, attention in the wrong direction (causal or bidirectional), another
+                vocabulary, or a `mask_token_id` outside it.
         """
         kind, mask_token_id = self.config.kind, self.config.mask_token_id
         plain = "a Rack as it is: compiling it is training.compile, and sharing it training.distributed"
@@ -48,18 +48,18 @@ class Objective:
         require(known, "mask_token_id", mask_token_id, f"0 to {self.vocab_size - 1}")
 
     def targets(self, batch: Mapping[str, Tensor], noise: tuple[int, ...]) -> Targets:
-        """What the model sees of `batch`, and what it is to predict.
+        """Return the model's inputs for `batch`, and its labels.
 
         Args:
             batch: `input_ids` (B, N), N = `row_length(T)`; optionally `attention_mask`, `document_ids` and
-                `labels` of that shape, as the objective's own function takes them: `next_token_targets`,
-                `masked_token_targets`, `mask_diffusion_targets`.
-            noise: what random choices start from; the caller's random state is neither read nor moved.
-                Equal integers choose equally on every device.
+                `labels` of that shape, as in the objective's own function: `next_token_targets`,
+                `masked_token_targets` or `mask_diffusion_targets`.
+            noise: seed of random choices. The caller's random state is neither read nor changed. Equal
+                integers give equal choices on every device.
 
         Raises:
-            ValueError: parts of the batch are no tensors or differ in shape, or it holds the mask, or what is
-                no token of the vocabulary, which is looked for where it is on the CPU.
+            ValueError: parts of the batch are not tensors or differ in shape, or it contains the mask token
+                or an id outside the vocabulary. Ids are checked only on the CPU.
         """
         targets = self._chosen(batch, noise)
         check_ids(batch, targets, self.vocab_size)
@@ -87,15 +87,15 @@ class Objective:
     def total(
         self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
     ) -> Tensor:
-        """The summed loss in nats; divided by `targets.count` it is that of a token.
+        """Return the summed loss in nats; the loss per token is this sum divided by `targets.count`.
 
-        With `logits_chunk` the head's weight is read and its `forward` not called: hooks on it do not run.
+        With `logits_chunk` the head's weight is used without its `forward`: hooks on the head do not run.
 
         Returns:
             A float32 scalar.
 
         Raises:
-            ValueError: `logits_chunk` with a head that is no plain linear layer, or in float16.
+            ValueError: `logits_chunk` with a head that is not a plain linear layer, or in float16.
         """
         config = self.config
         labels_N = targets.labels.flatten()
@@ -110,22 +110,22 @@ class Objective:
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy, in nats, of each token given those before it.
+    """Return the mean cross-entropy, in nats, of each token conditional on the tokens before it.
 
     Args:
         model: (input_ids (B, T), attention_mask (B, T) or None) -> logits (B, T, V); for a batch with
-            documents it takes `document_ids` (B, T) as well.
-        batch: as `next_token_targets` takes it. Padding is neither seen nor predicted.
+            documents it also takes `document_ids` (B, T).
+        batch: see `next_token_targets`. Padding is neither an input nor a target.
 
     Returns:
-        A float32 scalar; 0 with zero gradient where nothing is to be predicted.
+        A float32 scalar; 0 with zero gradient if there is no target.
     """
     total, count = next_token_total(model, batch)
     return total / count.clamp(min=1)
 
 
 def next_token_total(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy in nats, and how many tokens it is over; see `next_token_loss`."""
+    """Return the summed cross-entropy in nats, and the number of targets; see `next_token_loss`."""
     targets = next_token_targets(batch)
     documents = {} if targets.document_ids is None else {"document_ids": targets.document_ids}
     logits_BTV = model(targets.input_ids, targets.attention_mask, **documents)
@@ -133,10 +133,10 @@ def next_token_total(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def require_causal(rack: Rack) -> None:
-    """Refuse a Rack that can read the answer.
+    """Raise if the Rack has bidirectional attention, with which it can read the token to predict.
 
     Raises:
-        ValueError: naming the Stacks whose attention is bidirectional.
+        ValueError: names the bidirectional Stacks.
     """
     seeing = [stack.stack_id for stack in map(rack.get_stack, range(len(rack.stacks))) if not stack.is_causal]
     if seeing:

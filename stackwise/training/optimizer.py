@@ -1,4 +1,4 @@
-"""The optimizer: AdamW or Muon over parameter groups, each with its learning rate and weight decay."""
+"""Optimizer: AdamW or Muon over parameter groups, each with its learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def parameter_groups(
     *,
     frozen: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters, each exactly once: matrices decay; norms, biases and embeddings do not.
+    """Return the groups of the trainable parameters. Only matrices other than embeddings have weight decay.
 
-    A head tied to the embedding is an embedding.
+    Each parameter is in exactly one group. Norms, biases and embeddings do not decay. A tied head is an
+    embedding.
 
     Args:
-        model: anything with parameters.
-        weight_decay: of what decays. It is divided by the multiplier, since AdamW multiplies it by the
-            learning rate.
-        multipliers: of the learning rate, by name of the parameter; one that is not named has 1.
-        embeddings: weights that are embeddings too, of modules outside `model`.
-        frozen: also what does not train.
+        model: any module.
+        weight_decay: weight decay of decaying parameters. It is divided by the multiplier, because AdamW
+            multiplies it by the learning rate.
+        multipliers: multiplier of the learning rate by parameter name; default 1.
+        embeddings: additional weights that are embeddings, of modules outside `model`.
+        frozen: include frozen parameters.
 
     Returns:
-        two groups for each multiplier, `lr_multiplier`: what decays, what does not.
+        Two groups for each multiplier (`lr_multiplier`): parameters with weight decay, parameters without.
     """
     spared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     spared |= {id(p) for p in embeddings}
@@ -66,21 +67,20 @@ def parameter_groups(
 def per_stack_groups(
     rack: Rack, config: OptimizerConfig, overrides: Mapping[int, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    """`parameter_groups` in which some Stacks have a learning rate or weight decay of their own.
+    """Return `parameter_groups`, with a separate learning rate or weight decay for some Stacks.
 
     Args:
-        rack: whose trainable parameters; those of a `mup` Rack at their multiplied rates.
-        config: for all that `overrides` does not say; its own `per_stack` is not read.
-        overrides: by index of the Stack `{"lr": ..., "weight_decay": ...}`, both or either.
+        rack: Rack with the trainable parameters. Those of a `mup` Rack have multiplied learning rates.
+        config: default of each setting; its own `per_stack` is not read.
+        overrides: `{"lr": ..., "weight_decay": ...}`, both or either, by index of the Stack.
 
     Returns:
-        the groups of all other parameters, and behind them those of each Stack named, of which `stack_id` and
-        `matrices` say what they are for: of a frozen one they are there as well, empty until it trains.
-        `lr_multiplier` is of the learning rate of `config`, so that a schedule of it scales all.
+        The groups of all other parameters, then those of each Stack in `overrides`. `stack_id` and `matrices`
+        identify the groups of a Stack. A frozen Stack has groups as well, empty until it trains.
+        `lr_multiplier` is relative to the learning rate of `config`, so that a schedule scales all groups.
 
     Raises:
-        ValueError: an index that the Rack does not have, another key, or a value that `OptimizerConfig`
-            refuses.
+        ValueError: an index without a Stack, an unknown key, or a value that `OptimizerConfig` rejects.
     """
     return _groups(rack, rack, config, overrides, "overrides")
 
@@ -92,7 +92,7 @@ def _groups(
     overrides: Mapping[int, Mapping[str, float]],
     key: str,
 ) -> list[dict[str, Any]]:
-    """The groups of `model`, a part of `rack`."""
+    """Return the groups of `model`, which is a part of `rack`."""
     settings: dict[int | None, OptimizerConfig] = {None: config}
     stack_of: dict[int, int] = {}
     for index, override in overrides.items():
@@ -112,7 +112,7 @@ def _groups(
     groups = []
     for stack, own in settings.items():
         name = _name_in(rack, stack)
-        # Muon's groups are each for other maps: without one a Stack of such could never train.
+        # Each group of Muon is for certain maps: without such a group a frozen Stack could not train later.
         frozen = name is not None or config.kind == "muon"
         of_all = parameter_groups(model, own.weight_decay, multipliers, embeddings, frozen=frozen)
         for group in of_all:
@@ -127,7 +127,7 @@ def _groups(
 
 
 def _name_in(rack: Rack | None, stack: int | None) -> int | None:
-    """The `stack_id` of the Stack at an index; None where that is no name, as others have it too."""
+    """Return the `stack_id` of the Stack at an index; None if it is not unique."""
     if rack is None or stack is None:
         return None
     names = [rack.get_stack(i).stack_id for i in range(len(rack.stacks))]
@@ -137,16 +137,17 @@ def _name_in(rack: Rack | None, stack: int | None) -> int | None:
 def _multipliers(
     model: nn.Module, rack: Rack | None, matrices: Mapping[int, tuple[int, ...]]
 ) -> Mapping[str, float] | None:
-    """Of the learning rate, by the names that parameters have in `model`.
+    """Return the multiplier of the learning rate, by parameter name in `model`.
 
-    Those of `mup` are for Adam, whose updates have a spectral norm that grows as the width. That of Muon's
-    grows as its root, and should not at all (Yang et al. 2023, arXiv:2310.17813): hence the root.
+    The multipliers of `mup` are for Adam, whose updates have a spectral norm proportional to the width. The
+    spectral norm of Muon's updates is proportional to its square root, and should not depend on the width
+    (Yang et al. 2023, arXiv:2310.17813). So Muon's multiplier is the square root.
     """
     if rack is None or rack.mup_base_width is None:
         return None
     by_name = learning_rate_multipliers(rack, rack.mup_base_width)
     by_id = {id(p): by_name[name] for name, p in rack.named_parameters()}
-    # A copy, as of the head for a unit of its own, is known by the name it shares.
+    # A copy, such as the head of a unit, is found by the name that it shares.
     all_of = {name: by_id.get(id(p), by_name.get(name, 1.0)) for name, p in model.named_parameters()}
     return {
         name: math.sqrt(all_of[name]) if id(p) in matrices else all_of[name]
@@ -157,12 +158,12 @@ def _multipliers(
 def _by_kind(
     groups: Iterable[dict[str, Any]], matrices: Mapping[int, tuple[int, ...]]
 ) -> Iterator[dict[str, Any]]:
-    """Each group in parts: what AdamW trains, and matrices with the same rows."""
+    """Yield each group in parts: the parameters of AdamW, and matrices with equal `rows`."""
     for group in groups:
         parts: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
         for p in group["params"]:
             parts.setdefault(matrices.get(id(p)), []).append(p)
-        # In an order that does not depend on which Stack is the first.
+        # This order does not depend on which Stack is first.
         for rows, params in sorted(parts.items(), key=lambda part: (part[0] is not None, part[0])):
             if rows is None:
                 yield {**group, "params": params, "kind": "adamw"}
@@ -171,13 +172,13 @@ def _by_kind(
 
 
 class FusedOptimizer(Protocol):
-    """An optimizer that scales gradients, and leaves a step out, in the pass that updates the weights.
+    """Optimizer that scales gradients, and can skip a step, in the pass that updates the weights.
 
     Attributes:
-        param_groups: as of every optimizer. Where the learning rate is changed, each group's is that times
+        param_groups: parameter groups. A change of the learning rate sets each group's to the new one times
             its `lr_multiplier`.
-        found_inf: float32 scalar, 0 or 1. At 1 a step changes nothing: no weight, no state, no count of
-            steps. None: 0.
+        found_inf: float32 scalar, 0 or 1. If it is 1, a step changes nothing: no weight, no state, no step
+            counter. None: 0.
         grad_scale: float32 scalar that gradients are divided by; None: 1.
     """
 
@@ -189,13 +190,13 @@ class FusedOptimizer(Protocol):
         """Update every parameter that has a gradient."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every optimizer."""
+        """Return the state, as in `torch.optim.Optimizer`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every optimizer."""
+        """Load a state, as in `torch.optim.Optimizer`."""
 
 
 def create_optimizer(
@@ -206,22 +207,22 @@ def create_optimizer(
     compile: bool = False,  # noqa: A002  # the name in PyTorch
     rack: Rack | None = None,
 ) -> FusedOptimizer:
-    """The optimizer that `config` describes, over the trainable parameters of `model`.
+    """Return the optimizer that `config` describes, over the trainable parameters of `model`.
 
-    `kind: adamw` is fused AdamW. `kind: muon` is `Muon`: the matrices of the Blocks move by it, each map of
-    a weight that holds several (queries, keys and values) by itself; embedding, head, norms and biases by
-    AdamW. Parameters of a `mup` Rack have their multiplied rates.
+    `kind: adamw` is fused AdamW. `kind: muon` is `Muon`: it trains the matrices of the Blocks. Each map of
+    a weight with several maps (queries, keys and values) is handled separately. AdamW trains embedding, head,
+    norms and biases. Parameters of a `mup` Rack have multiplied learning rates.
 
     Args:
-        model: whose parameters; also a part of a Rack.
-        config: learning rate, weight decay and so on; `per_stack` by index in the Rack.
-        masters: make the parameters bfloat16 and keep float32 masters of them; see `MasterAdamW`.
-        compile: compile the pass over the masters.
-        rack: of which `model` is a part; None: `model` itself, where it is a Rack.
+        model: module with the parameters; it may be a part of a Rack.
+        config: learning rate, weight decay and so on; `per_stack` uses indices in the Rack.
+        masters: convert the parameters to bfloat16 with float32 master weights; see `MasterAdamW`.
+        compile: compile the pass over the master weights.
+        rack: Rack that `model` is a part of; None: `model` itself, if it is a Rack.
 
     Raises:
-        ValueError: nothing to train; `per_stack` of a Stack that is not there, or without a Rack; `muon`
-            with masters, or where there is no Block; masters of weights in shards.
+        ValueError: nothing to train; `per_stack` for a missing Stack, or without a Rack; `muon` with
+            master weights, or without a Block; master weights of sharded parameters.
     """
     if rack is None and isinstance(model, Rack):
         rack = model
@@ -256,7 +257,7 @@ def create_optimizer(
 
 
 def _fitting(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state with as many groups as `optimizer` has, each for the Stack that its own is for."""
+    """Return a saved state with the number of groups of `optimizer`, each matched to the same Stack."""
     ours = optimizer.param_groups
     groups = as_many_groups(state["param_groups"], ours)
     if len(groups) == len(ours):

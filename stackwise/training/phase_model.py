@@ -1,4 +1,4 @@
-"""PhaseModel: what one phase computes with gradients, from token ids or hidden states to the loss.
+"""PhaseModel: the part of a Rack that a phase computes with gradients, up to the loss.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -21,14 +21,14 @@ __all__ = ["PhaseModel", "blocks_of", "only_training"]
 
 
 class PhaseModel(nn.Module):
-    """The Blocks of a phase from the first that trains to the last of its path, and the head behind them.
+    """Blocks of a phase, from the first trained one to the last of its path, followed by the head.
 
     Modules are shared with the Rack, not copied.
 
     Args:
-        rack: whose modules.
-        objective: what it learns.
-        phase: which of them; None: all.
+        rack: Rack that contains the modules.
+        objective: training objective.
+        phase: phase that selects the Blocks; None: all Blocks.
     """
 
     def __init__(self, rack: Rack, objective: Objective, phase: Phase | None = None) -> None:
@@ -43,27 +43,27 @@ class PhaseModel(nn.Module):
     def forward(
         self, targets: Targets, hidden_BTC: Tensor | None = None, objective: Objective | None = None
     ) -> Tensor:
-        """The objective's total over a batch, in nats, not yet divided by how much is predicted.
+        """Return the objective's sum over a batch, in nats, not divided by the number of targets.
 
         Args:
-            targets: of the batch.
-            hidden_BTC: what the Blocks before these say of it; None where the first is the Rack's first.
-            objective: another than what the Rack learns.
+            targets: targets of the batch.
+            hidden_BTC: output of the Blocks before these; None if the first Block is the Rack's first.
+            objective: replaces the training objective.
 
         Returns:
-            a float32 scalar.
+            A float32 scalar.
         """
         asked, hidden_BTC = objective or self.objective, self.hidden(targets, hidden_BTC)
         return asked.total(self.final_norm, self.lm_head, hidden_BTC, targets)
 
     def hidden(self, targets: Targets, hidden_BTC: Tensor | None = None) -> Tensor:
-        """What the head reads, (B, T, C). Arguments as in `forward`."""
+        """Return the input of the head, (B, T, C). Arguments as in `forward`."""
         if self.embedding is not None:
             assert hidden_BTC is None, "these begin with the embedding"
             x_BTC: Tensor = self.embedding(targets.input_ids)
         else:
             assert hidden_BTC is not None, "these begin behind other Blocks"
-            # A prefix computes in float32 or as autocast says, and weights may be bfloat16.
+            # A prefix is computed in float32 or under autocast, and weights may be bfloat16.
             x_BTC = hidden_BTC.to(self.final_norm.weight.dtype)
         layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
         for block in self.blocks:
@@ -73,9 +73,9 @@ class PhaseModel(nn.Module):
 
 @contextmanager
 def only_training(rack: Rack, phase: Phase) -> Iterator[None]:
-    """Freeze meanwhile what the phase computes with gradients and does not train.
+    """Freeze, in this context, modules that the phase computes with gradients but does not train.
 
-    What was frozen stays so. Blocks before and behind are not touched: no gradient reaches them.
+    Frozen parameters stay frozen. Blocks before and after the path are unchanged: no gradient reaches them.
     """
     blocks = blocks_of(rack)
     parts: list[nn.Module] = [blocks[i] for i in phase.path[phase.n_prefix :] if i not in phase.trained]
@@ -94,6 +94,6 @@ def only_training(rack: Rack, phase: Phase) -> Iterator[None]:
 
 
 def blocks_of(rack: Rack) -> list[Block]:
-    """The Blocks of all Stacks, from the first to the last."""
+    """Return the Blocks of all Stacks, from the first to the last."""
     stacks = map(rack.get_stack, range(len(rack.stacks)))
     return [stack.get_block(i) for stack in stacks for i in range(stack.num_blocks)]

@@ -62,7 +62,7 @@ def plan_memory(config: StackWiseConfig, *, n_batches: int | None = None, device
 
     Args:
         config: `model`, `training` and `data.pack_documents` are read; no data is read.
-        n_batches: number of batches in an epoch of the data; None: an epoch is longer than any phase.
+        n_batches: number of batches in an epoch of the data; None: the data does not restart within a phase.
         device: "cuda" or "cpu"; replaces `training.device`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Precision: the dtype that a step computes in. What is learned is kept in float32 in any case."""
+"""Precision: compute dtype of a training step. Trained weights are always stored in float32."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ _DTYPES = {
     "fp16": torch.float16,
     "float8": torch.bfloat16,
 }
-# Beside float32, what frozen weights may be in: autocast has products of any dtypes.
+# Further dtypes of frozen weights, in addition to float32. Autocast supports operands of any dtype.
 _NARROW = {"fp32": (), "bf16_weights": (torch.bfloat16,)}
 _ANY_NARROW = (torch.bfloat16, torch.float16)
 _FLOAT8_CAPABILITY = (8, 9)
-_FLOAT8_MULTIPLE = 16  # of both sizes of a matrix, for the kernels of the hardware
+_FLOAT8_MULTIPLE = 16  # both sizes of a matrix have to be multiples of it, for the hardware's kernels
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse what cannot be computed on `device`.
+    """Raise if `device` does not support the precision.
 
     Raises:
-        ValueError: "fp16" elsewhere than on CUDA, "float8" elsewhere than on CUDA of compute capability 8.9.
+        ValueError: "fp16" on a device other than CUDA, or "float8" on a device other than CUDA with compute
+            capability 8.9.
         ImportError: "float8" without torchao, which the extra `stackwise[quant]` installs.
     """
     check_choice(_KEY, precision, get_args(Precision))
@@ -57,14 +58,14 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def check_weights(model: nn.Module, precision: str) -> None:
-    """Refuse weights that are not float32, but for frozen ones that `precision` can be computed with.
+    """Raise if weights are not float32. Frozen weights may have a dtype that `precision` supports.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: names the first such weight.
     """
     frozen = (torch.float32, *_NARROW.get(precision, _ANY_NARROW))
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):  # converts what it is given
+        if isinstance(module, QuantizedLinear):  # converts its inputs
             continue
         for name, p in module.named_parameters(prefix=path, recurse=False):
             known = (torch.float32,) if p.requires_grad else frozen
@@ -74,7 +75,7 @@ def check_weights(model: nn.Module, precision: str) -> None:
 
 
 def _refusal(precision: str, device: torch.device) -> str:
-    """Why this hardware does not have it; empty where it has."""
+    """Return the reason if this hardware does not support the precision, otherwise an empty string."""
     match precision:
         case "fp16" if device.type != "cuda":
             return "it needs CUDA"
@@ -88,15 +89,15 @@ def _refusal(precision: str, device: torch.device) -> str:
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """What matrix products take and give; those of "float8" take float8 and give bfloat16."""
+    """Return the dtype of matrix products. "float8" multiplies float8 operands into bfloat16."""
     check_choice(_KEY, precision, _DTYPES)
     return _DTYPES[precision]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context of the forward pass: autocast for "bf16", "fp16" and "float8"; else as the weights are.
+    """Return the context of the forward pass: autocast for "bf16", "fp16" and "float8", otherwise none.
 
-    bfloat16 has the exponent range of float32, so its loss needs no scaling; that of "fp16" does
+    bfloat16 has the exponent range of float32, so its loss needs no scale; "fp16" needs one
     (`create_loss_scale`).
     """
     dtype = compute_dtype(precision)
@@ -106,31 +107,31 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def frozen_precision(precision: str) -> str:
-    """What to compute in where weights are float32 and nothing trains: autocast for narrow weights."""
+    """Return the precision for float32 weights without training: autocast instead of bfloat16 weights."""
     return "bf16" if precision == "bf16_weights" else precision
 
 
 @contextmanager
 def float8_layers(module: nn.Module, *, emulate: bool = False) -> Iterator[list[str]]:
-    """Meanwhile the Blocks' linear layers multiply in float8, by torchao; afterwards they are what they were.
+    """Replace the Blocks' linear layers by float8 layers of torchao in this context.
 
-    Inputs, weights and gradients are scaled each as a whole, to e4m3 forwards and e5m2 backwards
-    (Micikevicius et al. 2022, arXiv:2209.05433). Parameters and their names stay: float32 weights that are
-    rounded as they are used. Layers with a size that is no multiple of 16 are left as they are, and so are
-    embedding and head. Pays with `compile` only, which joins scaling and rounding.
+    Inputs, weights and gradients have one scale per tensor: e4m3 in the forward pass, e5m2 in the backward
+    pass (Micikevicius et al. 2022, arXiv:2209.05433). Parameters and their names do not change: float32
+    weights are rounded when they are used. Layers with a size that is not a multiple of 16 are not replaced,
+    nor are embedding and head. It is faster only with `compile`, which fuses scaling and rounding.
 
-    Enter it before parameters are sharded.
+    Enter the context before parameters are sharded.
 
     Args:
-        module: with Blocks in it; changed in place.
+        module: module with Blocks; changed in place.
         emulate: round to float8 and multiply in the dtype of the input; for any device.
 
     Yields:
-        the names of the layers.
+        Names of the replaced layers.
 
     Raises:
-        ValueError: no layer that fits.
-        ImportError: no torchao.
+        ValueError: no layer has suitable sizes.
+        ImportError: torchao is not installed.
     """
     _require_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -146,7 +147,7 @@ def float8_layers(module: nn.Module, *, emulate: bool = False) -> Iterator[list[
     names = [name for name, layer in module.named_modules() if layer in places]
     allowed = f"another, as no linear layer of a Block has sizes that are multiples of {_FLOAT8_MULTIPLE}"
     require(bool(places), _KEY, "float8", allowed)
-    # A number of tokens that is no multiple either is filled up with zeros.
+    # If the number of tokens is not a multiple of 16, it is padded with zeros.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(module, module_filter_fn=lambda layer, _: layer in places, config=config)
     try:
@@ -159,7 +160,7 @@ def float8_layers(module: nn.Module, *, emulate: bool = False) -> Iterator[list[
 
 
 def _fits(layer: nn.Module) -> bool:
-    # Other kinds of linear layer, as quantised ones, multiply in their own way.
+    # Other kinds of linear layers, such as quantised ones, have their own matrix product.
     if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, Linear):
         return False
     return layer.in_features % _FLOAT8_MULTIPLE == 0 == layer.out_features % _FLOAT8_MULTIPLE

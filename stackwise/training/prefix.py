@@ -1,4 +1,4 @@
-"""PrefixOutputs: what the frozen Blocks before those in training say of a batch, kept or computed again.
+"""PrefixOutputs: cache of the frozen prefix's activations.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -29,12 +29,12 @@ __all__ = ["PrefixOutputs", "PrefixStatistics", "batch_key"]
 
 @dataclass
 class PrefixStatistics:
-    """What keeping outputs has spared, and what it takes.
+    """Savings and size of the cache.
 
     Attributes:
-        asked: Blocks that would have been computed had nothing been kept.
-        computed: Blocks that were.
-        bytes: held, in memory or on disk.
+        asked: number of Blocks that would have been computed without a cache.
+        computed: number of Blocks that were computed.
+        bytes: size of the cached outputs, in memory or on disk.
     """
 
     asked: int = 0
@@ -50,25 +50,24 @@ class _Entry:
 
 
 class PrefixOutputs:
-    """Hidden states behind the first Blocks of a Rack, which are frozen while they are asked for.
+    """Hidden states after the first Blocks of a Rack, which are frozen while their output is used.
 
-    Units train on the same batches one after the other. What is kept of a batch is moved on from unit to
-    unit: a phase computes the Blocks between what the phase before kept and what itself needs, once, and
-    puts its own in the place. So a budget that holds the data once makes the cost of a phase
-    independent of how deep it is. What does not fit is computed again from the embedding; what was first
-    stays, since the batches come in the same order in every phase and the ones used least recently are those
-    needed next. Where a disk has less room than that, what it holds by then is the budget, with a
-    warning.
+    Units train on the same batches one after another. A cached output advances from unit to unit: a phase
+    computes only the Blocks between the cached output and its own first Block, once, and replaces the entry.
+    So with a budget that fits the data, the cost of a phase does not depend on its depth. Outputs beyond the
+    budget are recomputed from the embedding. Entries are not evicted: batches arrive in the same order in
+    every phase, so that the least recently used ones are needed next. If the disk is full before the budget
+    is reached, the current size becomes the budget, with a warning.
 
-    The trainer owns the weights and says what it trains (`forget`), so nothing is hashed but the batch; for
-    weights that others may change see `stackwise.model.stack_cache.StackCache`.
+    The trainer owns the weights and calls `forget` before it trains them, so only the batch is hashed. For
+    weights that other code may change, see `stackwise.model.stack_cache.StackCache`.
 
     Args:
-        rack: of which the outputs are.
-        store: its Blocks.
-        byte_budget: the most that is kept; 0: nothing.
-        directory: keep it in files of a new folder in here, which `close` removes; None: in memory. Folders
-            of processes of this machine that were killed are removed.
+        rack: Rack that computes the outputs.
+        store: storage of its Blocks.
+        byte_budget: maximum size of the cache in bytes; 0: no cache.
+        directory: store the cache in files of a new folder in this directory, which `close` removes; None: in
+            memory. Folders of killed processes of this machine are removed.
     """
 
     def __init__(
@@ -76,28 +75,28 @@ class PrefixOutputs:
     ) -> None:
         self._rack, self._store, self.byte_budget = rack, store, byte_budget
         self._entries: dict[str, _Entry] = {}
-        self._awaited = 0  # how many batches may come until one of those kept should have
+        self._awaited = 0  # number of batches without a cache hit, after which a warning is issued
         self.statistics = PrefixStatistics()
         self._folder: Path | None = None
         self._exit = ExitStack()
         if directory is not None:
-            # Not every file system shows a lock to other machines. No name of one has an @.
+            # Not every file system shares locks between machines. A host name contains no @.
             prefix = f"prefix-{socket.gethostname()}@"
             self._folder = self._exit.enter_context(temporary_folder(prefix, Path(directory)))
 
     @torch.no_grad()
     def computed(self, targets: Targets, depth: int) -> Tensor:
-        """The same of a batch that is not met again: nothing is kept, and nothing counted."""
+        """Return the hidden states of a batch that is used once, without the cache and its statistics."""
         return self._on(self._rack.embed(targets.input_ids), 0, targets, depth)
 
     @torch.no_grad()
     def __call__(self, key: str, targets: Targets, depth: int) -> Tensor:
-        """Hidden states (B, T, C) of a batch behind the first `depth` Blocks, on the device of training.
+        """Return the hidden states (B, T, C) of a batch after `depth` Blocks, on the device of the training.
 
         Args:
             key: `batch_key` of the batch.
             targets: the batch, on the device.
-            depth: at least 1.
+            depth: number of Blocks, at least 1.
         """
         self.statistics.asked += depth
         entry = self._entries.get(key)
@@ -114,9 +113,10 @@ class PrefixOutputs:
         return x_BTC
 
     def forget(self, first: int) -> None:
-        """Drop what depends on the Block `first` or a later one, because it trains; 0: also the embedding.
+        """Drop outputs that depend on the Block `first` or a later one, because it trains.
 
-        If then none of the batches that are kept is among the first as many, there is a warning.
+        0 also stands for the embedding. If n outputs remain and the next n batches have no cache hit, a
+        warning is issued.
         """
         for key, entry in list(self._entries.items()):
             if entry.depth > first:
@@ -152,7 +152,7 @@ class PrefixOutputs:
             self._drop(key)
         place: Tensor | Path
         if self._folder is None:
-            # Pinned, so that the host waits neither for this copy nor for the one back, in the same stream.
+            # Pinned, so that the host waits neither for this copy nor for the copy back, in the same stream.
             place = torch.empty_like(x_BTC, device="cpu", pin_memory=x_BTC.is_cuda)
             place.copy_(x_BTC, non_blocking=True)
         else:
@@ -184,7 +184,7 @@ class PrefixOutputs:
 
 
 def batch_key(targets: Targets) -> str:
-    """A digest of all that hidden states depend on in a batch; one that is on CUDA is copied for it."""
+    """Return a digest of the batch's tensors that determine its hidden states. CUDA tensors are copied."""
     digest = hashlib.sha256()
     for tensor in (targets.input_ids, targets.attention_mask, targets.document_ids):
         if tensor is None:

@@ -1,4 +1,4 @@
-"""Processes: those that torchrun started for one training run, and which of them this one is."""
+"""Processes: processes of a training run that torchrun started, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ T = TypeVar("T")
 _DEVICE, _STRATEGY = "training.device", "training.distributed.strategy"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ONE_MORE_SEED = (
-    0x9E3779B97F4A7C15  # odd and far from small numbers: no two seeds meet that someone would choose
+    0x9E3779B97F4A7C15  # odd and large, so that seeds that users choose do not collide between ranks
 )
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run. All of them do the same, and what is not the same goes by `rank`.
+    """Processes of a run. All of them run the same code; differences depend on `rank`.
 
-    A context manager: the group of processes ends with it, where it began with it.
+    As a context manager, it destroys the process group at the end if it created the group.
 
-    What only one process is to do (print, show progress, write files) is behind `is_main`, and nothing that
-    the others take part in may be: they would wait for ever.
+    Only the main process (`is_main`) prints, shows progress and writes files. A collective operation must not
+    depend on `is_main`: it would deadlock.
 
     Attributes:
-        device: that this process trains on.
-        rank: of this process, from 0.
-        local_rank: the same among those on this machine.
-        world_size: how many there are.
-        mesh: all of them in a row; None: there is no group.
-        owns_group: whether the group ends with this.
+        device: device that this process trains on.
+        rank: rank of this process, from 0.
+        local_rank: rank among the processes of this machine.
+        world_size: number of processes.
+        mesh: one-dimensional mesh of all processes; None: there is no process group.
+        owns_group: True if the process group is destroyed at the end of the context.
     """
 
     device: torch.device
@@ -62,16 +62,16 @@ class Processes:
         environment: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> Processes:
-        """Those that the variables of torchrun tell of; without torchrun this process alone.
+        """Return the processes that the variables of torchrun describe; without torchrun only this process.
 
-        A group that is there already is taken, and stays. On CUDA each process has the device of its
-        `LOCAL_RANK`; tensors there are sent by nccl, those on the CPU by gloo.
+        An existing process group is used, and not destroyed. On CUDA each process uses the device of its
+        `LOCAL_RANK`. The backend is nccl for CUDA tensors, and gloo for CPU tensors.
 
         Args:
             settings: `device` and `distributed` are read.
-            environment: of this process; None: `os.environ`.
-            timeout: how long to wait for the others; None: as torch does, ten minutes for nccl and
-                thirty for gloo.
+            environment: environment variables; None: `os.environ`.
+            timeout: timeout of collective operations; None: torch's default, ten minutes for nccl and thirty
+                for gloo.
 
         Raises:
             ValueError: a strategy without torchrun, several processes without a strategy, or a device that
@@ -111,7 +111,7 @@ class Processes:
 
     @classmethod
     def alone(cls, settings: TrainingConfig) -> Processes:
-        """The one process that this is where nobody has said that there are others.
+        """Return a single process, for a trainer that was created without `processes`.
 
         Raises:
             ValueError: a strategy, or torchrun with several processes.
@@ -123,18 +123,21 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints, shows progress and writes files."""
+        """True if this process prints, shows progress and writes files."""
         return self.rank == 0
 
     def seed(self, seed: int) -> int:
-        """Of what is to be drawn in each process anew, as dropout: of rank 0 `seed` itself."""
+        """Return this rank's seed of random numbers that differ between processes, such as dropout.
+
+        For rank 0 it is `seed`.
+        """
         return (seed + self.rank * _ONE_MORE_SEED) % 2**63
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, the same in each; every process has to call. The host waits for none.
+        """Return the sum over all processes, equal in each. Collective. No host synchronisation.
 
         Args:
-            values: on the device, of one shape in all.
+            values: tensor on the device, of equal shape in all processes.
         """
         if self.mesh is None:
             return values
@@ -143,7 +146,7 @@ class Processes:
         return total
 
     def maximum(self, values: Tensor) -> Tensor:
-        """The largest over all processes, element by element, the same in each; as `sum`."""
+        """Return the elementwise maximum over all processes, equal in each. Collective, like `sum`."""
         if self.mesh is None:
             return values
         largest = values.detach().clone()
@@ -151,7 +154,7 @@ class Processes:
         return largest
 
     def as_in_main(self, value: T) -> T:
-        """What rank 0 has of a value of the host, in each process; every process has to call."""
+        """Return rank 0's value of a Python object in each process. Collective: every process has to call."""
         if self.mesh is None:
             return value
         values = [value]
@@ -159,15 +162,15 @@ class Processes:
         return values[0]
 
     def wait(self) -> None:
-        """Go on when all have come here."""
+        """Wait until all processes have called this method."""
         if self.mesh is not None:
             self.sum(torch.zeros((), device=self.device)).item()
 
     def check_equal(self, what: str, value: Mapping[str, Any]) -> None:
-        """Refuse values that are not the same in all processes; every process has to call.
+        """Raise if values differ between processes. Collective: every process has to call.
 
         Raises:
-            ValueError: in every process, naming the first key and the rank that differs from rank 0.
+            ValueError: raised in every process; names the first key and the rank that differs from rank 0.
         """
         if self.mesh is None:
             return
@@ -185,8 +188,8 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error nccl would wait for others, which may wait for this process: torchrun ends them when
-        # it is gone. With gloo they are told.
+        # After an error, nccl would wait for other ranks, which may wait for this one. torchrun terminates
+        # them when this process exits. With gloo they are notified.
         orderly = kind is None or self.device.type == "cpu"
         if self.owns_group and orderly and distributed.is_initialized():
             distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Progress: a live line on a terminal, a line now and then elsewhere."""
+"""Progress: a live line on a terminal, otherwise a line at intervals."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["TrainingProgress"]
 
 
 class TrainingProgress:
-    """Shows the newest step's loss, gradient norm and tokens per second.
+    """Display of the newest step's loss, gradient norm and tokens per second.
 
     Args:
-        total_steps: length of the run.
-        console: where to; default: standard error.
-        quiet_seconds: the least time between two lines where there is no terminal.
+        total_steps: length of the run in steps.
+        console: output console; default: standard error.
+        quiet_seconds: minimum time between two lines without a terminal, in seconds.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class TrainingProgress:
         figures: Mapping[str, float] | None = None,
         alarms: Sequence[Alarm] = (),
     ) -> None:
-        """Show the last of `records` as the newest step, with its rate where `figures` has one.
+        """Show the last of `records` as the newest step, with its rate if `figures` has one.
 
-        `figures` are those of `Throughput.to_dict`; of them tokens per second, utilisation and the share
-        of waiting for data are shown, and the last validation loss. Of `alarms` it shows how many there were.
+        `figures` come from `Throughput.to_dict`. Tokens per second, utilisation, the fraction of time spent
+        waiting for data, the last validation loss and the total number of alarms are shown.
         """
         self._alarms += len(alarms)
         if records:
@@ -84,7 +84,7 @@ class TrainingProgress:
             self._show(records[-1], "  ".join(parts))
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do not flush: lines are not buffered."""
 
     def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Recompute: activations thrown away in the forward pass, and computed again in the backward pass."""
+"""Activation recomputation (gradient checkpointing) of chosen modules."""
 
 from __future__ import annotations
 
@@ -36,32 +36,31 @@ _recomputed: WeakSet[nn.Module] = WeakSet()
 def recomputing(
     model: nn.Module, config: RecomputeConfig, layers: Sequence[nn.Module] | None = None
 ) -> Iterator[list[str]]:
-    """Train `model` within this block with the recomputation of `config`.
+    """Train `model` in this context with the activation recomputation of `config`.
 
-    A recomputed module keeps what it was given, and runs once more in the backward pass (Chen et al. 2016,
-    arXiv:1604.06174) with the random state and the autocast of the first time, so that gradients are the
-    same to the bit wherever the kernels are deterministic. Nothing changes where gradients are off, or
-    where the module is in eval mode and no argument needs a gradient. A compiled function is compiled once
-    more for each kind that it meets.
+    A recomputed module saves only its inputs, and runs a second time in the backward pass (Chen et al. 2016,
+    arXiv:1604.06174) with the original random state and autocast. Gradients are bit-identical if the kernels
+    are deterministic. Nothing changes if gradients are disabled, or if the module is in eval mode and no
+    argument needs a gradient. A compiled function is recompiled for each kind of recomputation.
 
-    Only `forward` of the modules is replaced, on the instance, and it is put back at the end, also after
-    an error. Class, parameter names and hooks stay; hooks of a recomputed module run once, hooks of
-    modules in it twice.
+    Only `forward` of the modules is replaced, on the instance. It is restored at the end, also after an
+    error. Class, parameter names and hooks do not change. Hooks of a recomputed module run once, hooks of its
+    submodules twice.
 
     Args:
-        model: any; its module names are what `config.names` are matched with, and of a module that
-            matches, what is in it counts as part of it.
-        config: what is recomputed. `every_nth` takes the first, then each n-th after it. `budget` is a
-            setting of the compiler for the whole process.
-        layers: what counts as a Block, in the order in which they run; None: what `find_layers` finds.
+        model: any module. `config.names` are matched with its module names. A module that matches includes
+            its submodules.
+        config: kind of recomputation. `every_nth` chooses the first layer, then each n-th one. `budget` is a
+            compiler setting for the entire process.
+        layers: modules that are treated as Blocks, in execution order; None: result of `find_layers`.
 
     Yields:
         Names of the modules that are recomputed.
 
     Raises:
-        ValueError: no layers, or not of this model; a name that matches nothing; a module with running
-            statistics, which would be taken twice; a model some of which is recomputed already. While
-            training: a cache, into which a recomputed layer would write twice; `budget` uncompiled.
+        ValueError: no layers, or not of this model; a name without a match; a module with running
+            statistics, which would be updated twice; a model with modules that are already recomputed.
+            During training: a cache, into which a recomputed layer would write twice; `budget` uncompiled.
     """
     names = _names(model)
     for module in names:
@@ -72,7 +71,7 @@ def recomputing(
             case "none":
                 pass
             case "budget":
-                # A model without layers is one layer.
+                # A model without layers is treated as one layer.
                 for module in _given(names, layers) if layers is not None else _found(model) or [model]:
                     cleanup.enter_context(
                         _replaced(module, _compiled_only(_forward_of(module), config.budget))
@@ -84,8 +83,8 @@ def recomputing(
                 for module in chosen:
                     _check(module, names[module])
                     cleanup.enter_context(_replaced(module, _checkpointed(module, selective=selective)))
-                # The compiler refuses what a layer keeps for others on its way, as Layout's masks are, unless
-                # told that the second run need not do so again.
+                # The compiler rejects side effects of a layer's forward pass, such as the masks that Layout
+                # caches, unless the recomputation may skip them.
                 cleanup.enter_context(
                     _patched("torch._dynamo", skip_fwd_side_effects_in_bwd_under_checkpoint=True)
                 )
@@ -93,11 +92,11 @@ def recomputing(
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that `model` repeats, in the order of its modules.
+    """Return the repeated layers of `model`, in the order of its modules.
 
-    Where there are Blocks, these. Otherwise, of every `nn.ModuleList` and `nn.Sequential` of modules of one
-    class, those with the most parameters, and all others of modules of that class. Of an encoder
-    and a decoder of different classes that is the larger one only.
+    If there are Blocks, return them. Otherwise look at every `nn.ModuleList` and `nn.Sequential` with modules
+    of one class, choose the class with the most parameters, and return all of its modules in such containers.
+    Of an encoder and a decoder of different classes, only the larger one is returned.
 
     Raises:
         ValueError: there are none.
@@ -123,12 +122,12 @@ def _found(model: nn.Module) -> list[nn.Module]:
     sizes = {
         kind: sum(p.numel() for p in nn.ModuleList(group).parameters()) for kind, group in groups.items()
     }
-    # The first of equals is the outermost.
+    # Of groups of equal size, the first is the outermost.
     return list(groups[max(sizes, key=lambda kind: sizes[kind])]) if any(sizes.values()) else []
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:
-    """Each module's first name."""
+    """Return the first name of each module."""
     return {module: name for name, module in model.named_modules()}
 
 
@@ -160,8 +159,8 @@ def _given(names: dict[nn.Module, str], layers: Sequence[nn.Module]) -> list[nn.
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Modules that a pattern matches and that are in no other such module."""
-    # A module that is in two places has two names.
+    """Return the outermost modules that match a pattern."""
+    # A module that is used twice has two names.
     names = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -198,7 +197,7 @@ def _check(module: nn.Module, name: str) -> None:
 @contextmanager
 def _replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
     before = vars(module).get("forward")
-    # Bound, so that it belongs to the copy in a deep copy of the model.
+    # A bound method, so that a deep copy of the model gets its own.
     module.forward = MethodType(wraps(type(module).forward)(forward), module)
     _recomputed.add(module)
     try:
@@ -211,7 +210,7 @@ def _replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
 
 
 def _forward_of(module: nn.Module) -> Forward:
-    """What runs now: the class's, or what somebody else put on the instance; called with the module."""
+    """Return the current forward function, of the class or of the instance; it takes the module."""
     before = vars(module).get("forward")
     if before is None:
         return type(module).forward
@@ -243,7 +242,7 @@ def _compiled_only(plain: Forward, budget: float) -> Forward:
     kind = f"budget {budget}"
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Where a compiled function has looked at `kind`, another budget makes it compile anew.
+        # If a compiled function has read `kind`, another budget recompiles it.
         trained = kind != "" and self.training and torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
         allowed = "under torch.compile only; this layer runs as it is"
@@ -258,7 +257,7 @@ def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse_cache(name: str, cache: object) -> None:
-    if cache is not None and not isinstance(cache, int):  # a length or a switch
+    if cache is not None and not isinstance(cache, int):  # an integer is a length or a flag
         raise ValueError(
             f"{name}: got {type(cache).__name__}; allowed: None where layers are recomputed, since the "
             "second run would write into it again (in transformers: use_cache=False)"
@@ -268,14 +267,14 @@ def _refuse_cache(name: str, cache: object) -> None:
 def _policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.name().rpartition("::")[2].partition(".")[0]
     attends = name.startswith(_ATTENTION)
-    # What is kept draws no random numbers the second time, and all dropout after it would draw others.
+    # A saved operation draws no random numbers in the recomputation; later dropout would differ.
     if name in _PRODUCTS or (attends and not _dropout(operation, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The dropout that a call of an attention operation asks for; 0 where it has no such argument."""
+    """Return the dropout probability of a call of an attention operation; 0 without such an argument."""
     names = (
         [argument.name for argument in operation._schema.arguments] if hasattr(operation, "_schema") else []
     )
@@ -286,7 +285,7 @@ def _dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> f
 
 @contextmanager
 def _patched(package: str, **settings: object) -> Iterator[None]:
-    """Settings of a part of the compiler, which is imported only where it is wanted."""
+    """Change settings of a compiler module in this context. The module is imported only if needed."""
     from importlib import import_module
 
     config: Any = import_module(f"{package}.config")

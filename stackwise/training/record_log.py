@@ -1,4 +1,4 @@
-"""RecordLog: who is given the records of a run, and where they may be written down."""
+"""RecordLog: receivers of a run's records, and checks of their files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stackwise.support.arguments import require
 
 __all__ = ["EVENT_FILES", "ClosingLog", "RecordLog", "check_places", "free_place"]
 
-# As TensorBoard's writer calls them.
+# Names of the files of TensorBoard's writer.
 EVENT_FILES = "events.out.tfevents.*"
 
 
 class RecordLog(Protocol):
-    """A reader of records. It gets numbers of the host, so nothing it does waits for the device."""
+    """Receiver of records. It gets numbers on the host, and needs no synchronisation with the device."""
 
     def write(
         self,
@@ -29,18 +29,18 @@ class RecordLog(Protocol):
         figures: Mapping[str, float] | None = None,
         alarms: Sequence[Alarm] = (),
     ) -> None:
-        """Write `records` down, `figures` as those of the last of them, and what the guard had to say.
+        """Write `records` and `alarms`. `figures` belong to the last record.
 
-        Figures are those of `Throughput.to_dict`, and after an evaluation `validation_loss`.
+        Figures come from `Throughput.to_dict`, with `validation_loss` after an evaluation.
         """
 
 
 class ClosingLog(ABC):
-    """A log that is closed at the end of a `with` block. What a disk refuses is lost with a warning."""
+    """Log that is closed at the end of a `with` block. After a disk error, lines are lost with a warning."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write the buffered records and close the log."""
 
     def __enter__(self) -> Self:
         return self
@@ -52,10 +52,10 @@ class ClosingLog(ABC):
 
 
 def check_places(telemetry: TelemetryConfig, *, resumes: bool) -> None:
-    """Refuse where no log can be, and what another run has written, unless this one `resumes`.
+    """Raise if a log cannot be written, or if its place has data of another run and this one does not resume.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: names the key.
     """
     if telemetry.jsonl is not None:
         key, file = "training.telemetry.jsonl", Path(telemetry.jsonl)
@@ -70,6 +70,6 @@ def check_places(telemetry: TelemetryConfig, *, resumes: bool) -> None:
 
 
 def free_place(beside: Path, name: str) -> Path:
-    """The first that is not there of what is called `name` and 1, 2 and so on, in the folder of `beside`."""
+    """Return the first path that does not exist of `name` + 1, 2 and so on, in the parent of `beside`."""
     places = (beside.with_name(f"{name}{number}") for number in count(1))
     return next(place for place in places if not place.exists())

@@ -1,4 +1,4 @@
-"""TrainingResult: what a run did, unit by unit and in all."""
+"""TrainingResult: results of a run, per unit and in total."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ __all__ = ["EpochLoss", "TrainingResult", "UnitResult", "epoch_losses", "trainin
 
 
 class EpochLoss(TypedDict):
-    """Mean training loss of one pass over the data, in nats."""
+    """Mean training loss of one epoch, in nats."""
 
     epoch: int
     loss: float
 
 
 class UnitResult(TypedDict):
-    """What one phase did. Losses in nats, means over steps that predict something.
+    """Result of one phase. Losses in nats, means over steps with targets.
 
     Keys:
-        stack_idx, block_idx: which unit; the second within the Stack, and of `blockwise` training only.
-        num_blocks: of the unit.
-        parameters, trainable_parameters: of the unit, without embedding and head.
-        num_batches: that it trained on.
+        stack_idx, block_idx: indices of the unit; `block_idx` is relative to the Stack, and only of
+            `blockwise` training.
+        num_blocks: number of Blocks in the unit.
+        parameters, trainable_parameters: counts of the unit, without embedding and head.
+        num_batches: number of trained batches.
         first_record: index of its first step in `TrainingResult.records`.
-        prefix_blocks: how many Blocks were computed in front of it, over all its batches.
-        seconds: that it took; of a run that went on, since then.
+        prefix_blocks: number of computed prefix Blocks, over all its batches.
+        seconds: duration; for a resumed phase, since the resume.
     """
 
     stack_idx: NotRequired[int]
@@ -50,17 +51,17 @@ class UnitResult(TypedDict):
 
 
 class TrainingResult(TypedDict):
-    """What a run did. Losses in nats, means over steps that predict something.
+    """Result of a run. Losses in nats, means over steps with targets.
 
     Keys:
-        results: of each unit, in the order of training; not of `rackwise` training.
-        polish: of the steps that all units trained together in the end.
-        total_stacks, total_blocks: how many units there are, of `stackwise` and `blockwise` training.
-        validation: of every `eval_interval` steps, where that is asked for.
-        alarms: of the guard, where there is one; `step` is the number of the update that was to be made.
-        skipped_steps: how many were left out because of them.
-        records: of every step of every unit, in their order; NaN is the loss of one that predicts nothing.
-        training_history: by pass over the data; of local scopes that of the last unit.
+        results: results of the units, in the order of training; not for `rackwise` training.
+        polish: result of the final steps in which all units train together.
+        total_stacks, total_blocks: number of units, for `stackwise` and `blockwise` training.
+        validation: results of the evaluations every `eval_interval` steps, if enabled.
+        alarms: alarms of the guard, if enabled; `step` is the number of the update that was due.
+        skipped_steps: number of steps that were skipped because of alarms.
+        records: records of every step of every unit, in order; a step without a target has the loss NaN.
+        training_history: mean loss of each epoch; for local scopes, of the last unit.
     """
 
     training_architecture: str
@@ -96,7 +97,7 @@ def unit_result(
     prefix_blocks: int,
     seconds: float,
 ) -> UnitResult:
-    """The result of a phase whose steps are `records`; `final_loss` is the mean of the `last` of them."""
+    """Return the result of a phase with steps `records`; `final_loss` is the mean of the `last` ones."""
     blocks = [blocks_of(rack)[i] for i in phase.unit.blocks]
     result = UnitResult(
         num_blocks=len(blocks),
@@ -117,12 +118,12 @@ def unit_result(
 
 
 def training_loss(records: Sequence[StepRecord]) -> float:
-    """Mean loss in nats of the steps that predict something; NaN: none does."""
+    """Return the mean loss in nats of the steps with targets; NaN if there are none."""
     return mean_loss([record for record in records if not math.isnan(record.loss)])
 
 
 def epoch_losses(records: Sequence[StepRecord], epochs: Sequence[int]) -> list[EpochLoss]:
-    """The mean loss of each pass, of steps that belong to the pass beside them."""
+    """Return the mean loss of each epoch. `epochs` has the epoch of each record."""
     return [
         {
             "epoch": epoch,

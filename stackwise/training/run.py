@@ -1,4 +1,4 @@
-"""RackRun: our own trainer, one step at a time, as questions about a training step drive it."""
+"""RackRun: StackWise's own trainer, one step at a time, for checks of a training step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["RackRun"]
 
 
 class RackRun:
-    """A Rack of `config` in training, as `ArchitectureTrainer` trains it.
+    """Training of a Rack of `config`, with the step of `ArchitectureTrainer`.
 
     Args:
-        config: model and training.
-        learning_rate: of a step, counted from 0.
+        config: model and training configuration.
+        learning_rate: maps a step, counted from 0, to its learning rate.
         evaluate: (rack, batches) -> mean loss in nats.
     """
 
@@ -47,26 +47,26 @@ class RackRun:
         self.number = 0
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """One step at the learning rate of its number."""
+        """Train one step at the learning rate of its number, and return the loss."""
         return self._update([batch])
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What a step minimises."""
+        """Return the loss that a step minimises."""
         targets = self._targets(batch)
         with autocast(self.config.training.precision, self.device):
             total: Tensor = self._phase(targets)
         return total / targets.count.clamp(min=1)
 
     def accumulate(self, batches: Sequence[Mapping[str, Tensor]]) -> float:
-        """One step from several micro-batches."""
+        """Train one step on several micro-batches, and return the loss."""
         return float(self._update(batches))
 
     def evaluate(self, batches: Iterable[Mapping[str, Tensor]]) -> float:
-        """Mean loss in nats of all targets, in eval mode."""
+        """Return the mean loss in nats of all targets, in eval mode."""
         return self._evaluate(self._rack, batches)
 
     def epoch(self, number: int) -> Iterator[Mapping[str, Tensor]]:
-        """The training data of one pass."""
+        """Return an iterator over the training data of one epoch."""
         training, _ = create_data(self.config)
         training.set_epoch(number)
         return iter(training)

@@ -1,4 +1,4 @@
-"""RunState: what a run has been through so far, as tensors and plain values.
+"""Run state: the records of a run as tensors and plain values, and the checks before a resume.
 
 Shapes: N steps.
 """
@@ -52,7 +52,7 @@ _ROWS = "training.batch_size of all processes together"
 
 
 def state_of_records(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """Records by column; the norms of parameters are left to the logs."""
+    """Return the records by column, without the norms of parameters, which only the logs store."""
     units = sorted({record.unit for record in records if record.unit is not None})
     place = {unit: index for index, unit in enumerate(units)}
     return {
@@ -72,7 +72,7 @@ def state_of_records(records: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def records_of(state: Mapping[str, Any]) -> list[StepRecord]:
-    """The records that `state_of_records` was given, without norms of parameters."""
+    """Return the records that were passed to `state_of_records`, without norms of parameters."""
     units = state["units"]
     columns = (state[key].tolist() for key in ("step_N", "numbers_N3", "skipped_N", "tokens_N", "unit_N"))
     return [
@@ -90,11 +90,11 @@ def records_of(state: Mapping[str, Any]) -> list[StepRecord]:
 
 
 def state_of_guard_from(done: int, new: Mapping[str, Any]) -> dict[str, Any]:
-    """State of a guard that is there from a step on, and was not before it.
+    """Return the state of a guard that was enabled at a step of a run.
 
     Args:
-        done: updates of the phase, each of the batches of one step.
-        new: the state of a guard that has seen nothing.
+        done: number of updates of the phase, one per step of the data.
+        new: state of a new guard.
     """
     return {
         **new,

@@ -22,27 +22,27 @@ def get_lr_with_warmup(
     schedule: str = "cosine",
     decay_fraction: float = 0.2,
 ) -> float:
-    """Learning rate of one step.
+    """Return the learning rate of one step.
 
-    It rises linearly over the first `warmup_steps` steps and reaches `base_lr` at the last of them. From
-    the step after, it goes from `base_lr` to exactly `min_lr` at the last step; for "constant" it stays.
-    "wsd" stays as well until the last `decay_fraction` of the run, whose steps, rounded to whole ones and at
-    least one, fall linearly to `min_lr`; where warm-up reaches into them, the fall begins behind it and is
-    steeper. "inverse_sqrt" is `base_lr * sqrt(w / (step + 1))`, w being `warmup_steps` or 1 without a
-    warm-up, and no less than `min_lr`.
+    The rate rises linearly over the first `warmup_steps` steps and reaches `base_lr` at the last of them.
+    After the warm-up it falls from `base_lr` to exactly `min_lr` at the last step. "constant" stays at
+    `base_lr`. "wsd" stays at `base_lr` until the last `decay_fraction` of the run, rounded to steps and at
+    least one, in which it falls linearly to `min_lr`. If the warm-up overlaps these steps, the fall starts
+    after it and is steeper. "inverse_sqrt" is `base_lr * sqrt(w / (step + 1))`, at least `min_lr`, with w
+    being `warmup_steps`, or 1 without a warm-up.
 
-    `warmup_steps=0` starts at `base_lr`; a run of one step is at `base_lr`, and so is the last of a run
-    that is all warm-up.
+    `warmup_steps=0` starts at `base_lr`. A run of one step uses `base_lr`, and so does the last step of a run
+    that consists of the warm-up.
 
     Args:
-        step: 0 to total_steps - 1; beyond, the last value holds.
+        step: 0 to total_steps - 1; a larger step has the last value.
         warmup_steps: 0 to total_steps.
         total_steps: length of the run, at least 1.
-        base_lr: the peak.
-        min_lr: the end, at most base_lr.
+        base_lr: peak learning rate.
+        min_lr: final learning rate, at most base_lr.
         schedule: "cosine" (Loshchilov & Hutter 2017), "linear", "constant", "wsd" (Hu et al. 2024,
             arXiv:2404.06395) or "inverse_sqrt" (Vaswani et al. 2017).
-        decay_fraction: of the run, above 0 and at most 1; for "wsd".
+        decay_fraction: fraction of the run, above 0 and at most 1; for "wsd".
 
     Raises:
         ValueError: an argument out of range.

@@ -1,4 +1,4 @@
-"""Scope: what of a Rack trains at one time, as the phases that a training run goes through.
+"""Scope: parts of a Rack that train together, and the phases of a training run.
 
 Blocks are counted from 0 through all Stacks.
 """
@@ -19,9 +19,9 @@ class Unit:
     """Neighbouring Blocks that train together.
 
     Attributes:
-        blocks: their indices.
-        stack: index of the Stack that they are in; None: all Stacks.
-        block: index of the Block within its Stack; None: more than one.
+        blocks: indices of the Blocks.
+        stack: index of the Stack that contains them; None: all Stacks.
+        block: index of the Block in its Stack; None: several Blocks.
     """
 
     blocks: range
@@ -30,7 +30,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name of the unit in messages."""
         if self.stack is None:
             return "rack"
         return f"stack {self.stack}" + ("" if self.block is None else f" block {self.block}")
@@ -38,21 +38,21 @@ class Unit:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training run, with an optimizer and a schedule of its own unless it `continues`.
+    """Part of a training run, with its own optimizer and schedule unless it `continues` another phase.
 
     Attributes:
-        unit: what this phase is there for.
-        path: the Blocks that are computed, in order; all others are left out.
-        trained: those of them that train.
-        steps: how many.
-        trains_head: whether final norm and head train. A head that is the embedding goes with that.
-        first_step: how many steps of the data come before this phase's.
-        enters: Blocks that become the identity before the first step.
-        fresh_head: whether final norm and head start as they were before training.
-        continues: whether optimizer and schedule are those of the phase before.
-        is_continued: whether those of this phase are the next one's.
-        schedule_steps: the length of the schedule, all phases that share it.
-        is_last: whether the run ends with it.
+        unit: unit that this phase trains.
+        path: indices of the Blocks that are computed, in order; all other Blocks are skipped.
+        trained: indices of the Blocks that train.
+        steps: number of steps.
+        trains_head: True if final norm and head train. A tied head trains together with the embedding.
+        first_step: number of data steps before this phase.
+        enters: Blocks that are set to the identity before the first step.
+        fresh_head: True if final norm and head are reset to their initial weights.
+        continues: True if the phase continues the optimizer and schedule of the previous phase.
+        is_continued: True if the next phase continues the optimizer and schedule of this one.
+        schedule_steps: length of the schedule, over all phases that share it.
+        is_last: True if this is the last phase of the run.
     """
 
     unit: Unit
@@ -70,22 +70,22 @@ class Phase:
 
     @property
     def schedule_start(self) -> int:
-        """Where in its schedule the first step is."""
+        """Position of the first step in its schedule."""
         return self.first_step if self.continues else 0
 
     @property
     def trains_embedding(self) -> bool:
-        """Whether the embedding trains, which it does with the first Block."""
+        """True if the embedding trains, which it does with the first Block."""
         return 0 in self.trained
 
     @property
     def n_prefix(self) -> int:
-        """How many Blocks are computed before the first that trains, without gradients."""
+        """Number of Blocks before the first trained one, which are computed without gradients."""
         return next(i for i, block in enumerate(self.path) if block in self.trained)
 
 
 def units_of(blocks_per_stack: list[int], architecture: str) -> list[Unit]:
-    """The units of `rackwise`, `stackwise` or `blockwise` training, from the first to the last."""
+    """Return the units of `rackwise`, `stackwise` or `blockwise` training, from the first to the last."""
     ends = list(accumulate(blocks_per_stack))
     if architecture == "rackwise":
         return [Unit(range(ends[-1]))]
@@ -100,19 +100,20 @@ def units_of(blocks_per_stack: list[int], architecture: str) -> list[Unit]:
 
 
 def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[Phase]:
-    """The phases of a run, in their order.
+    """Return the phases of a run, in their order.
 
-    From left to right, each unit trains on what the frozen units before it say, under the final norm and the
-    head, and what is behind it is left out. From right to left it trains through the frozen units behind
-    it, on what the ones before it, not trained yet, say. See `ScopeConfig` for the other choices.
+    From left to right, each unit trains on the output of the frozen units before it, directly followed by
+    final norm and head; later units are skipped. From right to left, a unit trains through the frozen units
+    after it, on the output of the units before it, which are not trained yet. `ScopeConfig` describes the
+    other choices.
 
     Args:
-        blocks_per_stack: the number of Blocks of each Stack.
+        blocks_per_stack: number of Blocks of each Stack.
         settings: `training_architecture`, `scope` and `max_steps` are read.
 
     Raises:
-        ValueError: a suffix that reaches into the first unit, fewer steps than a growing Rack has Stacks, or
-            from right to left a head for each of several units.
+        ValueError: a suffix that overlaps the first unit, fewer steps than Stacks for a growing Rack, or
+            from right to left a separate head for each of several units.
     """
     scope, max_steps = settings.scope, settings.max_steps
     units = units_of(blocks_per_stack, settings.training_architecture)
@@ -124,7 +125,7 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
     require(scope.suffix <= room, "training.scope.suffix", scope.suffix, allowed)
     steps = max_steps - scope.polish_steps
     backwards = scope.order == "right_to_left"
-    # Not refused by the configuration, which may be that of a checkpoint.
+    # The configuration does not reject this, because it may be that of a checkpoint.
     once = "'shared' with order='right_to_left': the head trains with the first unit alone"
     one_head = scope.head == "shared" or len(units) == 1
     require(not backwards or one_head, "training.scope.head", scope.head, once)
@@ -177,7 +178,7 @@ def _growing(blocks_per_stack: list[int], max_steps: int) -> list[Phase]:
             trained=frozenset(range(unit.blocks.stop)),
             steps=begins[stack + 1] - begins[stack],
             first_step=begins[stack],
-            # All at once: a checkpoint on the way then computes what was trained.
+            # All at once, so that a checkpoint in between computes only trained Blocks.
             enters=() if stack else tuple(range(unit.blocks.stop, sum(blocks_per_stack))),
             continues=stack > 0,
             is_continued=stack < n_stacks - 1,

@@ -1,4 +1,4 @@
-"""TrainStep: some batches forwards, backwards and into the weights, while the host waits for none of it.
+"""TrainStep: forward pass, backward pass and update for some micro-batches, without host synchronisation.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -29,12 +29,13 @@ __all__ = ["MicroBatch", "StepOutcome", "TrainStep"]
 
 
 class MicroBatch(NamedTuple):
-    """What is computed at one time; a step may take several.
+    """Batch of one forward and backward pass. A step may use several.
 
     Attributes:
-        targets: on the device.
-        hidden: computes what the Blocks before those of the phase say of it, (B, T, C), as its turn comes: of
-            several not all are held at once. None: there are no such Blocks.
+        targets: targets on the device.
+        hidden: computes the output (B, T, C) of the Blocks before the phase. It is called once the
+            micro-batch is processed, so that outputs of several ones are not in memory together. None: no
+            such Blocks.
     """
 
     targets: Targets
@@ -42,15 +43,15 @@ class MicroBatch(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """Tensors on the device.
+    """Results of a step: tensors on the device.
 
     Attributes:
-        loss: in nats, before the update.
-        mean: the same; NaN where nothing is predicted, of which there is no mean.
+        loss: loss in nats, before the update.
+        mean: the same, but NaN if there is no target.
         grad_norm: global L2 norm of the gradient, before clipping.
-        skipped: whether either is not finite, and the update was left out.
-        norms_P: of the gradient of each parameter that has one.
-        names: of these parameters.
+        skipped: True if loss or norm is not finite, and the update was skipped.
+        norms_P: gradient norm of each parameter that has a gradient.
+        names: names of these parameters.
     """
 
     loss: Tensor
@@ -62,20 +63,20 @@ class StepOutcome(NamedTuple):
 
 
 class TrainStep:
-    """The step that `settings` describe: precision, clipping, optimizer, compiled or not.
+    """Training step of `settings`: precision, clipping, optimizer and compilation.
 
     Args:
-        model: on its device. With `precision: bf16_weights` its parameters are bfloat16 from here on, until
+        model: model on its device. With `precision: bf16_weights` its parameters are bfloat16 from here until
             `optimizer.finish()`.
-        settings: `training` of a configuration.
-        rack: the whole that `model` is a part of, for what its optimizer has by Stack or by name.
-        optimized: whose parameters the optimizer takes; None: those of `model`.
-        processes: that train together; None: this one alone.
+        settings: `training` section of a configuration.
+        rack: Rack that contains `model`, for optimizer settings by Stack or by name.
+        optimized: module with the parameters of the optimizer; None: `model`.
+        processes: processes that train together; None: only this one.
 
     Attributes:
-        model: what the next call trains.
-        optimizer: of all its parameters.
-        loss_scale: of float16; None: of another precision.
+        model: model that the next call trains.
+        optimizer: optimizer of all its parameters.
+        loss_scale: loss scale of float16; None for another precision.
 
     Raises:
         ValueError: nothing to train.
@@ -102,20 +103,20 @@ class TrainStep:
         self.loss_scale = create_loss_scale(settings.precision, self.device)
         self._logit_bound = LogitBound(self.device) if settings.watch_logits else None
         self._names = {id(p): name for name, p in (rack or optimized or model).named_parameters()}
-        # The loss is compiled with the model: logits are then reduced as they are widened.
+        # The loss is compiled together with the model: logits are reduced while they are converted.
         self.take(model)
 
     def take(self, model: nn.Module) -> None:
-        """Train `model` from here on, as `SharedRack.wrap` gives it or with more Blocks than before."""
+        """Train `model` from here on: the result of `SharedRack.wrap`, or a model with more Blocks."""
         self.model = model
-        # Anew for each model: of one function the compiler keeps few graphs, and runs others as they are.
+        # New for each model: the compiler limits the graphs of a function, and runs further ones uncompiled.
         self._total = compiled(_total) if self.settings.compile else _total
-        # On other devices the norms are one fused kernel group as it is.
+        # On other devices the norms already are one group of fused kernels.
         on_cpu = self.settings.compile and self.device.type == "cpu"
         self._norms = compiled(norms_by_rows) if on_cpu else None
 
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
-        """Train on the mean over everything that `batches` of all processes predict, at rate `lr`."""
+        """Train on the mean over all targets of `batches` of all processes, at learning rate `lr`."""
         self.set_rate(lr)
         loss, mean = self.backward(batches)
         parameters = self._with_gradient()
@@ -123,7 +124,7 @@ class TrainStep:
         norm = global_norm(norms_P)
         skipped = ~(loss.isfinite() & norm.isfinite())
         divisor = self.loss_scale.divisor() if self.loss_scale else None
-        # Both attributes are read by the fused optimizers; the gradients are scaled in their pass.
+        # The fused optimizers read both attributes, and scale the gradients in their pass.
         if self.settings.grad_clip is not None:
             clip = clip_divisor(norm, self.settings.grad_clip)
             divisor = clip if divisor is None else clip * divisor
@@ -136,12 +137,12 @@ class TrainStep:
         return StepOutcome(loss, mean, norm, skipped, norms_P, names)
 
     def set_rate(self, lr: float) -> None:
-        """Give every group its part of the learning rate `lr`."""
+        """Set the learning rate of every group to `lr` times its multiplier."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
 
     def backward(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Gradients of a step, times the loss scale where there is one; its `loss` and `mean`, scalars."""
+        """Compute the gradients of a step, times the loss scale. Return the scalars `loss` and `mean`."""
         loss = torch.zeros((), device=self.device)
         with watching(self._logit_bound):
             count = self._count(batches)
@@ -152,21 +153,21 @@ class TrainStep:
         return loss, loss / count.clamp(max=1)
 
     def logit(self) -> Tensor | None:
-        """What the attention logits of the last `backward` are at most, in any process: `LogitBound`.
+        """Return an upper bound of the attention logits of the last `backward`, in any process: `LogitBound`.
 
-        None without `training.watch_logits`. Every process has to call.
+        None without `training.watch_logits`. Collective: every process has to call.
         """
         return None if self._logit_bound is None else self.processes.maximum(self._logit_bound.take())
 
     def again(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """A step of which the last backward pass is the caller's, as it is written: not compiled.
+        """Recompute a step, uncompiled, except for its last backward pass, which the caller runs.
 
-        Where there is a loss scale the caller's has it as well. Every process has to call, and to call
-        `backward()` on what it gets. With DDP each has the gradient of its own batches, so that the one whose
-        batches broke is known.
+        With a loss scale, the caller applies it as well. Every process has to call this method, and
+        `backward()` on the result. With DDP each process has the gradient of its own batches, so that a
+        non-finite batch can be attributed to its process.
 
         Returns:
-            the loss of the step, as if all processes had these batches; its gradient is that of the last of
+            The loss of the step, as if all processes had these batches; its gradient is that of the last of
             `batches`.
         """
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
@@ -176,43 +177,43 @@ class TrainStep:
             if place < len(batches):
                 self._scaled(last).backward()  # type: ignore[no-untyped-call]
             loss = loss + share.detach()
-        # Not what the last of them is, but what all are together.
+        # The value of the sum over all batches, with the gradient of the last one.
         return last + (loss * self.processes.world_size - last).detach()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return self.loss_scale.scale(loss) if self.loss_scale else loss
 
     def gradient_norms(self) -> Tensor:
-        """L2 norm of each gradient as it is without a loss scale: float32, in the order of the optimizer."""
+        """Return the L2 norm of each gradient without the loss scale: float32, in the optimizer's order."""
         norms_P = self._gradient_norms(self._with_gradient())
         return norms_P / self.loss_scale.divisor() if self.loss_scale else norms_P
 
     def _with_gradient(self) -> list[nn.Parameter]:
-        # Asked anew each time: Stacks may have come and gone.
+        # Determined for each step: Stacks may have joined or left.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [p for p in parameters if p.grad is not None]
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """How much `batches` of all processes predict."""
+        """Return the number of targets in `batches` of all processes."""
         return self.processes.sum(torch.stack([batch.targets.count for batch in batches]).sum())
 
     def _shares(
         self, model: nn.Module, batches: Sequence[MicroBatch], total: Callable[..., Tensor], count: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each batch its share of the loss of the step, and what its backward pass is to begin from."""
+        """Yield, per batch, its share of the step's loss, and the tensor for its backward pass."""
         count = count.clamp(min=1)
-        # What is sharded has its dtype from FSDP.
+        # FSDP sets the dtype of a sharded model.
         precision = "fp32" if is_sharded(model) else self.settings.precision
         for place, batch in enumerate(batches, start=1):
             with gradient_sync(model, place == len(batches)):
                 share = self._whole(model, batch, total, precision) / count
-                # Gradients are averaged over the processes, and are to be summed.
+                # Gradients are averaged over the processes, but have to be summed.
                 yield share, share * self.processes.world_size
 
     def _whole(
         self, model: nn.Module, batch: MicroBatch, total: Callable[..., Tensor], precision: str
     ) -> Tensor:
-        """The loss of a batch; behind it autocast has given up its copies of weights."""
+        """Return the loss of a batch. After it, autocast has freed its copies of weights."""
         hidden_BTC = None if batch.hidden is None else batch.hidden()
         with autocast(precision, self.device):
             return total(model, batch.targets, hidden_BTC)

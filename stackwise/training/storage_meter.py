@@ -1,4 +1,4 @@
-"""StorageMeter: the bytes that operations hold and their FLOPs, seen as they are dispatched."""
+"""StorageMeter: memory and FLOPs of operations, measured when they are dispatched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["StepFacts", "StorageMeter", "uncollected", "watch"]
 
 @dataclass
 class StepFacts:
-    """Bytes at the end of the first batch's forward pass and before the optimizer, and FLOPs until there."""
+    """Bytes after the first forward pass and before the optimizer's update, and the FLOPs until then."""
 
     activations: int = 0
     loss: int = 0
@@ -33,12 +33,12 @@ class StepFacts:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that operations make, while they live, and FLOPs.
+    """Bytes of storages that operations allocate, until they are freed, and FLOPs.
 
     Attributes:
-        held: bytes of those that live.
-        peak: the most that there were.
-        flops: so far.
+        held: bytes of allocated storages.
+        peak: maximum of `held`.
+        flops: FLOPs so far.
         living: bytes of each storage.
         before_next: called once, before the next operation.
     """
@@ -72,7 +72,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def watch(model: PhaseModel, step: TrainStep, meter: StorageMeter, seen: StepFacts) -> None:
-    """Fill `seen` during the step that follows."""
+    """Fill `seen` during the next step."""
     flops, first = 0, True
     before: set[int] = set()
     of_blocks: set[int] = set()
@@ -90,7 +90,7 @@ def watch(model: PhaseModel, step: TrainStep, meter: StorageMeter, seen: StepFac
         nonlocal first
         seen.flops_forward += meter.flops - flops
         if first:
-            # Only then has autocast given up its copies of weights.
+            # Only after the forward pass autocast frees its copies of weights.
             meter.before_next = partial(left, total.nbytes)
         first = False
 
@@ -115,7 +115,7 @@ def watch(model: PhaseModel, step: TrainStep, meter: StorageMeter, seen: StepFac
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile, so that what lives depends on the step alone."""
+    """Disable garbage collection in this context, so that the allocated memory depends only on the step."""
     was_on = gc.isenabled()
     gc.disable()
     try:

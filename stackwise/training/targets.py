@@ -1,6 +1,6 @@
-"""Targets: what a model is shown of a batch, and what it is to predict there.
+"""Targets: inputs of a model for a batch, and the labels to predict.
 
-Shapes: B batch, N tokens in a row, T what the model sees of them.
+Shapes: B batch, N tokens in a row, T tokens of a row that the model sees.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Targets:
     """Inputs and labels of one batch, position by position.
 
     Attributes:
-        input_ids: int64 (B, T), what the model sees.
-        labels: int64 (B, T), the token to be predicted at each position; -100 where none is.
-        count: float32 scalar, the tokens that the total is divided by.
-        weights: float32 (B, T), the factor of each position's loss; None: 1.
-        attention_mask: (B, T), nonzero at real tokens; None: all are.
-        document_ids: (B, T), equal within a document; None: one document a row.
+        input_ids: int64 (B, T), input of the model.
+        labels: int64 (B, T), token to predict at each position; -100 at positions without a prediction.
+        count: float32 scalar, number of tokens that the total is divided by.
+        weights: float32 (B, T), loss weight of each position; None: 1.
+        attention_mask: (B, T), nonzero at real tokens; None: all are real.
+        document_ids: (B, T), equal within a document; None: one document per row.
     """
 
     input_ids: Tensor
@@ -41,12 +41,12 @@ class Targets:
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Targets:
-        """The same on `device`."""
+        """Return a copy on `device`."""
         moved: Targets = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
         return moved
 
     def sent(self, device: torch.device) -> Targets:
-        """The same on `device`, by way of pinned memory where that is CUDA: the host does not wait."""
+        """Return a copy on `device`. A copy to CUDA uses pinned memory: the host does not wait."""
         if device.type != "cuda" or self.input_ids.is_cuda:
             return self.to(device)
         pinned: Targets = tree_map_only(Tensor, Tensor.pin_memory, self)
@@ -57,14 +57,14 @@ register_dataclass(Targets)
 
 
 def next_token_targets(batch: Mapping[str, Tensor]) -> Targets:
-    """Each token is the label of the position before it, T = N - 1.
+    """Return targets in which each token is the label of the position before it, T = N - 1.
 
-    A token is predicted where it and the one before it are real and of one document.
+    A token is predicted if it and the token before it are real and belong to the same document.
 
     Args:
         batch: `input_ids` (B, N); optionally `attention_mask` (B, N), nonzero at real tokens,
-            `document_ids` (B, N), equal within a document, and `labels` (B, N), not shifted, -100 where
-            a token is not to be predicted (default: `input_ids`).
+            `document_ids` (B, N), equal within a document, and `labels` (B, N), not shifted, -100 at tokens
+            that are not predicted (default: `input_ids`).
 
     Raises:
         ValueError: parts of the batch differ in shape.
@@ -90,10 +90,10 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Targets:
 
 
 def check_shapes(batch: Mapping[str, Tensor]) -> None:
-    """Refuse parts that nobody reads, are no tensors or differ in shape, and ids that are no integers.
+    """Raise for unknown keys, parts that are not tensors or differ in shape, and ids that are not integers.
 
     Raises:
-        ValueError: naming the part.
+        ValueError: names the part.
     """
     # Written out: torch 2.11 cannot trace a difference of `batch.keys()` and a tuple.
     unknown = sorted(key for key in batch if key not in _KEYS)
@@ -114,12 +114,12 @@ def check_shapes(batch: Mapping[str, Tensor]) -> None:
 
 
 def check_ids(batch: Mapping[str, Tensor], targets: Targets, vocab_size: int) -> None:
-    """Refuse a batch whose targets show or ask for what is no token of the vocabulary.
+    """Raise if the inputs or labels of a batch contain an id outside the vocabulary.
 
-    Looked for where the batch is on the CPU; elsewhere the host would wait for the answer.
+    Ids are checked only on the CPU; on another device the check would synchronise the host.
 
     Raises:
-        ValueError: naming the part and the place.
+        ValueError: names the part and the position.
     """
     shown, asked = targets.input_ids, targets.labels
     if asked.device.type != "cpu" or not asked.numel():

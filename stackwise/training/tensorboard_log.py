@@ -1,4 +1,4 @@
-"""TensorBoardLog: a run's records as scalars of TensorBoard."""
+"""TensorBoardLog: log of a run's records as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["TensorBoardLog"]
 class TensorBoardLog(ClosingLog):
     """Scalars for TensorBoard: `train/...`, norms, `throughput/...`, `validation/loss`, `alarm/...`.
 
-    Its writer does not get over a disk that refuses: nothing more is written then.
+    TensorBoard's writer cannot recover from a disk error: after one, nothing more is written.
 
     Args:
-        folder: of the event files.
+        folder: folder of the event files.
         first_step: first step of the resumed run. TensorBoard hides this step and later ones of older files.
             With 0, and if they are of another run, older files are moved to the first free one of the folders
             `before-1`, `before-2` and so on in `folder`. None: all steps stay visible.
-        run: identity of the run, the end of the names of event files. None: none is added.
+        run: identity of the run, appended to the names of event files. None: none is appended.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -61,7 +61,7 @@ class TensorBoardLog(ClosingLog):
         figures: Mapping[str, float] | None = None,
         alarms: Sequence[Alarm] = (),
     ) -> None:
-        """Queue scalars at the steps of `records`; a thread of the writer's own puts them on disk."""
+        """Queue scalars at the steps of `records`; a thread of the writer writes them to disk."""
         if self._writer is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Throughput: tokens per second, how much of the device they use, its memory, and waiting for data."""
+"""Throughput: tokens per second, model FLOPs utilisation, peak memory, and time waiting for data."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a run does, at one moment of it.
+    """Throughput of a run at one moment.
 
     Attributes:
-        total_tokens: since the start.
-        seconds: since the start.
-        tokens_per_second: since some readings before this one.
-        mean_tokens_per_second: since the start.
-        mfu: model FLOPs of `tokens_per_second` over the peak rate; None: either is not known.
-        data_wait_share: seconds spent waiting for data over seconds since the start.
+        total_tokens: number of tokens since the start.
+        seconds: time since the start.
+        tokens_per_second: recent rate, over the last readings.
+        mean_tokens_per_second: rate since the start.
+        mfu: model FLOPs of `tokens_per_second` divided by the peak rate; None: either is unknown.
+        data_wait_share: fraction of the time since the start that was spent waiting for data.
         peak_memory_bytes: see `peak_memory_so_far`.
     """
 
@@ -44,22 +44,23 @@ class Throughput:
     peak_memory_bytes: int
 
     def to_dict(self) -> dict[str, int | float]:
-        """Plain values, for JSON, without what is not known."""
+        """Return the known fields as plain values, for JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class ThroughputMeter:
-    """Counts tokens and seconds. It starts when it is made, or at `start`.
+    """Counter of tokens and seconds. It starts when it is created, or at `start`.
 
-    The host may be steps ahead of a GPU. Count the tokens of steps whose records have arrived, and the
+    The host may be steps ahead of a GPU. Count the tokens of steps whose records have arrived, so that the
     rate is that of the device.
 
     Args:
-        device: whose memory is read.
-        flops_per_token: of the model, see `stackwise.benchmark.flops.closed_form`; None: no utilisation.
-        peak_flops: operations per second of all devices that share the tokens; None: no utilisation.
-        window: how many readings back the recent rate begins.
-        clock: seconds.
+        device: device whose memory is read.
+        flops_per_token: FLOPs per token of the model, see `stackwise.benchmark.flops.closed_form`; None: no
+            utilisation.
+        peak_flops: FLOPs per second of all devices that share the tokens; None: no utilisation.
+        window: number of readings in the recent rate.
+        clock: returns the time in seconds.
 
     Raises:
         ValueError: a window below 1.
@@ -83,18 +84,18 @@ class ThroughputMeter:
         self.start()
 
     def start(self) -> None:
-        """Begin anew, so that compiling and loading before it count for nothing."""
+        """Restart the counters, to exclude the time of compilation and loading."""
         self._start = self._clock()
         self._tokens, self._waited = 0, 0.0
         self._recent.clear()
         self._recent.append((self._start, 0))
 
     def state_dict(self) -> dict[str, float]:
-        """Tokens, seconds, and those of them spent waiting for data, since the start."""
+        """Return the tokens, the seconds, and the seconds spent waiting for data, since the start."""
         return {"tokens": self._tokens, "seconds": self._clock() - self._start, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state_dict` gave. The recent rate begins anew."""
+        """Continue from a saved state. The recent rate starts at this moment."""
         self.start()
         self._tokens, self._waited = int(state["tokens"]), state["waited"]
         self._recent.clear()
@@ -102,11 +103,11 @@ class ThroughputMeter:
         self._start -= state["seconds"]
 
     def count(self, tokens: int) -> None:
-        """`tokens` more were trained on."""
+        """Add a number of trained tokens."""
         self._tokens += tokens
 
     def waiting(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """`batches`, with the seconds that each takes to come counted as waiting for data."""
+        """Yield the items of `batches`, and add the time until each arrives to the time waiting for data."""
         iterator = iter(batches)
         while True:
             before = self._clock()
@@ -120,7 +121,7 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens meanwhile takes no time."""
+        """Exclude the time in this context from the measurement."""
         before = self._clock()
         try:
             yield
@@ -131,14 +132,14 @@ class ThroughputMeter:
                 self._recent[place] = (then + away, tokens)
 
     def now(self) -> float:
-        """Seconds by its clock."""
+        """Return the time of the meter's clock, in seconds."""
         return self._clock()
 
     def read(self, now: float | None = None) -> Throughput:
-        """The figures now. The host does not wait for the device.
+        """Return the current throughput, without host synchronisation.
 
         Args:
-            now: when what is counted was there; None: at this moment.
+            now: time at which the counted tokens were complete; None: the current time.
         """
         seconds = self._clock() - self._start
         now = self._start + seconds if now is None else now
@@ -161,9 +162,9 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def peak_memory_so_far(device: torch.device) -> int:
-    """The most bytes in use since the process started (CUDA: since the last reset).
+    """Return the peak memory in bytes since the process started (CUDA: since the last reset).
 
-    On CUDA those of tensors; on the CPU the resident ones of the whole process.
+    On CUDA this is the memory of tensors, on the CPU the resident memory of the process.
 
     Raises:
         ValueError: another kind of device.
@@ -171,7 +172,7 @@ def peak_memory_so_far(device: torch.device) -> int:
     require(device.type in ("cpu", "cuda"), "device", str(device), "cpu, cuda")
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not ru_maxrss where there is another: a process starts with its parent's.
+    # ru_maxrss is the last choice: a process inherits the value of its parent.
     mark = high_water_mark()
     if mark is not None:
         return mark

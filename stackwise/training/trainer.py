@@ -1,4 +1,4 @@
-"""ArchitectureTrainer: a Rack and its data in, a trained Rack and what was seen on the way out."""
+"""ArchitectureTrainer: trains a Rack on data, and returns a TrainingResult."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ __all__ = ["ArchitectureTrainer"]
 
 
 class ArchitectureTrainer:
-    """Trainer of a Rack. The same seed gives the same weights, bit for bit.
+    """Trainer of a Rack. Equal seeds give bit-identical weights.
 
     Args:
-        config: `training` is read; `model` only to store it beside checkpoints.
-        progress: show progress; None: where standard error is a terminal.
-        processes: `Processes.from_environment(config.training)`, for a run under torchrun; None: this one
-            alone.
-        logs: get every record beside those of `training.telemetry`, in rank 0 of several processes. Who made
-            them closes them.
+        config: `training` is read; `model` is only stored in checkpoints.
+        progress: show progress; None: only if standard error is a terminal.
+        processes: `Processes.from_environment(config.training)`, for a run under torchrun; None: only this
+            process.
+        logs: receivers of every record in rank 0, in addition to those of `training.telemetry`. The caller
+            closes them.
 
     Raises:
-        ConfigError: the configuration contradicts itself.
-        ValueError: a device that this machine does not have, a precision that it does not compute in, or a
-            strategy for processes that are not given.
+        ConfigError: the configuration is inconsistent.
+        ValueError: a device that this machine does not have, a precision that it does not support, or a
+            strategy without `processes`.
     """
 
     def __init__(
@@ -91,26 +91,25 @@ class ArchitectureTrainer:
     def train_architecture(
         self, rack: Rack, dataloader: Iterable[Batch], validation: Iterable[Batch] | None = None
     ) -> TrainingResult:
-        """Train `rack` in place, all of it or unit by unit, each for `training.max_steps` steps.
+        """Train `rack` in place, as one or unit by unit, each for `training.max_steps` steps.
 
         Args:
-            rack: moved to the configured device; with `offload` its Blocks are left where that puts them.
-                With "fsdp" it stays where it is, and parts of a copy are on the devices meanwhile.
-            dataloader: batches with `input_ids` (B, N), as `Objective.targets` takes them, or bare (B, N)
-                tensors. Started again when it ends, and for every unit.
-            validation: as `dataloader`: what is evaluated every `training.eval_interval` steps. Not the same
-                loader if that has one pass at a time; with a `checkpoint_dir` nor one of the same data, if
-                that keeps its place in them.
+            rack: moved to the configured device; with `offload` its Blocks stay in their offload place. With
+                "fsdp" it stays on its device, and shards of a copy are on the devices during the training.
+            dataloader: batches with `input_ids` (B, N), as in `Objective.targets`, or (B, N) tensors.
+                Restarted when it is exhausted, and for every unit.
+            validation: like `dataloader`; evaluated every `training.eval_interval` steps. It must not be the
+                same loader if that supports one iteration at a time. With a `checkpoint_dir` it must not
+                share an object that stores its position with `dataloader`.
 
         Raises:
             ValueError: attention that does not fit the objective (the loss would leak), nothing to train,
-                no data or data that cannot be gone through again, tokens that the vocabulary does not have,
-                no gradients (`torch.no_grad`), a log that another run wrote, `eval_interval` without
-                validation data of its own, a `checkpoint_dir` for a Rack that the configuration does not
-                describe, `keep_best` where no step that is saved is evaluated, or processes that do not have
-                the same Rack or the same rows of the data.
-            NonFiniteStepError: the loss or the gradient stopped being finite, and there is no guard.
-            GuardError: the guard could not help; weights are those before the step that broke.
+                no data or data that cannot be iterated twice, ids outside the vocabulary, disabled gradients
+                (`torch.no_grad`), a log of another run, `eval_interval` without separate validation data, a
+                `checkpoint_dir` for a Rack that the configuration does not describe, `keep_best` if no saved
+                step is evaluated, or processes with different Racks or rows of the data.
+            NonFiniteStepError: the loss or the gradient became non-finite, and there is no guard.
+            GuardError: the guard could not recover; weights are from before the alarm's step.
             TrainingTerminated: SIGTERM or Ctrl-C arrived, and the run is saved in `checkpoint_dir`.
             OSError: the last checkpoint could not be written.
         """
@@ -164,25 +163,26 @@ class ArchitectureTrainer:
             finally:
                 rack.train()
             shared.gather()
-        self.processes.wait()  # for what only one writes
+        self.processes.wait()  # until rank 0 has written its files
         return self._result(rack, loop, phases, time.perf_counter() - start, resumed or 0)
 
     def learning_rate(self, step: int, total_steps: int | None = None) -> float:
         """Return the learning rate of `step`, counted from 0, in a schedule of `total_steps`.
 
-        None: of `max_steps`. A schedule of another length, as of units and polish with `polish_steps`, has a
-        warm-up of the same share.
+        None: `max_steps`. A schedule of another length, such as that of units with `polish_steps`, has a
+        warm-up of the same fraction.
         """
         return learning_rate(self.config.training, step, total_steps)
 
     def evaluate(self, rack: Rack, dataloader: Iterable[Batch]) -> float:
-        """Mean loss in nats of all that is predicted in one pass of `dataloader`, in eval mode.
+        """Return the mean loss in nats of all targets in one epoch of `dataloader`, in eval mode.
 
-        Of several processes each gives its part of the data, or the same; the mean is over all of them, and
-        every process has to call. With "fsdp" the Rack stays where it is, and its Blocks come one by one.
+        Each of several processes passes its share of the data, or all of it. The mean is over all of them,
+        and every process has to call. With "fsdp" the Rack stays on its device, and its Blocks are copied one
+        by one.
 
-        What an objective masks depends on the place of the batch alone: two calls ask for the same. Each
-        module's mode is put back. NaN where there is nothing to predict.
+        Masks of the objective depend only on the index of the batch: two calls use the same masks. The
+        training mode of each module is restored. NaN if there is no target.
 
         Raises:
             ValueError: attention that does not fit the objective.
@@ -202,11 +202,11 @@ class ArchitectureTrainer:
             with evaluating(rack):
                 return evaluation.mean_loss(total, dataloader)
         finally:
-            if settings.distributed.strategy == "fsdp":  # as its Blocks are still
+            if settings.distributed.strategy == "fsdp":  # its Blocks are still on this device
                 self._place_ends(rack, was_on)
 
     def trainer_spec(self) -> TrainerSpec:
-        """What `check_trainer` asks of this training, with a fresh Rack of the configuration."""
+        """Return this training as a `TrainerSpec` for `check_trainer`, with a new Rack of the configuration."""
         settings = self.config.training
         key = "training.training_architecture"
         architecture = settings.training_architecture
@@ -223,7 +223,7 @@ class ArchitectureTrainer:
         )
 
     def _phases(self, rack: Rack) -> list[Phase]:
-        """Those of the plan that have something to train."""
+        """Return the phases of the plan that have trainable parameters."""
         settings = self.config.training
         own_heads = settings.scope.head == "per_unit"
         require(
@@ -245,7 +245,7 @@ class ArchitectureTrainer:
             phases = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
             if not phases:
                 raise ValueError("model: every Block is frozen; unfreeze a Stack to train it")
-            # From right to left the head trains with the first unit that there is.
+            # From right to left, the head trains with the first unit that can train.
             phases[0] = replace(phases[0], trains_head=True)
             phases[-1] = replace(phases[-1], is_last=True)
         names = {id(p): name for name, p in rack.named_parameters()}
@@ -292,7 +292,7 @@ class ArchitectureTrainer:
 
     @contextmanager
     def _termination(self) -> Iterator[Callable[[int], int] | None]:
-        """Note SIGTERM and Ctrl-C, if there is a folder to save in and this thread receives signals."""
+        """Handle SIGTERM and Ctrl-C, if a checkpoint folder is configured and this thread receives signals."""
         saves = self.config.training.checkpoint_dir is not None
         if not saves or threading.current_thread() is not threading.main_thread():
             yield None
@@ -301,7 +301,7 @@ class ArchitectureTrainer:
         with Termination() as termination:
 
             def exit_code(steps: int) -> int:
-                # All processes end at one step. To ask the others, the host waits.
+                # All processes stop at the same step. The exchange between them synchronises the host.
                 if self.processes.world_size > 1 and (
                     steps % interval or not termination.requested_anywhere()
                 ):
@@ -312,14 +312,14 @@ class ArchitectureTrainer:
 
     @property
     def offload_dir(self) -> Path | None:
-        """Where Blocks that take no part go: a folder for each process. None: they do not go to disk."""
+        """Folder of offloaded Blocks, with a subfolder for each of several processes. None: not on disk."""
         directory, processes = self.config.training.scope.offload_dir, self.processes
         if directory is None:
             return None
         return Path(directory) / f"rank-{processes.rank}" if processes.world_size > 1 else Path(directory)
 
     def _place(self, rack: Rack) -> None:
-        """All of a Rack on the device, but for Blocks that are elsewhere on purpose."""
+        """Move the Rack to the device, except Blocks that are offloaded or will be sharded."""
         settings = self.config.training
         elsewhere = settings.scope.offload != "none" or settings.distributed.strategy == "fsdp"
         if elsewhere:
@@ -363,7 +363,7 @@ class ArchitectureTrainer:
         return None if directory is None else new_bundle_folder(directory, self.processes)
 
     def _meter(self, rack: Rack) -> ThroughputMeter:
-        """Counts tokens; utilisation only where all of the Rack trains, as it is defined for that."""
+        """Return a throughput meter. Utilisation is defined only if the complete Rack trains."""
         settings, flops, peak = self.config.training, None, peak_flops(self.device)
         if settings.training_architecture == "rackwise" and not settings.scope.growth:
             count = model_flops(rack, batch_size=1, seq_len=settings.seq_len, mode="train")

@@ -206,7 +206,7 @@ class ArchitectureTrainer:
                 self._place_ends(rack, was_on)
 
     def trainer_spec(self) -> TrainerSpec:
-        """Return this training as a `TrainerSpec` for `check_trainer`, with a new Rack of the configuration."""
+        """Return this training as a `TrainerSpec` for `check_trainer`. It builds a new Rack."""
         settings = self.config.training
         key = "training.training_architecture"
         architecture = settings.training_architecture
@@ -292,7 +292,7 @@ class ArchitectureTrainer:
 
     @contextmanager
     def _termination(self) -> Iterator[Callable[[int], int] | None]:
-        """Handle SIGTERM and Ctrl-C, if a checkpoint folder is configured and this thread receives signals."""
+        """Handle SIGTERM and Ctrl-C, if a checkpoint folder is configured and this is the main thread."""
         saves = self.config.training.checkpoint_dir is not None
         if not saves or threading.current_thread() is not threading.main_thread():
             yield None

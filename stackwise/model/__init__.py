@@ -1,4 +1,4 @@
-"""The Rack: our own answer to "right, stable and fast", as Block, Stack and Rack."""
+"""Reference transformer of StackWise: Block, Stack and Rack."""
 
 from stackwise.model.block import Block
 from stackwise.model.build import (

@@ -1,6 +1,6 @@
 """Attention: multi-head, grouped-query and multi-query, causal or bidirectional, full or windowed.
 
-Shapes: B batch, T positions, S positions with those of the cache, C model width, H query heads,
+Shapes: B batch, T positions, S positions with the cached ones, C model width, H query heads,
 K key/value heads, D head size.
 """
 
@@ -22,13 +22,13 @@ __all__ = ["Attention", "rotary_of"]
 
 
 class Attention(nn.Module):
-    """Softmax attention with one fused projection for q, k, v.
+    """Softmax attention with one fused projection for queries, keys and values.
 
-    Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
-    h // (H/K). With K == H this is multi-head attention, with K == 1 multi-query attention.
+    Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head h // (H/K).
+    With K == H this is multi-head attention, with K == 1 multi-query attention.
 
     Args:
-        config: of the Block.
+        config: configuration of the Block.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim or config.d_model // config.n_heads
         self.causal, self.sliding_window = config.attention_mode == "causal", config.sliding_window
         self.softcap, self.dropout = config.softcap, config.dropout
-        self.backend: str | None = None  # that computed the last pass
+        self.backend: str | None = None  # backend of the last forward pass
         self.rotary = rotary_of(config, self.head_dim)
         self.qk_norm = config.qk_norm
         heads = self.n_heads + 2 * self.n_kv_heads
@@ -50,7 +50,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(across[1] * self.head_dim, eps=config.norm_eps)
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        """(B, T, C) -> (B, T, C). With a cache, the T tokens follow the cached ones."""
         q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
         keys = None
         if cache is not None:
@@ -68,7 +68,10 @@ class Attention(nn.Module):
         return F.dropout(y_BTC, self.dropout, self.training)
 
     def project(self, x_BTC: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D); queries and keys normalised, then rotated."""
+        """Return queries (B, H, T, D), keys and values (B, K, T, D). Queries and keys are rotated.
+
+        With `qk_norm`, queries and keys are normalised before the rotation.
+        """
         sizes = [n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
         q, k, v = self.qkv(x_BTC).split(sizes, dim=-1)
         if self.qk_norm == "width":
@@ -85,7 +88,7 @@ class Attention(nn.Module):
     def new_cache(
         self, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> BlockCache:
-        """A cache for `capacity` tokens, of which a window's worth is kept where there is a window."""
+        """Return a KV cache for `capacity` tokens. With a sliding window it stores at most one window."""
         sizes = [(self.n_kv_heads, self.head_dim)] * 2
         return SlotCache(batch_size, capacity, self.sliding_window, sizes, dtype, device)
 
@@ -97,5 +100,5 @@ class Attention(nn.Module):
 
 
 def rotary_of(config: BlockConfig, head_dim: int) -> Rotary | None:
-    """What a Block rotates heads of this size by; None: nothing."""
+    """Return the rotary embedding of a Block for heads of this size; None: no rotation."""
     return Rotary(head_dim, config.rope_theta, config.rope_scaling) if config.use_rope else None

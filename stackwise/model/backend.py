@@ -1,4 +1,4 @@
-"""Backends: the ways to compute softmax attention, and which one is taken.
+"""Backends of softmax attention, and the selection of one.
 
 Shapes: B batch, H query heads, K key/value heads, G = H/K, T queries, S keys, D head size.
 """
@@ -34,7 +34,7 @@ _KERNELS = {
 BACKENDS = ("sdpa", "sliced", *_KERNELS)
 
 Signature = tuple[object, ...]
-_QUERIES = slice(2, 6)  # where a signature has the shape of the queries
+_QUERIES = slice(2, 6)  # position of the queries' shape in a signature
 _tuned: dict[Signature, str] = {}
 _forced: str | None = None
 _tuning: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
@@ -50,16 +50,16 @@ def attend(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, str]:
-    """softmax(scale * q k^T, over the visible keys) v, each query head with key/value head h // G.
+    """softmax(scale * q k^T) v over the visible keys. Each query head uses key/value head h // G.
 
     Args:
         q_BHTD: queries.
         k_BKSD: keys.
-        v_BKSD: values; D may differ from that of queries and keys.
-        mask: who sees whom.
-        scale: default D^-1/2.
+        v_BKSD: values; their D may differ from that of queries and keys.
+        mask: visibility of keys to queries.
+        scale: factor of the logits; default D^-1/2.
         softcap: c bounds the logits by c * tanh(logit / c), as in Gemma 2 (arXiv:2408.00118).
-        dropout: probability on the attention weights.
+        dropout: dropout probability of the attention weights.
 
     Returns:
         (B, H, T, D of the values), and the name of the backend that ran.
@@ -71,12 +71,12 @@ def attend(
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Attention goes through this backend meanwhile, but for what only "sliced" computes.
+    """Use this backend for attention in this context, except for operations that only "sliced" supports.
 
-    That are soft-capped logits, and latent attention to what its cache holds.
+    "sliced" is always used for soft-capped logits, and for latent attention to a cache.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: unknown backend.
     """
     global _forced
     check_choice("backend", name, BACKENDS)
@@ -89,16 +89,16 @@ def using(name: str) -> Iterator[None]:
 
 @contextmanager
 def tuning(*, compiled: bool = False) -> Iterator[None]:
-    """Whatever attention runs meanwhile is first tried with every backend that can, and the fastest kept.
+    """Benchmark all backends for each attention call in this context, and use the fastest from then on.
 
-    What `using` leaves alone is left alone here too.
+    Operations that `using` does not affect are not tuned either.
 
-    Kept are device, dtype, sizes, mask and whether gradients are needed, for as long as the process
-    lives. A single query, as in decoding, is tried once for each power of two of keys. Without tuning
-    the choice follows fixed rules, so that two runs compute the same bits.
+    The choice is stored per device, dtype, sizes, mask and need of gradients, until the process exits. A
+    single query, as in decoding, is benchmarked once for each power of two of keys. Without tuning the choice
+    follows fixed rules, so that two runs compute the same bits.
 
     Args:
-        compiled: try the backends as `torch.compile` makes them.
+        compiled: benchmark the backends under `torch.compile`.
     """
     global _tuning
     before, _tuning = _tuning, (torch.compile if compiled else _as_it_is)
@@ -109,10 +109,10 @@ def tuning(*, compiled: bool = False) -> Iterator[None]:
 
 
 def rules_in_force(shapes: Collection[tuple[int, ...]] | None = None) -> tuple[object, ...]:
-    """What decides, beside the inputs, how attention is computed now: `using`, `tuning`, torch's kernels.
+    """Return everything besides the inputs that selects the kernel: `using`, `tuning`, torch's kernel flags.
 
     Args:
-        shapes: of queries (B, H, T, D); what was tuned for others is left out. None: of any.
+        shapes: shapes of queries (B, H, T, D); tuning results of other shapes are excluded. None: all shapes.
     """
     cuda: Any = torch.backends.cuda
     kernels = (
@@ -152,14 +152,14 @@ def _choose(
 
 
 def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
-    """Measured on two cores of an EPYC (Zen 5); see docs/background/log.md."""
+    """Return the backend by fixed rules, measured on two EPYC (Zen 5) cores; see docs/background/log.md."""
     if q_BHTD.device.type != "cpu":
         return "sdpa"
     compiling = torch.compiler.is_compiling()
     if compiling and not is_constant(mask.n_keys):
-        return "sdpa"  # slices would be a graph for each length
+        return "sdpa"  # the compiler would need a graph per length for slices
     if mask.aligned and mask.window is not None:
-        # As they are, slices are a dozen operations each: they take less time where they leave out a lot.
+        # Uncompiled, a slice is a dozen operations: slices are faster only if they skip many keys.
         least = 2 * mask.window if compiling else max(8 * mask.window, 1024)
         if mask.n_keys >= least:
             return "sliced"
@@ -170,7 +170,7 @@ def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Signature:
     batch_size, n_kv_heads, n_keys, head_dim = k.shape
-    if mask.n_queries == 1:  # each token decoded has one key more
+    if mask.n_queries == 1:  # each decoded token adds one key
         n_keys = 1 << (n_keys - 1).bit_length()
     sizes = (*q.shape, batch_size, n_kv_heads, n_keys, head_dim, v.shape[-1])
     rules = (mask.causal, mask.window, mask.is_plain, dropout > 0, q.requires_grad)
@@ -186,7 +186,7 @@ def _fastest(
     dropout: float,
     prepare: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> str:
-    """The backend with the least median time, forwards and, where gradients are needed, backwards."""
+    """Return the backend with the lowest median time, with the backward pass if gradients are needed."""
     inputs = [each.detach().clone().requires_grad_(q.requires_grad) for each in (q, k, v)]
 
     def once(run: Callable[..., Tensor]) -> float:
@@ -205,7 +205,7 @@ def _fastest(
         run = prepare(partial(_call, name))
         try:
             once(run)
-        except RuntimeError:  # a kernel that does not take these sizes, dtypes or masks
+        except RuntimeError:  # a kernel that does not support these sizes, dtypes or masks
             continue
         runs[name] = run
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -239,7 +239,7 @@ def _call(
     if groups > 1 and mask.n_queries == 1:
         return _one_query(q_BHTD, k_BKSD, v_BKSD, mask, scale, dropout)
     if groups > 1 and q_BHTD.is_cuda and not (mask.is_lower_triangle or mask.hides_nothing):
-        # With a mask only the slowest CUDA kernel takes grouped heads.
+        # With a mask, only the slowest CUDA kernel supports grouped heads.
         k_BKSD, v_BKSD = (each.repeat_interleave(groups, dim=1) for each in (k_BKSD, v_BKSD))
         groups = 1
     return F.scaled_dot_product_attention(
@@ -262,14 +262,14 @@ def _one_query(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Heads that share keys, as so many queries that see the same: kernels are slow with grouped heads."""
+    """Treat heads that share keys as queries with equal visibility: kernels are slow with grouped heads."""
     B, H, _, D = q_BH1D.shape
     K = k_BKSD.shape[1]
     y_BKGD = F.scaled_dot_product_attention(
         q_BH1D.reshape(B, K, H // K, D),
         k_BKSD,
         v_BKSD,
-        attn_mask=mask.dense(),  # the same for all heads
+        attn_mask=mask.dense(),  # equal for all heads
         dropout_p=dropout,
         scale=scale,
     )

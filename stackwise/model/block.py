@@ -25,18 +25,18 @@ __all__ = ["Block", "create_attention"]
 class Block(nn.Module):
     """Transformer layer: x + attention(norm(x)), then x + feedforward(norm(x)).
 
-    With `norm_position="post"` it is x + norm(attention(x)), then x + norm(feedforward(x)), as in
-    OLMo 2 (arXiv:2501.00656).
+    With `norm_position="post"` it is x + norm(attention(x)), then x + norm(feedforward(x)), as in OLMo 2
+    (arXiv:2501.00656).
 
     Args:
         d_model: C.
         d_ff: feed-forward width.
-        n_heads: query heads.
-        n_kv_heads: key/value heads; None means `n_heads`.
+        n_heads: number of query heads.
+        n_kv_heads: number of key/value heads; None means `n_heads`.
         **options: any other key of `BlockConfig`.
 
     Raises:
-        ConfigError: a ValueError that names every refused key and value.
+        ConfigError: a ValueError that names every invalid key and value.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Block(nn.Module):
 
         Args:
             x_BTC: hidden states.
-            attention_mask: bool or integer (B, T), nonzero at real tokens. Combined with, never
-                instead of, causality and window.
-            layout: of this pass, in place of `attention_mask`; a Rack shares one among its blocks.
-            cache: what the tokens before these left behind; these are added. It does not know how many
-                they are: `layout` does.
+            attention_mask: bool or integer (B, T), nonzero at real tokens. It is combined with causality and
+                window, and never replaces them.
+            layout: layout of this pass, instead of `attention_mask`; a Rack shares one among its Blocks.
+            cache: cache of the earlier tokens, to which this pass is added. It does not store the number
+                of tokens; `layout` does.
 
         Raises:
             ValueError: a cache without a layout.
@@ -86,35 +86,35 @@ class Block(nn.Module):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no output depends on a later input."""
+        """True if no output depends on a later input."""
         return self.attention.causal
 
     def freeze(self) -> None:
-        """Stop training every parameter."""
+        """Freeze every parameter."""
         self.requires_grad_(False)
 
     def unfreeze(self) -> None:
-        """Train every parameter again, but for a frozen up-projection, which stays as it is."""
+        """Unfreeze every parameter, except an up-projection that the configuration freezes."""
         self.requires_grad_(True)
         self.feedforward.up.weight.requires_grad_(not self.config.freeze_up_proj)
 
     def get_attention_info(self) -> dict[str, Any]:
-        """The keys of the configuration that shape the attention, as plain values."""
+        """Return the configuration keys that affect the attention, as plain values."""
         without = {"d_model", "d_ff", "norm", "norm_position", "dropout", "freeze_up_proj"}
         without |= {"initialization", "mup_base_width"}
         return {key: value for key, value in self.config.to_dict().items() if key not in without}
 
     def get_parameter_count(self) -> int:
-        """Number of parameters, frozen ones included."""
+        """Return the number of parameters, including frozen ones."""
         return sum(p.numel() for p in self.parameters())
 
     def get_trainable_parameter_count(self) -> int:
-        """Number of parameters that train."""
+        """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
 def create_attention(config: BlockConfig) -> Attention | LatentAttention | KernelAttention:
-    """The attention of a Block. Every kind is called and caches in the same way, and ends in `out`."""
+    """Return the attention of a Block. All kinds have the same call, cache interface and `out` projection."""
     match config.attention_type:
         case "mla":
             return LatentAttention(config)

@@ -1,4 +1,4 @@
-"""Builders: from plain values or a configuration to Blocks, Stacks and Racks."""
+"""Builders of Blocks, Stacks and Racks from plain values or a configuration."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _STACK_KEYS = ("stack_id", "n_blocks", "block_spec", "freeze_blocks")
 def create_block_spec(
     d_model: int, d_ff: int | None = None, n_heads: int | None = None, **block: Any
 ) -> dict[str, Any]:
-    """Return the arguments of a Block as a dict, to be changed, stored or repeated.
+    """Return the arguments of a Block as a dict, which can be changed, stored or reused.
 
     Args:
         d_model: model width.
         d_ff: feed-forward width; default 4 * d_model.
-        n_heads: query heads; default heads of size 64 (one head where d_model is smaller).
+        n_heads: number of query heads; default: heads of size 64, or one head if d_model is smaller.
         **block: any other key of `BlockConfig`.
 
     Raises:
-        ValueError: an argument that Block does not have, or a d_model that needs n_heads spelled out.
+        ValueError: an argument that Block does not have, or a d_model without a default for n_heads.
     """
     check_sizes(d_model=d_model)
     if n_heads is None:
@@ -62,12 +62,12 @@ def create_stack_from_spec(
     """Return a Stack of `n_blocks` equal Blocks.
 
     Args:
-        stack_id: the Stack's name.
-        n_blocks: at least 1.
-        block_spec: what `create_block_spec` returns.
-        freeze_blocks: start frozen.
-        model_blocks: depth of the model that the Stack will be part of, which scales the
-            initialisation; None: the Stack is all of it.
+        stack_id: name of the Stack.
+        n_blocks: number of Blocks, at least 1.
+        block_spec: result of `create_block_spec`.
+        freeze_blocks: freeze the Blocks.
+        model_blocks: number of Blocks in the model that the Stack will be part of, which scales the
+            initialisation; None: the Stack is the complete model.
     """
     check_sizes(n_blocks=n_blocks)
     _check_keys("block_spec", block_spec, _BLOCK_KEYS, needed=_NEEDED)
@@ -86,11 +86,11 @@ def create_rack_from_specs(
     """Return a Rack from one spec per Stack.
 
     Args:
-        vocab_size: vocabulary.
-        d_model: model width, the same in every Stack.
-        stack_specs: per Stack a mapping with `n_blocks`, `block_spec` and optionally `stack_id`
-            (default: its index) and `freeze_blocks`.
-        tie_embeddings: share embedding and head.
+        vocab_size: vocabulary size.
+        d_model: model width, equal in all Stacks.
+        stack_specs: one mapping per Stack with `n_blocks`, `block_spec` and optionally `stack_id` (default:
+            its index) and `freeze_blocks`.
+        tie_embeddings: share the weight of embedding and head.
         **options: any other argument of `Rack`.
 
     Raises:
@@ -132,11 +132,11 @@ def create_simple_rack(
 ) -> Rack:
     """Return a Rack of `n_stacks` equal Stacks with `blocks_per_stack` Blocks each.
 
-    `attention_type=None` is "gqa" where `n_kv_heads` is fewer than `n_heads`, else "mha". Further
-    keyword arguments are the keys of `ModelConfig`; a list of windows is repeated over the Blocks.
+    `attention_type=None` is "gqa" if `n_kv_heads` is less than `n_heads`, otherwise "mha". Further keyword
+    arguments are the keys of `ModelConfig`; a list of windows is repeated over the Blocks.
 
     Raises:
-        ConfigError: naming every refused key and value.
+        ConfigError: names every invalid key and value.
     """
     if attention_type is None:
         attention_type = "mha" if n_kv_heads in (None, n_heads) else "gqa"
@@ -161,11 +161,12 @@ def create_rack_from_config(
     """Return the Rack that a configuration, or its dict, describes.
 
     Args:
-        config: what it is.
-        place: what is done with each Block once it is made, as `block_writer` puts it on disk.
+        config: configuration.
+        place: called with each new Block; returns the Block to use. For example, `block_writer` moves it to
+            disk.
 
     Raises:
-        ConfigError: naming every refused key and value.
+        ConfigError: names every invalid key and value.
     """
     if not isinstance(config, StackWiseConfig):
         config = StackWiseConfig.from_dict(config)
@@ -187,7 +188,7 @@ def create_rack_from_config(
 
 
 def create_block(config: BlockConfig, model_blocks: int) -> Block:
-    """A Block, initialised as one of `model_blocks`."""
+    """Return a Block, initialised for a model of `model_blocks` Blocks."""
     block = Block(**config.to_dict())
     initialize_block(block, model_blocks, config.initialization)
     return block

@@ -1,4 +1,4 @@
-"""Caches: what the tokens so far leave behind for the tokens to come.
+"""KV caches and state caches for incremental decoding.
 
 Shapes: B batch, H heads, T tokens of this pass, S tokens in the cache, D size, M features.
 """
@@ -19,18 +19,18 @@ __all__ = ["BlockCache", "RackCache", "SlotCache", "StateCache"]
 
 
 class SlotCache:
-    """One slot a token, for keys and values or whatever else has a time axis.
+    """Cache with one slot per token, for keys and values or other tensors with a time axis.
 
-    Where a sliding window hides old tokens, the slots are a ring of that many: token t is in slot
-    t mod S. Memory is taken once, at construction.
+    With a sliding window smaller than the capacity, the slots are a ring buffer of the window's size: token t
+    is in slot t mod S. Memory is allocated once, at construction.
 
     Args:
         batch_size: B.
-        capacity: how many tokens the whole generation may have.
-        window: the sliding window, or None.
-        sizes: (H, D) of each tensor kept.
-        dtype: of each tensor.
-        device: where.
+        capacity: maximum number of tokens, of prompt and generation together.
+        window: size of the sliding window, or None.
+        sizes: (H, D) of each cached tensor.
+        dtype: dtype of each tensor.
+        device: device of each tensor.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class SlotCache:
         ]
 
     def append(self, layout: Layout, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
-        """Keep what the tokens of this pass bring, and return all that they may look at.
+        """Store the tensors of this pass, and return all entries that its queries may see.
 
         Returns:
-            Each tensor as (B, H, S, D), in the dtype that it comes in, and when these happened; None:
-            exactly the tokens of this pass.
+            Each tensor as (B, H, S, D), in the dtype of its input, and the times of the keys; None: the
+            result is exactly the tokens of this pass.
         """
         if isinstance(layout.start, int):
             whole, keys = self._append(layout, layout.start, *new_BHTD)
@@ -64,7 +64,7 @@ class SlotCache:
 
     def _append(self, layout: Layout, start: int, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys | None]:
         n_new = new_BHTD[0].shape[2]
-        # The slots carry no graph, or every pass would hold on to all before it; this pass has its own.
+        # The slots are detached: otherwise every pass would retain the graphs of all earlier ones.
         graph = torch.is_grad_enabled()
         if not self.rolling or start + n_new <= self.n_slots:
             for slots, new in zip(self.slots, new_BHTD, strict=True):
@@ -82,10 +82,10 @@ class SlotCache:
         if n_new == 1 and not graph:
             for slots, new in zip(self.slots, new_BHTD, strict=True):
                 slots[:, :, start % self.n_slots] = new[:, :, 0]
-            if layout.keep_BS is None:  # then the order of the slots says nothing to a single query
+            if layout.keep_BS is None:  # then a single query does not depend on the order of the slots
                 return self.slots, Keys(torch.arange(self.n_slots, device=layout.device), True)
             return self.slots, Keys(self._times(torch.tensor(start, device=layout.device)), False)
-        # Early queries of the pass still need what its later tokens overwrite.
+        # Early queries of the pass still need slots that its later tokens overwrite.
         n_before = min(start, self.n_slots)
         time_S = torch.arange(start - n_before, start + n_new, device=layout.device)
         before, last = time_S[:n_before] % self.n_slots, time_S[-self.n_slots :] % self.n_slots
@@ -96,7 +96,7 @@ class SlotCache:
         return whole, Keys(time_S, True) if start else None
 
     def _append_on_device(self, start: Tensor, *new_BHTD: Tensor) -> tuple[list[Tensor], Keys]:
-        """As `append` for one token, with nothing that depends on the value of `start`."""
+        """Append one token like `append`, without a host value of `start`."""
         slot = (start % self.n_slots).reshape(1)
         for slots, new in zip(self.slots, new_BHTD, strict=True):
             assert new.shape[2] == 1, "one token at a time where the position is on the device"
@@ -104,21 +104,22 @@ class SlotCache:
         return self.slots, Keys(self._times(start), False)
 
     def _times(self, start: Tensor) -> Tensor:
-        """When the token in each slot happened, after that of `start` was put in; negative: none yet."""
+        """Return the time of the token in each slot, after the one at `start` was stored; negative: empty."""
         slot_S = torch.arange(self.n_slots, device=start.device)
         return start - (start - slot_S) % self.n_slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Size in bytes."""
         return sum(slots.nbytes for slots in self.slots)
 
 
 class StateCache:
-    """Sums over all tokens so far, of a size that does not depend on how many they are.
+    """Running sums over all tokens so far. Their size does not depend on the number of tokens.
 
     Args:
-        sums: of no tokens yet. Float32: a bfloat16 sum stops growing after a few hundred terms.
+        sums: sums before the first token. Float32, because a bfloat16 sum stops growing after a few hundred
+            terms.
     """
 
     def __init__(self, sums: Sequence[Tensor]) -> None:
@@ -126,7 +127,7 @@ class StateCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Size in bytes."""
         return sum(each.nbytes for each in self.sums)
 
 
@@ -134,20 +135,20 @@ BlockCache = SlotCache | StateCache
 
 
 class RackCache:
-    """The caches of all Blocks, and which of the tokens so far are real.
+    """Caches of all Blocks, and the padding mask of the tokens so far.
 
-    Padding has no position but takes a slot, and a sliding window is one of slots: where padding lies between
-    real tokens, as after a turn that is padded on the right, the window reaches back over fewer of them.
+    Padding has no position but occupies a slot, and a sliding window counts slots. If padding lies between
+    real tokens, as after a turn that is padded on the right, the window contains fewer real tokens.
 
     Args:
-        blocks: one cache a Block, by Stack.
+        blocks: one cache per Block, grouped by Stack.
         batch_size: B.
-        capacity: how many tokens there is room for.
-        device: where.
+        capacity: maximum number of tokens.
+        device: device of the caches.
 
     Attributes:
-        length: how many tokens are in it.
-        device: where.
+        length: number of cached tokens.
+        device: device of the caches.
     """
 
     _made_for: list[ref[nn.Module]] | None = None  # the Blocks, in order
@@ -158,16 +159,16 @@ class RackCache:
         self.blocks, self.batch_size, self.capacity = blocks, batch_size, capacity
         self.length = 0
         self.device = device
-        self._opened_at: int | None = None  # the length at which a pass began that is not counted yet
+        self._opened_at: int | None = None  # length at the start of a pass that has not finished
         self._keep_BS: Tensor | None = None
         self._length_on_device: Tensor | None = None
 
     def bind(self, blocks: Sequence[nn.Module]) -> None:
-        """Be for these Blocks alone, in this order; they are not kept alive."""
+        """Bind the cache to these Blocks, in this order. It stores only weak references."""
         self._made_for = [ref(block) for block in blocks]
 
     def is_for(self, blocks: Sequence[nn.Module]) -> bool:
-        """Whether these are the Blocks that it is for: those that filled it, and while it is empty any."""
+        """Return True if the cache is for these Blocks. An empty cache is bound to them."""
         if self._made_for is not None and [each() for each in self._made_for] == list(blocks):
             return True
         if self._made_for is not None and self.length:
@@ -176,26 +177,27 @@ class RackCache:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy may come with a copy of the Rack: it is for the Blocks of its first pass.
+        # A copy may come with a copy of the Rack, so it is bound to the Blocks of its first pass.
         return {**self.__dict__, "_made_for": None}
 
     def layout(self, x_BTC: Tensor, attention_mask: Tensor | None) -> Layout:
-        """The Layout of a pass of T more tokens; see `admit`."""
+        """Return the Layout of a pass of T more tokens; see `admit`."""
         start, keep_BS = self.admit(x_BTC.shape[0], x_BTC.shape[1], attention_mask)
         return Layout(x_BTC, start=start, keep_BS=keep_BS)
 
     def admit(
         self, batch_size: int, seq_len: int, attention_mask: Tensor | None = None
     ) -> tuple[int | Tensor, Tensor | None]:
-        """`start` and `keep_BS` of the Layout of `seq_len` more tokens.
+        """Return `start` and `keep_BS` for the Layout of `seq_len` more tokens.
 
         Args:
             batch_size: B.
             seq_len: T.
-            attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are.
+            attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are real.
 
         Raises:
-            ValueError: another batch size, no room left, or sums or a ring of slots in which a pass failed.
+            ValueError: another batch size, too many tokens, or a failed earlier pass that changed running
+                sums or a ring buffer.
         """
         if batch_size != self.batch_size:
             raise ValueError(f"input_ids: got {batch_size} rows; allowed: {self.batch_size}, as in the cache")
@@ -215,7 +217,7 @@ class RackCache:
         return self.length if self._length_on_device is None else self._length_on_device, self._keep_BS
 
     def _forget_failed_pass(self) -> None:
-        """Slots are written again; but sums have counted its tokens, and a ring has lost others for them."""
+        """Clear a failed pass. Slots are overwritten later; sums and ring buffers cannot be restored."""
         blocks = [cache for stack in self.blocks for cache in stack]
         if any(isinstance(cache, StateCache) or cache.rolling for cache in blocks):
             raise ValueError(
@@ -226,25 +228,25 @@ class RackCache:
             self._keep_BS[:, self.length :] = True
 
     def advance(self, n_tokens: int) -> None:
-        """Count `n_tokens` more."""
+        """Add `n_tokens` to the length."""
         self._opened_at = None
         self.length += n_tokens
         if self._length_on_device is not None:
             self._length_on_device += n_tokens
 
     def count_on_device(self) -> None:
-        """From here on take single tokens, and compute nothing from a number that the host knows.
+        """Store the length on the device from here on, and accept only single tokens.
 
-        One captured or compiled step then serves every position. All slots are read each time.
+        One captured or compiled step can then be used for every position. It reads all slots each time.
         """
         self._length_on_device = torch.tensor(self.length, device=self.device)
 
     def snapshot(self) -> list[Tensor]:
-        """Copies of what a step cannot simply write again; for `restore`."""
+        """Return copies of the state that a second step would not simply overwrite; for `restore`."""
         return [each.clone() for each in self._running()]
 
     def restore(self, snapshot: list[Tensor]) -> None:
-        """Undo the steps since `snapshot` on the device; `length` is the caller's."""
+        """Undo the steps since `snapshot` on the device. The caller resets `length`."""
         for each, before in zip(self._running(), snapshot, strict=True):
             each.copy_(before)
 
@@ -255,5 +257,5 @@ class RackCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of all Blocks."""
+        """Size of the caches of all Blocks in bytes."""
         return sum(cache.nbytes for stack in self.blocks for cache in stack)

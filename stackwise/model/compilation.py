@@ -1,4 +1,4 @@
-"""Compilation: torch.compile for one caller alone, and what is known while it traces."""
+"""Compilation: torch.compile with a separate cache of graphs per caller, and queries during tracing."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _Kind = tuple[torch.dtype, torch.device]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled for fixed shapes, apart from whatever else compiled it.
+    """Return `function` compiled for fixed shapes, independent of other compiled copies of it.
 
-    The compiler keeps few graphs for each code object and runs what is beyond them as it is; so each
-    Rack and each optimizer gets a code object of its own.
+    The compiler limits the number of graphs per code object and runs further ones uncompiled. So each Rack
+    and each optimizer gets its own code object.
     """
     return torch.compile(_with_own_code(function), dynamic=False)
 
 
 class Replayable:
-    """A function to one tensor, compiled as by `compiled`, whose graph can be run again on the same tensors.
+    """Compiled function that returns one tensor, with a replay of its graph on the same input tensors.
 
-    Before each call the compiler looks through all that the function reads, every module of a model
-    included, for what might have changed. A stance that leaves this out holds for the whole process, where
-    another thread may have something to compile at that time; the graph alone concerns nobody else.
+    Before each call, the compiler checks everything that the function reads, including every module of a
+    model, for changes. A compiler stance without these checks affects the entire process, in which another
+    thread may compile at that time. A replay of the graph has no such effect.
 
     Args:
-        function: takes a tensor first, then anything.
+        function: function of a tensor and any further arguments.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -47,12 +47,11 @@ class Replayable:
         self._thread = threading.local()
 
     def __call__(self, x: Tensor, *arguments: object) -> tuple[Tensor, Callable[[], Tensor | None] | None]:
-        """`function(x, *arguments)`, and what computes that from whatever its tensors then contain.
+        """Return `function(x, *arguments)`, and a function that recomputes it from current tensor contents.
 
-        It computes nothing, and returns None, where one of them has become another dtype or moved: the
-        kernels were made for what they were. None in its place where that is not one graph alone: where the
-        function is several, or keeps tensors besides its result. Nothing else that it does to objects is
-        done again.
+        The second function returns None without computing if the dtype or device of an input has changed,
+        because the kernels do not fit any more. It is None if the call is not a single graph: the function
+        is several graphs, or returns further tensors. Other side effects are not repeated.
         """
         runs: list[_Run] = []
         self._thread.runs = runs
@@ -61,7 +60,7 @@ class Replayable:
         finally:
             del self._thread.runs
         match runs:
-            # What follows another graph, or what is in none, takes what comes from there and not `x`.
+            # A later graph, or code between graphs, uses results of the earlier one instead of `x`.
             case [(graph, inputs, [only])] if only is y and any(each is x for each in inputs):
                 return y, functools.partial(_again, graph, inputs, _kinds(inputs))
         return y, None
@@ -82,12 +81,12 @@ def _again(graph: _Graph, inputs: tuple[Tensor, ...], kinds: list[_Kind]) -> Ten
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[_Kind]:
-    with torch._C.DisableTorchFunctionSubclass():  # else a quantised tensor is asked in Python
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise a quantised tensor answers in Python
         return [(each.dtype, each.device) for each in tensors]
 
 
 def is_constant(size: int) -> bool:
-    """Whether the compiler that traces this knows `size`, and not only that it is some number."""
+    """Return True if `size` is a constant, and not symbolic, for the compiler that traces this call."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imports the compiler
 
     return has_static_value(size)

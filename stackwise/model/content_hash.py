@@ -1,4 +1,4 @@
-"""ContentHash: what part of a model computes, as a digest of its weights, settings and code."""
+"""ContentHash: digest of the weights, settings and code of a part of a model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from stackwise.support.arguments import require
 
 __all__ = ["ContentHash", "from_elsewhere", "plain_tensors", "tensor_digest"]
 
-_LARGE = 2**20  # bytes; below, SHA-256 takes no longer than what would spare it
+_LARGE = 2**20  # bytes; for smaller tensors SHA-256 is as fast as the quick digest
 _WIDTH, _COLUMNS = 2**12, 16
-# Not what is computed: what torch keeps on every module; on attention the kernel of the last pass.
+# Attributes that do not affect the output: torch's own on every module; the last backend of attention.
 _NO_SETTINGS = {*vars(nn.Module()), "_compiled_call_impl"} - {"training"}
 _NO_SETTINGS_OF_ATTENTION = {*_NO_SETTINGS, "backend"}
 _PLAIN: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
@@ -37,10 +37,10 @@ _KNOWN = {"pydantic", "torch", "stackwise", *sys.stdlib_module_names}
 _MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _Function = FunctionType | MethodType
 _NO_HOOK = "none, as its code cannot be part of a digest"
-_numbers: dict[int, tuple[Callable[[], object], int]] = {}  # by address, as long as it is the same object
+_numbers: dict[int, tuple[Callable[[], object], int]] = {}  # by address, while the object is alive
 _count = itertools.count()
 _process = secrets.token_hex(16)
-# What runs is what was imported, so the files are read when they are.
+# The imported code runs, so the files are read at import time.
 _OWN_CODE = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
@@ -55,47 +55,47 @@ os.register_at_fork(after_in_child=_new_process)
 
 
 class ContentHash:
-    """SHA-256 over everything that the output of some modules depends on.
+    """SHA-256 digest of everything that the output of some modules depends on.
 
-    Nothing that torch keeps about a tensor says whether its numbers have changed: `_version` does not see
-    writes through `.data`, NumPy, DLPack or a storage, nor from another process, nor the steps of fused
-    AdamW and SGD; and a new tensor may lie where an old one lay. So all bytes are read each time. For large
-    tensors SHA-256 is computed anew only when another hash changes, which reads them about as fast as
-    memory gives them: the products of rows of int8 with 16 columns of random numbers of 7 bits, exact
-    in int32. Two different contents agree in one column with a probability of at most 1/128, since of the
-    values of the number that meets a difference at most one cancels the rest; in all columns, 2^-112.
-    The columns are drawn in each process and told to nobody (universal hashing, Carter & Wegman 1979).
+    torch has no reliable sign of a changed tensor. `_version` misses writes through `.data`, NumPy, DLPack or
+    a storage, writes by another process, and the steps of fused AdamW and SGD. A new tensor may have the
+    address of an old one. So all bytes are read for each digest. For large tensors, SHA-256 is recomputed
+    only if a quicker hash has changed, which runs at about memory bandwidth: the products of int8 rows with
+    16 columns of random 7-bit numbers, exact in int32. Two different contents have equal products in one
+    column with a probability of at most 1/128: for the number that multiplies a difference, at most one value
+    cancels the rest. For all columns it is 2^-112. The columns are drawn in each process and are secret
+    (universal hashing, Carter & Wegman 1979).
 
-    What a function computes shows neither in its file, which may have been edited since, nor in its code
-    alone: defaults, closures, decorators and whatever else it reaches decide as well. So code from elsewhere
-    counts by identity, and a digest of a module that has some holds in this process alone.
+    The result of a function depends on more than its file, which may have changed since the import, and its
+    code: defaults, closures, decorators and everything else that it reaches matter as well. So external code
+    (outside this package, torch, pydantic and the standard library) is identified by its objects. A digest of
+    a module with external code is valid only in this process.
 
     Args:
-        code_version: what code from elsewhere is called, in place of its identity: digests then hold in
-            other processes too, and it has to be another one whenever that code computes something else.
+        code_version: name of the external code, instead of its identity. Digests are then valid in other
+            processes as well. Change it whenever that code computes a different result.
     """
 
     def __init__(self, code_version: str | None = None) -> None:
         self._version = code_version
         drawn = torch.frombuffer(bytearray(secrets.token_bytes(_WIDTH * _COLUMNS)), dtype=torch.int8)
-        # Seven bits: processors without VNNI add two products in int16, which eight bits would overflow.
+        # Seven bits: processors without VNNI add two products in int16, which would overflow with eight bits.
         self._columns = (drawn >> 1).view(_WIDTH, _COLUMNS)
         self._known: dict[bytes, str] = {}
 
     def __call__(self, modules: Mapping[str, nn.Module]) -> str:
-        """The digest, in hexadecimal, of modules under names of the caller's choice.
+        """Return the digest, in hexadecimal, of modules with names of the caller's choice.
 
-        In it are parameters and buffers by value, shape and dtype, all attributes that modules have of
-        their own and those of classes from elsewhere, the mode, whether it is compiled, and the code: the
-        files of this package, and of classes from elsewhere but torch the classes themselves, all that is
-        in them, and the functions and classes that their modules have. What is no plain value on a class,
-        such as a logger, counts by its identity, too. Not seen are functions of this package or of torch
-        that are replaced while the process runs, nor what code from elsewhere reads that is in no module:
-        variables that it closes over or finds in its module, its imports, files.
+        It includes parameters and buffers by value, shape and dtype, all attributes of modules and of
+        external classes, the training mode, compilation, and the code: the files of this package; for
+        external classes, the classes, their attributes, and the functions and classes in their Python
+        modules. A class attribute that is not a plain value, such as a logger, is identified by its object.
+        Not included are functions of this package or of torch that are replaced at run time, and data that
+        external code reads outside modules: closure variables, globals, imports and files.
 
         Raises:
-            ValueError: what cannot be in it: a forward hook, also one for all modules unless it is torch's
-                own, or an attribute that is no plain value.
+            ValueError: something that cannot be included: a forward hook, also a global one unless it is
+                torch's own, or an attribute that is not a plain value.
         """
         hooks = (
             *torch_module._global_forward_hooks.values(),
@@ -135,7 +135,7 @@ class ContentHash:
             yield f"{name} {self._text(f'{path}.{name}', value, shared)}"
 
     def code_of(self, kind: type) -> str:
-        """What a class is called and, from elsewhere, which one it is."""
+        """Return the name of a class and, if it is external, its identity."""
         elsewhere = from_elsewhere(kind)
         if not elsewhere:
             return _name(kind)
@@ -153,10 +153,11 @@ class ContentHash:
         *,
         of_class: bool = False,
     ) -> str:
-        """A value in full; of a class also what is no value.
+        """Return a value as text. For a class attribute, other objects are allowed as well.
 
-        `shared` says where a module that is held by a class was met first: all objects of that class have
-        it, perhaps itself among them. `above` is what a value is in, which may be in it.
+        `shared` has the path at which a module that a class holds was found first: all objects of that class
+        share it, and it may contain itself. `above` has the containers of the value, which may contain
+        themselves.
         """
         kind = type(value)
         if kind in _PLAIN:
@@ -197,7 +198,7 @@ class ContentHash:
                 return f"{self.code_of(kind)} {text(dict(value))}"
             case _ if dataclasses.is_dataclass(value):
                 inner = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-                inner |= getattr(value, "__dict__", {})  # none where it has slots
+                inner |= getattr(value, "__dict__", {})  # absent with slots
                 return f"{self.code_of(kind)} {text(inner)}"
             case _ if of_class:
                 return self._object(value)
@@ -224,7 +225,7 @@ class ContentHash:
         known = self._known.get(quick)
         if known is None:
             known = tensor_digest(tensor)
-            if self._quick_digest(tensor) == quick:  # nobody wrote to it between the two
+            if self._quick_digest(tensor) == quick:  # no write between the two digests
                 if len(self._known) >= 2**12:
                     self._known.clear()
                 self._known[quick] = known
@@ -242,7 +243,7 @@ class ContentHash:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[tuple[tuple[type | str, ...], Tensor]]:
-    """The tensors that a tensor is made of, each with what it is a part of; a plain one is made of itself."""
+    """Yield the plain tensors of a tensor, each with its path in it. A plain tensor yields itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield (), tensor.detach()
         return
@@ -253,7 +254,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[tuple[tuple[type | str, ...], Tens
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """SHA-256, in hexadecimal, of values, shape and dtype of a tensor that has no parts."""
+    """Return the SHA-256, in hexadecimal, of the values, shape and dtype of a plain tensor."""
     digest = hashlib.sha256(_header(tensor))
     digest.update(_buffer(_raw(tensor)))
     return digest.hexdigest()
@@ -261,7 +262,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 @functools.lru_cache(2**10)
 def from_elsewhere(kind: type) -> list[type]:
-    """A class and its bases, but those of this package, of torch and of Python."""
+    """Return a class and its bases, without the ones of this package, torch, pydantic and Python."""
     return [each for each in kind.__mro__ if not _is_known(each.__module__) or _is_executed(each)]
 
 
@@ -270,7 +271,7 @@ def _is_known(module: str | None) -> bool:
 
 
 def _is_executed(kind: type) -> bool:
-    """Whether it is of code that was executed without a `__name__`: such a class says it is of builtins."""
+    """Return True if a class comes from code that was executed without a `__name__`, as if from builtins."""
     return kind.__module__ == "builtins" and bool(kind.__flags__ & _MADE_WHILE_RUNNING)
 
 
@@ -279,7 +280,7 @@ def _name(kind: Any) -> str:
 
 
 def _numbers_of(kind: type) -> list[int]:
-    """Which objects they are: a class, what can be called in it, and what its module has of that kind."""
+    """Return the identities of a class, its functions and descriptors, and its module's callables."""
     beside = getattr(sys.modules.get(kind.__module__), "__dict__", {})
     own = [value for value in vars(kind).values() if callable(value) or hasattr(type(value), "__get__")]
     others = [value for value in beside.values() if callable(value) and not isinstance(value, nn.Module)]
@@ -302,7 +303,7 @@ def _itself(value: object) -> object:
 
 
 def _class_settings(kind: type) -> Iterator[tuple[str, Any]]:
-    """The attributes of a class that are no code: functions, properties and their like bind to an object."""
+    """Yield the attributes of a class that are not code: functions, properties and other descriptors."""
     for name, value in vars(kind).items():
         if not name.startswith("__") and not hasattr(type(value), "__get__"):
             yield name, value
@@ -313,7 +314,7 @@ def _header(tensor: Tensor) -> bytes:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The values as bytes, in the order of the indices: uint8 (n,)."""
+    """Return the values as bytes, in index order: uint8 (n,)."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

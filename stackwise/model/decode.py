@@ -1,4 +1,4 @@
-"""DecodeStep: one more token, captured or compiled.
+"""DecodeStep: decoding of one token, with CUDA graph capture or compilation.
 
 Shapes: B batch, S slots of the cache, V vocabulary.
 """
@@ -29,21 +29,21 @@ _passes: WeakKeyDictionary[Rack, dict[tuple[object, ...], Replayable]] = WeakKey
 
 
 class DecodeStep:
-    """One more token, in eval mode: ids (B,) to the logits (B, V) that follow it.
+    """Decoding step in eval mode: token ids (B,) to the logits (B, V) that follow them.
 
-    Captured once in a CUDA graph, at the first call, and replayed: launching the kernels of a small
-    model takes longer than running them. The tensor returned is then overwritten by the next call. The graph
-    reads weights where they lay: they may change in value, but not be cast or moved.
+    On CUDA, the first call captures a CUDA graph, and later calls replay it: launching the kernels of a small
+    model takes longer than running them. The next call overwrites the returned tensor. The graph reads
+    weights at their addresses: they may change in value, but must not be cast or moved.
 
-    Compiled, one graph serves every position, since the position is a tensor; it reads all slots of
-    the cache each time. What is compiled is kept for caches of the same batch size and capacity, with
-    and without padding. From the second call on the graph alone is run, with the tensors of the first:
-    weights may change in value. Where their dtype or device, or the Stacks of the Rack, have become others,
-    that call is a first one again; whatever else changes is seen by the next DecodeStep.
+    Compiled, one graph is used for every position, because the position is a tensor. It reads all slots of
+    the cache each time. Compiled steps are reused for caches of equal batch size and capacity, with and
+    without padding. From the second call on, only the graph runs, on the tensors of the first call: weights
+    may change in value. A change of their dtype or device, or of the Stacks of the Rack, repeats the first
+    call. Other changes affect only the next DecodeStep.
 
     Args:
-        rack: causal.
-        cache: of `rack.new_cache`; holds the prompt.
+        rack: causal Rack.
+        cache: result of `rack.new_cache`, with the prompt.
         capture: False: launch the kernels each time; None: capture on CUDA.
         compile: compile the step.
     """
@@ -59,7 +59,7 @@ class DecodeStep:
         self.rack, self.cache = rack, cache
         self._compile = compile
         self._again: Callable[[], Tensor | None] | None = None
-        self._stacks: list[nn.Module] = []  # of the last pass through the modules
+        self._stacks: list[nn.Module] = []  # Stacks in the last pass through the modules
         if compile:
             cache.count_on_device()
         self.capture = cache.device.type == "cuda" if capture is None else capture
@@ -69,7 +69,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def __call__(self, token_B: Tensor) -> Tensor:
-        """Put the tokens into the cache; the logits that follow them."""
+        """Add the tokens to the cache, and return the logits that follow them."""
         rows, allowed = len(token_B), self.cache.batch_size
         require(rows == allowed, "token_B", rows, f"{allowed} rows, as in the cache")
         self._token_B1.copy_(token_B[:, None])
@@ -86,7 +86,7 @@ class DecodeStep:
 
     @staticmethod
     def capacity(n_tokens: int) -> int:
-        """Room for `n_tokens`, rounded up so that few different compiled steps serve all prompts."""
+        """Return a capacity for `n_tokens`, rounded up, so that few compiled steps cover all prompts."""
         return max(_LEAST_CAPACITY, 1 << (n_tokens - 1).bit_length())
 
     def _step(self) -> Tensor:
@@ -100,7 +100,7 @@ class DecodeStep:
         return logits_BV
 
     def _whole_step(self, start: int | Tensor, keep_BS: Tensor | None) -> Tensor:
-        """Through all modules; compiled, it also says how to do the same again."""
+        """Run all modules. If compiled, also store the function that replays the step."""
         rack, cache = self.rack, self.cache
         rack.check_cache(cache)
         with evaluating(rack):
@@ -114,13 +114,13 @@ class DecodeStep:
         return logits_BV
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """The graph. Capture changes nothing: warming up does, and is undone."""
+        """Return the captured graph. Capture changes no state; the warm-up does, and is undone."""
         cache = self.cache
         cache.count_on_device()
         length, before = cache.length, cache.snapshot()
         kind = cache.device.type
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # Weights that autocast keeps in its cache may be gone when the graph is replayed.
+        # Weights in autocast's cache may be freed before the graph is replayed.
         with torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         ):
@@ -152,14 +152,14 @@ def _pass(
 
 
 def _takes_float32(rack: Rack) -> bool:
-    """Whether a single vector may pass in float32: it costs nothing to widen, and `Linear` is made for it."""
+    """Return True if a single vector may be float32: widening is free, and `Linear` is optimised for it."""
     layers = [module for module in rack.modules() if isinstance(module, nn.Linear)]
     wide = all(isinstance(layer, Linear) and layer.takes_float32 for layer in layers)
     return wide and rack.embedding.weight.device.type == "cpu"
 
 
 def _compiled(rack: Rack, *sizes: object) -> Replayable:
-    """The pass compiled for one size of cache: the compiler keeps few graphs for each code object."""
+    """Return the compiled pass for one size of cache: the compiler limits the graphs per code object."""
     of_rack = _passes.setdefault(rack, {})
     if sizes not in of_rack:
         of_rack[sizes] = Replayable(_pass)

@@ -1,6 +1,6 @@
-"""Token embeddings: TokenEmbedding, and BoundedEmbedding, of which no row enters longer than a bound.
+"""Token embeddings: TokenEmbedding, and BoundedEmbedding, which bounds the norm of its outputs.
 
-Shapes: B batch, T positions, N = B * T, C model width, V vocabulary.
+Shapes: B batch, T positions, N = B * T, C model width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["BoundedEmbedding", "TokenEmbedding"]
 
 
 class TokenEmbedding(nn.Embedding):
-    """`nn.Embedding`, whose gradient, compiled for the CPU, costs one pass over the table and not three.
+    """`nn.Embedding` with a faster gradient if compiled for the CPU: one pass over the table, not three.
 
-    The compiler's own sums it in a float32 table of all V tokens and rounds that to the weight's dtype.
-    Here only the N rows that occur are summed in float32.
+    The compiler's own gradient sums in a float32 table of all V tokens, and rounds it to the weight's dtype.
+    This one sums only the N rows that occur in float32.
     """
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None: 
 def _table(ctx: Any, gradient_BTC: Tensor) -> tuple[Tensor, None]:
     ids_N = ctx.saved_tensors[0].flatten()
     gradient_NC = gradient_BTC.flatten(0, -2)
-    # Each token is summed where it occurs last; its other occurrences then write the same sum.
+    # Each token is summed at its last occurrence; its other occurrences then write the same sum.
     last_V = ids_N.new_zeros(ctx.vocab_size, dtype=torch.int64)
     last_V[ids_N] = torch.arange(len(ids_N), device=ids_N.device)
     last_N = last_V[ids_N]
@@ -69,16 +69,15 @@ _rows.register_autograd(_table, setup_context=_remember)
 class BoundedEmbedding(TokenEmbedding):
     """x * min(1, max_norm / |x|) for each token's row x of the weight.
 
-    A row within the bound comes out bit for bit as it is; a longer one comes out with the length
-    `max_norm`, to the rounding of its dtype, in its own direction. The bound is part of the
-    function: the gradient is that of the formula (for a longer row it turns the row and does not
-    stretch it), and the weight itself is never written to, unlike with `nn.Embedding(max_norm=...)`.
-    A tied head therefore reads the rows as they are, bound or no bound.
+    A row within the bound is returned bit for bit. A longer row is scaled to length `max_norm`, up to
+    rounding, in its own direction. The bound is part of the function: the gradient is that of the formula.
+    For a longer row it changes the direction and not the length. Unlike `nn.Embedding(max_norm=...)`, the
+    weight is never written to. So a tied head reads the unbounded rows.
 
     Args:
         vocab_size: V.
         d_model: C.
-        max_norm: the bound on a row's L2 norm.
+        max_norm: maximum L2 norm of a row.
 
     Raises:
         ValueError: a size below 1, or a bound that is not above zero and finite.
@@ -88,19 +87,19 @@ class BoundedEmbedding(TokenEmbedding):
         check_sizes(vocab_size=vocab_size, d_model=d_model)
         check_number("max_norm", max_norm, "a finite number > 0", lambda norm: norm > 0)
         super().__init__(vocab_size, d_model)
-        # `max_norm` itself is what makes nn.Embedding, and those who read it, write to the weight.
+        # Not named `max_norm`: nn.Embedding, and code that reads that attribute, would write to the weight.
         self.bound = float(max_norm)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) to (B, T, C), in the weight's dtype."""
         x_BTC = super().forward(input_ids)
         wide_BTC = x_BTC.to(torch.promote_types(x_BTC.dtype, torch.float32))
-        # Squares of float32 overflow above 2**64; a power of two takes no digit from what is so large.
+        # Squares of float32 overflow above 2**64. Division by a power of two is exact for such large values.
         largest_BT1 = torch.linalg.vector_norm(wide_BTC.detach(), math.inf, dim=-1, keepdim=True)
         unit_BT1 = torch.ones_like(largest_BT1).masked_fill_(largest_BT1 > 2.0**48, 2.0**80)
         wide_BTC = wide_BTC / unit_BT1
         norm_BT1: Tensor = torch.linalg.vector_norm(wide_BTC, dim=-1, keepdim=True)
-        # Within the bound this is exactly 1 / unit, without gradient, also where the norm is 0.
+        # Within the bound this is exactly 1 / unit, without gradient, also if the norm is 0.
         excess_BT1 = (norm_BT1 / self.bound).clamp(min=unit_BT1.reciprocal())
         bounded_BTC: Tensor = (wide_BTC / excess_BT1).to(x_BTC.dtype)
         return bounded_BTC

@@ -1,4 +1,4 @@
-"""Feature maps: functions phi whose inner products phi(q) . phi(k) are, or estimate, a kernel.
+"""Feature maps phi. The inner product phi(q) . phi(k) is a kernel, or an estimate of one.
 
 Shapes: B batch, K heads, T positions, D head size, M features, F frequencies.
 """
@@ -19,11 +19,11 @@ __all__ = ["FeatureMap", "Features"]
 
 
 class Features(NamedTuple):
-    """phi(x) as `value * exp(log_scale)`, so that no exponential leaves the range of float32.
+    """phi(x) as `value * exp(log_scale)`, so that no exponential overflows or underflows float32.
 
     Attributes:
-        value_BKTM: float32, or float64; of magnitude at most 1.
-        log_scale_BKT: of that dtype, without gradient.
+        value_BKTM: float32, or float64; absolute values of at most 1.
+        log_scale_BKT: same dtype, without gradient.
     """
 
     value_BKTM: Tensor
@@ -31,24 +31,24 @@ class Features(NamedTuple):
 
 
 class FeatureMap(nn.Module):
-    """phi for one kernel, with random draws of its own for each key/value head.
+    """phi of one kernel, with independent random draws for each key/value head.
 
-    Heads of size D are first divided by D^(1/4), as softmax(q.k / sqrt(D)) divides their product. With
-    x and y so divided, the kernels are
+    Heads of size D are first divided by D^(1/4), as softmax(q.k / sqrt(D)) divides their product. For x and y
+    divided in this way, the kernels are
 
     - `favor`: exp(x.y), by positive orthogonal random features (Choromanski et al. 2021, arXiv:2009.14794,
       lemma 1): exp(w.x - |x|^2 / 2), w ~ N(0, I).
     - `gaussian`: exp(-|x - y|^2 / (2 b^2)), by random Fourier features (Rahimi & Recht 2007): cosine and
       sine of w.x, w ~ N(0, I / b^2), drawn orthogonally (Yu et al. 2016, arXiv:1610.09072).
-    - `laplacian`: exp(-|x - y|_1 / b) in the same way; the frequencies are independent Cauchy numbers of
-      scale 1 / b, the Fourier transform of the kernel.
-    - `elu`: (elu(x) + 1) . (elu(y) + 1) (Katharopoulos et al. 2020, arXiv:2006.16236), nothing drawn.
+    - `laplacian`: exp(-|x - y|_1 / b) by random Fourier features; the frequencies are independent Cauchy
+      numbers of scale 1 / b, the Fourier transform of the kernel.
+    - `elu`: (elu(x) + 1) . (elu(y) + 1) (Katharopoulos et al. 2020, arXiv:2006.16236), without random draws.
 
-    The estimates are unbiased, and their error falls as 1 / sqrt(M). Frequencies stay float32, or float64,
-    whatever the module is cast to: some Cauchy numbers are beyond float16.
+    The estimates are unbiased, and their error decreases as 1 / sqrt(M). Frequencies stay float32, or
+    float64, if the module is cast: some Cauchy numbers exceed the range of float16.
 
     Args:
-        kind: see above.
+        kind: `favor`, `gaussian`, `laplacian` or `elu`, as above.
         n_heads: K.
         head_dim: D.
         n_features: M; for `elu` it is D.
@@ -85,14 +85,14 @@ class FeatureMap(nn.Module):
 
     @property
     def is_positive(self) -> bool:
-        """Whether every feature is above zero, so that no estimate of the kernel is negative."""
+        """True if every feature is above zero, so that no estimate of the kernel is negative."""
         return self.kind in ("favor", "elu")
 
     def forward(self, x_BKTD: Tensor) -> Features:
-        """Features of queries or keys (B, K, T, D), or (B, K, G, T, D) with G query heads to a key head."""
+        """Features of queries or keys (B, K, T, D), or (B, K, G, T, D) with G query heads per key head."""
         x = x_BKTD.to(torch.promote_types(x_BKTD.dtype, torch.float32)) * self.head_dim**-0.25
         if self.kind == "elu":
-            exponent = F.relu(x).log1p() + x.clamp(max=0)  # elu(x) + 1 itself is rounded to 0 below -17
+            exponent = F.relu(x).log1p() + x.clamp(max=0)  # elu(x) + 1 would be rounded to 0 below -17
         else:
             frequencies_KDF = self.frequencies_KFD.to(x.dtype).transpose(-1, -2)
             phase = x @ (frequencies_KDF if x.ndim == 4 else frequencies_KDF[:, None])
@@ -101,7 +101,7 @@ class FeatureMap(nn.Module):
                 return Features(value, value.new_zeros(value.shape[:-1]))
             exponent = phase - x.square().sum(-1, keepdim=True) / 2 - math.log(self.n_features) / 2
         highest = exponent.detach().amax(-1, keepdim=True)
-        # A product of two is kept above zero: a query whose keys all weigh nothing would be 0 / 0.
+        # The product of two features stays above zero: a query with zero weight for all keys would be 0 / 0.
         least = 0.375 * math.log(torch.finfo(x.dtype).tiny)
         return Features((exponent - highest).clamp(min=least).exp(), highest.squeeze(-1))
 
@@ -110,11 +110,11 @@ class FeatureMap(nn.Module):
 
 
 def _orthogonal_normal(n_heads: int, n_frequencies: int, head_dim: int) -> Tensor:
-    """Rows that are each N(0, I), and orthogonal within each group of D."""
+    """Return rows that are each N(0, I), and orthogonal within each group of D rows."""
     groups = math.ceil(n_frequencies / head_dim)
     gaussian = torch.randn(n_heads, groups, head_dim, head_dim, dtype=_dtype())
     q, r = torch.linalg.qr(gaussian)
-    # The signs make Q uniform (Mezzadri 2007, arXiv:math-ph/0609050); lengths are redrawn apart from it.
+    # The signs make Q uniform (Mezzadri 2007, arXiv:math-ph/0609050); lengths are drawn separately.
     q = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     lengths = torch.randn(n_heads, groups, head_dim, head_dim, dtype=_dtype()).norm(dim=-1, keepdim=True)
     rows: Tensor = (q * lengths).flatten(1, 2)[:, :n_frequencies]
@@ -122,5 +122,5 @@ def _orthogonal_normal(n_heads: int, n_frequencies: int, head_dim: int) -> Tenso
 
 
 def _dtype() -> torch.dtype:
-    """What is drawn in: torch's default, unless that is narrower than float32."""
+    """Return the dtype of random draws: torch's default, at least float32."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -19,9 +19,9 @@ class SwiGLU(nn.Module):
     Args:
         d_model: C.
         d_ff: F.
-        dropout: probability on the output, in training mode.
-        freeze_up_proj: keep `up` at its initial random values. The gate, where the
-            non-linearity sits, always trains.
+        dropout: dropout probability of the output, in training mode.
+        freeze_up_proj: keep `up` at its initial random values. The gate, which has the non-linearity, always
+            trains.
     """
 
     def __init__(

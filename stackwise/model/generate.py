@@ -1,4 +1,6 @@
-"""Generation: prefill, then one token at a time, from a cache taken once.
+"""Generation: prefill of the prompt, then decoding token by token, with a KV cache.
+
+Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary size.
 
 Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary.
 """
@@ -31,35 +33,36 @@ def generate(
     attention_mask: Tensor | None = None,
     **options: Unpack[GenerationKeywords],
 ) -> Tensor:
-    """Continue each row of `input_ids`.
+    """Generate a continuation of each row of `input_ids`.
 
     Args:
-        rack: causal. It computes in eval mode, and is left in the mode that it was in.
+        rack: causal Rack. It runs in eval mode, and its training mode is restored.
         input_ids: integer (B, T), on any device.
-        attention_mask: bool or integer (B, T), nonzero at real tokens, None: all are. Rows may be padded
-            on either side and in between; each continues as its real tokens would alone.
-        max_new_tokens: at most so many; fewer where every row has ended. Must be given.
-        temperature: 0, the default, takes the most likely token; otherwise logits are divided by it and
-            drawn from.
-        top_k: draw from the k most likely only; None, the default: from all.
-        top_p: draw from the most likely that make up p only; 1, the default: from all.
-        stop_token_ids: one id or several, default none: a row that yields one of these ends with it.
-        pad_token_id: what a row that has ended yields until the last one has; default 0.
-        seed: of the draws, which then leave PyTorch's own generator alone; None, the default: of that.
-        prefill_chunk: read the prompt in pieces of so many tokens, which bounds the memory that takes;
-            None, the default: at once.
-        compile: compile the decode step, which takes a minute the first time; see `DecodeStep`. Default
+        attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are real. Rows may be padded
+            on either side and in between. Padding does not change the continuation.
+        max_new_tokens: maximum number of new tokens; fewer if every row has stopped. Must be given.
+        temperature: 0, the default: the most likely token; otherwise the logits are divided by it and a token
+            is sampled.
+        top_k: sample only from the k most likely tokens; None, the default: from all.
+        top_p: sample only from the most likely tokens with a total probability of p; 1, the default: from
+            all.
+        stop_token_ids: one id or several, default none: a row stops after one of these tokens.
+        pad_token_id: token of a stopped row until all rows have stopped; default 0.
+        seed: seed of the sampling, which then does not use PyTorch's global generator; None, the default: use
+            that generator.
+        prefill_chunk: process the prompt in chunks of this many tokens, to bound the memory; None, the
+            default: at once.
+        compile: compile the decoding step, which takes a minute the first time; see `DecodeStep`. Default
             False.
 
     Returns:
-        int64 (B, T + N) where the Rack is: the prompts as they were given, then N <= `max_new_tokens`
-        tokens.
+        int64 (B, T + N) on the device of the Rack: the unchanged prompts, then N <= `max_new_tokens` tokens.
 
     Raises:
-        TypeError: an option that there is not, or no `max_new_tokens`.
-        ValueError: an argument outside its range, nothing to continue, a bidirectional Rack, or a sequence
-            that could become longer than `rack.max_seq_len`, padding not counted.
-        FloatingPointError: logits of a row that has not ended hold NaN or +inf, or nothing but -inf.
+        TypeError: an unknown option, or no `max_new_tokens`.
+        ValueError: an argument outside its range, an empty prompt, a bidirectional Rack, or a sequence
+            that could exceed `rack.max_seq_len`, padding not counted.
+        FloatingPointError: logits of a row that has not stopped contain NaN or +inf, or only -inf.
     """
     new_BN = torch.stack(list(stream(rack, input_ids, attention_mask, **options)), dim=1)
     return torch.cat((input_ids.to(new_BN), new_BN), dim=1)
@@ -71,11 +74,12 @@ def stream(
     attention_mask: Tensor | None = None,
     **options: Unpack[GenerationKeywords],
 ) -> Iterator[Tensor]:
-    """As `generate`, but each column of tokens, int64 (B,), as soon as it is there.
+    """Generate like `generate`, but yield each column of tokens, int64 (B,), as soon as it is computed.
 
-    Errors come with the call, before the first token; that logits are not finite comes instead of the token
-    drawn from them, on a GPU after the last one, as no step waits for it. Whenever the caller has control
-    the Rack is in its own mode, so that streams may take turns, and one may be left unfinished.
+    Errors in arguments are raised by the call, before the first token. Non-finite logits raise an error
+    instead of yielding the sampled token; on a GPU the error follows the last token, because no step is
+    synchronised. Between two tokens the Rack is in its original mode, so that streams can be interleaved,
+    and a stream can be left unfinished.
     """
     asked = GenerationOptions(**options)
     is_stop_V = asked.is_stop(rack.vocab_size, rack.embedding.weight.device)
@@ -97,13 +101,13 @@ def _columns(
 ) -> Iterator[Tensor]:
     batch_size, prompt_length = prompt_BT.shape
     sampler, generator = asked.sampler(), asked.generator(prompt_BT.device)
-    # The last token is never fed back, so it needs no room.
+    # The last token is not an input, so it needs no slot.
     capacity = prompt_length + asked.max_new_tokens - 1
     cache = rack.new_cache(batch_size, DecodeStep.capacity(capacity) if asked.compile else capacity)
     logits_BV = prefill(rack, cache, prompt_BT, keep_BT, asked.prefill_chunk)
     decode = DecodeStep(rack, cache, compile=asked.compile)
     ended_B = torch.zeros(batch_size, dtype=torch.bool, device=prompt_BT.device)
-    extreme_B = torch.zeros(batch_size, device=prompt_BT.device)  # of the scores; NaN and infinity stay
+    extreme_B = torch.zeros(batch_size, device=prompt_BT.device)  # maximum score; NaN and infinity persist
     for count in range(1, asked.max_new_tokens + 1):
         score_B, token_B = sampler.draw(logits_BV, generator)
         if is_stop_V is not None:
@@ -117,7 +121,7 @@ def _columns(
         if count == asked.max_new_tokens:
             break
         all_ended = _never if is_stop_V is None else _on_its_way(ended_B.all())
-        # A GPU gets its next step before it is asked, or it would idle; but the first is a capture.
+        # A GPU gets its next step before the result is read, to avoid idle time. The first step is a capture.
         if (count == 1 or not ended_B.is_cuda) and all_ended():
             break
         logits_BV = decode(token_B)
@@ -130,14 +134,14 @@ def _columns(
 def prefill(
     rack: Rack, cache: RackCache, prompt_BT: Tensor, keep_BT: Tensor | None = None, chunk: int | None = None
 ) -> Tensor:
-    """Put a prompt into the cache, in eval mode; the logits (B, V) that follow it.
+    """Add a prompt to the cache, in eval mode, and return the logits (B, V) that follow it.
 
     Args:
-        rack: causal.
-        cache: of `rack.new_cache`, with room for the prompt.
+        rack: causal Rack.
+        cache: result of `rack.new_cache`, with enough capacity for the prompt.
         prompt_BT: integer, with a real token at the end of each row.
         keep_BT: bool, False at padding; None: no padding.
-        chunk: so many tokens at a time; None: all.
+        chunk: number of tokens per pass; None: all.
     """
     chunk = chunk or prompt_BT.shape[1]
     with evaluating(rack):
@@ -162,7 +166,7 @@ def _never() -> bool:
 
 
 def _on_its_way(truth: Tensor) -> Callable[[], bool]:
-    """What waits for a truth on the device to reach the host; it sets out at once."""
+    """Start to copy a boolean to the host. Return a function that waits for it."""
     on_host = truth.to("cpu", non_blocking=truth.is_cuda)
     copied = torch.cuda.current_stream(truth.device).record_event() if truth.is_cuda else None
 
@@ -175,7 +179,7 @@ def _on_its_way(truth: Tensor) -> Callable[[], bool]:
 
 
 def _token_ids(rack: Rack, input_ids: Tensor) -> Tensor:
-    """The prompts as int64, where the Rack is."""
+    """Return the prompts as int64, on the device of the Rack."""
     require(isinstance(input_ids, Tensor), "input_ids", type(input_ids).__name__, "a tensor of integers")
     require(input_ids.ndim == 2, "input_ids", tuple(input_ids.shape), "a shape (batch, positions)")
     require(input_ids.numel() > 0, "input_ids", tuple(input_ids.shape), "at least one row of one token")
@@ -198,7 +202,10 @@ def _check_room(rack: Rack, prompt_length: int, max_new_tokens: int) -> None:
 
 
 def _left_padded(ids_BT: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each row's real tokens at its right end, columns of padding alone cut off; the mask is None if full."""
+    """Move each row's real tokens to its right end, and drop columns with only padding.
+
+    The mask is None if no padding remains.
+    """
     keep_BT = padding_mask(attention_mask, *ids_BT.shape)
     if keep_BT is None:
         return ids_BT, None

@@ -1,6 +1,6 @@
-"""GenerationOptions: what `generate` and `stream` are asked for beside the prompts.
+"""GenerationOptions: options of `generate` and `stream`.
 
-Shapes: V vocabulary.
+Shapes: V vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["GenerationKeywords", "GenerationOptions"]
 
 
 class GenerationKeywords(TypedDict, total=False):
-    """The fields of `GenerationOptions` as keywords, which editors complete and type checkers check."""
+    """Fields of `GenerationOptions` as keywords, for completion in editors and for type checkers."""
 
     max_new_tokens: Required[int]
     temperature: float
@@ -36,11 +36,11 @@ class GenerationKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """The options of `generate`, which says what each means.
+    """Options of `generate`, which documents each of them.
 
     Raises:
-        TypeError: an option that there is not, or no `max_new_tokens`.
-        ValueError: a value outside its range; ids are judged where the vocabulary is known.
+        TypeError: an unknown option, or no `max_new_tokens`.
+        ValueError: a value outside its range. Token ids are checked later, with the vocabulary.
     """
 
     max_new_tokens: int
@@ -64,21 +64,21 @@ class GenerationOptions:
         if self.seed is not None:
             check_sizes(0, seed=self.seed)
             require(self.seed < 2**64, "seed", self.seed, "an integer below 2**64")
-        self.sampler()  # refuses its own
+        self.sampler()  # checks its own arguments
 
     def sampler(self) -> Sampler:
-        """What draws the tokens."""
+        """Return the sampler of the tokens."""
         return Sampler(self.temperature, self.top_k, self.top_p)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """What the draws start from; None: PyTorch's own."""
+        """Return the random generator of the sampling; None: PyTorch's global one."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
     def is_stop(self, vocab_size: int, device: torch.device) -> Tensor | None:
-        """Which tokens end a row: bool (V,); None: none does.
+        """Return the stop tokens as a bool mask (V,); None: there are no stop tokens.
 
         Raises:
-            ValueError: `stop_token_ids` that are no ids of this vocabulary.
+            ValueError: a `stop_token_ids` outside this vocabulary.
         """
         stops = _ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if not stops:
@@ -88,17 +88,17 @@ class GenerationOptions:
         return is_stop_V
 
     def padding(self, vocab_size: int) -> int:
-        """What follows in a row that has ended.
+        """Return the padding token of stopped rows.
 
         Raises:
-            ValueError: a `pad_token_id` that is no id of this vocabulary.
+            ValueError: a `pad_token_id` outside this vocabulary.
         """
         (pad_token_id,) = _ids("pad_token_id", [self.pad_token_id], vocab_size)
         return pad_token_id
 
 
 def _integer(value: Any) -> Any:
-    """An integer of any kind, of NumPy say, as Python's own; anything else as it is."""
+    """Return an integer of any type, such as NumPy's, as a Python int; other values unchanged."""
     try:
         return value if isinstance(value, bool) else index(value)
     except TypeError:
@@ -106,14 +106,14 @@ def _integer(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """The same of a real number."""
+    """Return a real number as a Python number; other values unchanged."""
     if isinstance(value, bool | int):
         return value
     return float(value) if isinstance(value, Real) else value
 
 
 def _ids(key: str, given: Any, vocab_size: int) -> list[int]:
-    """Token ids as plain integers, from one or several of whatever can be an index."""
+    """Return one or several token ids of any integer type as a list of Python integers."""
     allowed = f"integers from 0 to {vocab_size - 1}"
     one = hasattr(given, "__index__") and not (isinstance(given, Tensor) and given.ndim)
     require(one or isinstance(given, Iterable), key, given, allowed)

@@ -271,7 +271,7 @@ def _is_known(module: str | None) -> bool:
 
 
 def _is_executed(kind: type) -> bool:
-    """Return True if a class comes from code that was executed without a `__name__`, as if from builtins."""
+    """Return True if a class comes from code executed without a `__name__`: its module is `builtins`."""
     return kind.__module__ == "builtins" and bool(kind.__flags__ & _MADE_WHILE_RUNNING)
 
 

@@ -1,8 +1,6 @@
 """Generation: prefill of the prompt, then decoding token by token, with a KV cache.
 
 Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary size.
-
-Shapes: B batch, T prompt, N new tokens, C model width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""HfFamily: how transformers spells one architecture, and what of it is a Rack.
+"""HfFamily: conversion between a Rack and one architecture of transformers.
 
-The five families are one: RMSNorm, rotary positions, SwiGLU, no biases. They differ in what a Block adds
-to that, in names, and in what a key means that config.json leaves out.
+All five families have RMSNorm, rotary positions and SwiGLU, without biases. They differ in additions to a
+Block, in names, and in defaults of keys that config.json omits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WINDOWED = {
     "use_sliding_window": False,
     "max_window_layers": 28,
 }
-# Values that a Rack has; any other would be another computation.
+# Values that a Rack supports; any other value is a different computation.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
@@ -73,12 +73,12 @@ class HfFamily:
     """One `model_type` of transformers.
 
     Attributes:
-        model_type: its name in config.json.
-        architecture: its class with a language-model head.
-        defaults: what transformers takes for a key that config.json leaves out.
-        block: keys of `BlockConfig` that tell its Blocks from those of other families.
-        norms: its names for the two norms of a Block.
-        windows: "none"; "uniform", the same in every Block; "by layer", one width in some of the Blocks.
+        model_type: name in config.json.
+        architecture: name of the class with a language-model head.
+        defaults: transformers' defaults of keys that config.json omits.
+        block: keys of `BlockConfig` in which its Blocks differ from other families.
+        norms: its names of the two norms of a Block.
+        windows: "none"; "uniform": equal in every Block; "by layer": one width in some of the Blocks.
     """
 
     model_type: str
@@ -89,14 +89,14 @@ class HfFamily:
     windows: Literal["none", "uniform", "by layer"]
 
     def describe(self, config: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """What a Rack is built from, all Blocks in one Stack.
+        """Return the description from which a Rack is built, with all Blocks in one Stack.
 
         Args:
-            config: config.json, or what a live model says of itself.
-            source: where it is from, for messages.
+            config: content of config.json, or the configuration of a loaded model.
+            source: origin of the configuration, for messages.
 
         Raises:
-            ValueError: naming the key that is missing, or whose value no Rack has.
+            ValueError: names the key that is missing, or has a value that a Rack does not support.
         """
         missing = [key for key in _NEEDED if config.get(key) is None]
         if missing:
@@ -104,7 +104,7 @@ class HfFamily:
         config = {**_DEFAULTS, **self.defaults, **config}
         for key, allowed in {**_FIXED, "architectures": ([self.architecture], None)}.items():
             if key == "attention_bias" and self.block.get("qkv_bias"):
-                continue  # the family has its biases whatever this key says
+                continue  # the family always has these biases
             some = " or ".join(map(repr, allowed))
             require(config.get(key) in allowed, f"{source}: {key}", config.get(key), some)
         check_sizes(num_hidden_layers=config["num_hidden_layers"])
@@ -137,7 +137,7 @@ class HfFamily:
         }
 
     def _windows(self, config: Mapping[str, Any], source: str) -> list[int | None]:
-        """The window of every layer. As in a Rack, W is the token itself and the W-1 before it."""
+        """Return the window of every layer: as in a Rack, W is the token itself and W-1 tokens before it."""
         window, given, n_layers = config["sliding_window"], config["layer_types"], config["num_hidden_layers"]
         first = 0
         if self.windows == "none":
@@ -159,7 +159,7 @@ class HfFamily:
         return [window if kind == SLIDING else None for kind in types]
 
     def obstacles(self, rack: Rack) -> list[str]:
-        """Why this family cannot say what `rack` computes; nothing if it can."""
+        """Return the reasons against writing `rack` as this family; an empty list if it can be written."""
         blocks = _blocks(rack)
         first = blocks[0]
         found = _obstacles_of_all(rack, blocks)
@@ -181,7 +181,7 @@ class HfFamily:
         return found
 
     def config_of(self, rack: Rack) -> dict[str, Any]:
-        """config.json of a Rack without `obstacles`, for transformers 4.57 and 5."""
+        """Return the config.json of a Rack without `obstacles`, for transformers 4.57 and 5."""
         blocks = _blocks(rack)
         first, sizes = blocks[0], _normal(blocks[0])
         dtype = str(rack.embedding.weight.dtype).removeprefix("torch.")
@@ -205,11 +205,11 @@ class HfFamily:
             "tie_word_embeddings": rack.tie_embeddings,
             "attention_dropout": first.dropout,
             "rope_parameters": {"rope_theta": first.rope_theta, **(scaling or {"rope_type": "default"})},
-            "rope_theta": first.rope_theta,  # this and the next as transformers 4 reads them
+            "rope_theta": first.rope_theta,  # this key and the next one are read by transformers 4
             "rope_scaling": scaling,
             "dtype": dtype,
             "torch_dtype": dtype,
-            # Left out, they would be token 1 or 2 in some families, and generation would stop there.
+            # Without these keys, some families would use token ids 1 or 2, and generation would stop at them.
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
@@ -225,7 +225,7 @@ class HfFamily:
         return config
 
     def correspondence(self, rack: Rack) -> dict[str, dict[str, int]]:
-        """By weight of the Rack: the family's tensors that, one below the other, it is; with their rows."""
+        """Return, for each weight of the Rack, the family's tensors that it concatenates and their rows."""
         state = rack.state_dict()
         names = {ours: {theirs: len(state[ours])} for ours, theirs in _WHOLE.items()}
         if rack.tie_embeddings:
@@ -276,25 +276,25 @@ FAMILIES = {
 
 
 def family_named(model_type: object, source: str) -> HfFamily:
-    """The family of a `model_type`.
+    """Return the family of a `model_type`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: unknown family.
     """
     check_choice(f"{source}: model_type", model_type, FAMILIES)
     return FAMILIES[str(model_type)]
 
 
 def family_for(rack: Rack, model_type: str | None, preferred: str | None) -> HfFamily:
-    """A family that says what `rack` computes.
+    """Return a family that `rack` can be written as.
 
     Args:
-        rack: to be said.
-        model_type: the family wanted; None: `preferred` where it fits, else the first of `FAMILIES`.
+        rack: Rack to write.
+        model_type: requested family; None: `preferred` if it fits, otherwise the first of `FAMILIES`.
         preferred: a `model_type`, or None.
 
     Raises:
-        ValueError: none does; with the reasons.
+        ValueError: no family fits; the message has the reasons.
     """
     if model_type is not None:
         candidates: Sequence[HfFamily] = [family_named(model_type, "save_pretrained")]
@@ -311,7 +311,7 @@ def family_for(rack: Rack, model_type: str | None, preferred: str | None) -> HfF
 
 
 def _obstacles_of_all(rack: Rack, blocks: Sequence[BlockConfig]) -> list[str]:
-    """What no family can say."""
+    """Return the properties of a Rack that no family supports."""
     found = []
     first, shared = blocks[0], _normal(blocks[0])
     for key, allowed in (
@@ -337,7 +337,7 @@ def _obstacles_of_all(rack: Rack, blocks: Sequence[BlockConfig]) -> list[str]:
 
 
 def _normal(block: BlockConfig) -> dict[str, Any]:
-    """What a Block computes, apart from its window, in one spelling."""
+    """Return the configuration of a Block without its window, with all defaults filled in."""
     config = block.to_dict()
     for key in ("sliding_window", "freeze_up_proj", "initialization", "mup_base_width"):
         del config[key]
@@ -354,7 +354,7 @@ def _blocks(rack: Rack) -> list[BlockConfig]:
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any] | None]:
-    """Theta and `rope_scaling` of a Block, from the keys of transformers 4 or 5."""
+    """Return theta and `rope_scaling` of a Block, from the keys of transformers 4 or 5."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     where = f"{source}: {key}"
     given = config.get(key) or {}

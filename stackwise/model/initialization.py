@@ -1,6 +1,6 @@
-"""Initial weights: a first loss at ln(vocab), a residual stream that does not grow with depth.
+"""Weight initialization: the first loss is ln(vocab), and the residual stream does not grow with depth.
 
-Shapes: H heads, R rank of the latent that they read, D what each of them makes of it.
+Shapes: H heads, R rank of their input latent, D outputs per head.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 WEIGHT_STD = 0.02
-FLOOR_STD = 2e-3  # below, the epsilon of the first norm is no longer small beside the mean square
-_EXCESS = 0.03  # nats above ln(vocab) that either bound below may cost
+FLOOR_STD = 2e-3  # below it, the epsilon of the first norm is not small compared with the mean square
+_EXCESS = 0.03  # nats above ln(vocab) that each of the two bounds allows
 
 
 def embedding_std(
@@ -42,14 +42,14 @@ def embedding_std(
     kind: InitializationKind = "normal",
     base_width: int | None = None,
 ) -> float:
-    """Standard deviation of the token embedding; of `mup` that of its base.
+    """Return the standard deviation of the token embedding; for `mup` the one of the base.
 
-    A tied head multiplies the final hidden state, which still carries the token's own embedding,
-    with that embedding again. In the worst case, where nothing else is in the stream, that logit is
-    std * d_model, and softmax over V otherwise flat logits costs ln(1 + (e^logit - 1) / V) nats.
-    The bound keeps this below 0.03 nat; N(0, 1) embeddings give a first loss in the hundreds. Where
-    the bound is below `FLOOR_STD`, the model is so wide that its blocks drown the embedding anyway, but
-    for those of `zero_out`, which add nothing.
+    A tied head multiplies the final hidden state by the embedding. The hidden state still contains the
+    token's own embedding. In the worst case it contains only that: the logit is then std * d_model, and
+    softmax over V otherwise equal logits costs ln(1 + (e^logit - 1) / V) nats. The bound limits this to 0.03
+    nat; N(0, 1) embeddings would cause a first loss in the hundreds. If the bound is below `FLOOR_STD`, the
+    model is so wide that its Blocks dominate the embedding anyway. The exception are Blocks of `zero_out`,
+    which add zero.
     """
     if not tied:
         return WEIGHT_STD
@@ -60,38 +60,38 @@ def embedding_std(
 
 
 def head_std(d_model: int) -> float:
-    """Standard deviation of the head: logits of variance s cost s / 2 nats, kept below 0.03."""
+    """Return the standard deviation of the head: logits of variance s cost s / 2 nats, at most 0.03."""
     return min(WEIGHT_STD, math.sqrt(2 * _EXCESS / d_model))
 
 
 def _narrow(d_model: int, base: int) -> float:
-    """A Rack narrower than its base multiplies logits by more than one, which their bounds do not know of."""
+    """Return the correction for a Rack narrower than its base, which multiplies logits by more than one."""
     return min(1.0, math.sqrt(d_model / base))
 
 
 @torch.no_grad()
 def initialize_block(block: Block, n_blocks: int, kind: InitializationKind = "normal") -> None:
-    """Matrices from N(0, std), biases zero, norms one.
+    """Initialise matrices from N(0, std), biases with zero and norms with one.
 
     - `normal`: 0.02 (Radford et al. 2019, GPT-2).
-    - `kaiming`: sqrt(1 / fan_in), and sqrt(2 / fan_in) for `down`, whose input comes out of a rectifier
-      (He et al. 2015, arXiv:1502.01852, section 2.2).
-    - `xavier`: sqrt(2 / (fan_in + fan_out)) (Glorot & Bengio 2010, equation 12); what one matrix
-      computes side by side (queries, keys and values) has the fan of each.
+    - `kaiming`: sqrt(1 / fan_in), and sqrt(2 / fan_in) for `down`, which follows a rectifier (He et al.
+      2015, arXiv:1502.01852, section 2.2).
+    - `xavier`: sqrt(2 / (fan_in + fan_out)) (Glorot & Bengio 2010, equation 12); stacked maps of one matrix
+      (queries, keys and values) each have their own fan.
     - `small`: sqrt(2 / (5 d_model)) (Nguyen & Salazar 2019, arXiv:1910.05895, section 2.2).
-    - `zero_out`: as `normal`, but branches add nothing: the Block is the identity (the zeros of Fixup, Zhang
+    - `zero_out`: like `normal`, but branches add zero: the Block is the identity (the zeros of Fixup, Zhang
       et al. 2019, arXiv:1901.09321, section 3).
     - `mup`: sqrt(1 / fan_in) (Yang et al. 2022, arXiv:2203.03466, table 8); see `initialize_rack`.
 
-    The two projections into the residual stream are divided by sqrt(2 * n_blocks) (GPT-2, section 2.3).
-    With `norm_position="post"` a norm undoes whatever scale its branch has. There the gain of that norm is
-    divided instead (zero for `zero_out`: Goyal et al. 2017, arXiv:1706.02677, section 5.1), except for
-    `normal`, where it stays one, as in OLMo 2.
+    The two projections into the residual stream are divided by sqrt(2 * n_blocks) (GPT-2, section 2.3). With
+    `norm_position="post"` a norm cancels the scale of its branch. Then the gain of that norm is divided
+    instead (zero for `zero_out`: Goyal et al. 2017, arXiv:1706.02677, section 5.1). For `normal` the gain
+    stays one, as in OLMo 2.
 
     Args:
         block: re-initialised in place.
-        n_blocks: depth of the whole model.
-        kind: see above.
+        n_blocks: number of Blocks in the model.
+        kind: one of the above.
 
     Raises:
         ValueError: an unknown kind, a depth below 1, or quantised weights.
@@ -116,22 +116,22 @@ def initialize_block(block: Block, n_blocks: int, kind: InitializationKind = "no
 
 
 def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width: int | None = None) -> None:
-    """`initialize_block` for every Block and `initialize_ends` for the rest.
+    """Apply `initialize_block` to every Block, and `initialize_ends` to the rest.
 
-    `mup` is the maximal update parametrisation for Adam: what is tuned on a Rack of width `base_width` holds
-    for one that is wider m times and has m times the heads, the key/value heads, the ranks of latents and
-    `d_ff`. Heads are of one size at all widths, so that the scale of the attention logits is a constant; a
-    key/value head or a latent that did not grow along would move faster the wider what it reads, which
-    is why `mqa` has no base but itself. Train with `learning_rate_multipliers`.
+    `mup` is the maximal update parametrisation for Adam. Hyperparameters tuned on a Rack of width
+    `base_width` are valid for a Rack that is m times as wide, with m times the heads, key/value heads, ranks
+    of latents and `d_ff`. The size of a head is equal at all widths, so that the scale of the attention
+    logits is constant. A key/value head or latent that did not grow would change faster with a wider input,
+    so the only base of an `mqa` Rack is its own width. Train with `learning_rate_multipliers`.
 
     Args:
-        rack: re-initialised in place; what is frozen too.
-        kind: as in `initialize_block`.
+        rack: re-initialised in place, including frozen parameters.
+        kind: see `initialize_block`.
         base_width: d_model of the base, for `mup`.
 
     Raises:
-        ValueError: an unknown kind, a `base_width` without `mup` or the reverse, a base that would have
-            a part of a head or rank, or a quantised Stack.
+        ValueError: an unknown kind, a `base_width` without `mup` or the reverse, a base with a fractional
+            number of heads or rank, or a quantised Stack.
     """
     _check_base(rack, kind, base_width)
     _refuse_quantised(rack)
@@ -147,12 +147,13 @@ def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width:
 
 @torch.no_grad()
 def initialize_ends(rack: Rack, kind: InitializationKind = "normal", base_width: int | None = None) -> None:
-    """Embedding and head of N(0, std) that keep the first loss at ln(vocab); the final norm's gain one.
+    """Initialise embedding and head from N(0, std), for a first loss of ln(vocab), and the final norm.
 
-    Under `mup` the logits are multiplied by base_width / d_model (table 8). The multiplier is the initial
-    gain of the final norm, whose learning rate is multiplied alike: by lemma J.1 of the paper Adam then
-    takes the very steps that it would take with a multiplier, nothing is computed for it, and a tied head
-    needs no rule of its own. Embedding and head themselves are those of the base, at any width.
+    The gain of the final norm is one. Under `mup` the logits are multiplied by base_width / d_model (table
+    8). The multiplier is the initial gain of the final norm, and the learning rate of this gain is multiplied
+    as well. By lemma J.1 of the paper, Adam then takes exactly the steps that it would take with a
+    multiplier. This needs no extra computation, and no special rule for a tied head. Embedding and head are
+    initialised as in the base, at any width.
 
     Args and Raises as in `initialize_rack`.
     """
@@ -167,18 +168,18 @@ def initialize_ends(rack: Rack, kind: InitializationKind = "normal", base_width:
 
 
 def learning_rate_multipliers(rack: Rack, base_width: int) -> dict[str, float]:
-    """By what `mup` multiplies the learning rate of each parameter, for Adam and its like.
+    """Return the `mup` multiplier of each parameter's learning rate, for Adam and similar optimizers.
 
-    base_width / d_model for the matrices of the Blocks and the gain of the final norm; 1 for all else:
-    embedding, head, biases and the other gains (Yang et al. 2022, arXiv:2203.03466, table 8). AdamW
+    It is base_width / d_model for the matrices of the Blocks and the gain of the final norm, and 1 for
+    embedding, head, biases and all other gains (Yang et al. 2022, arXiv:2203.03466, table 8). AdamW
     multiplies weight decay by the learning rate: divide the decay by the multiplier, so that their product
-    is that of the base.
+    is equal to that of the base.
 
     Returns:
-        a number for every name of `rack.named_parameters()`.
+        A number for every name of `rack.named_parameters()`.
 
     Raises:
-        ValueError: as `initialize_rack`.
+        ValueError: see `initialize_rack`.
     """
     _check_base(rack, "mup", base_width)
     linears = [m for block in _blocks(rack) for m in block.modules() if isinstance(m, nn.Linear)]
@@ -210,7 +211,7 @@ def _check_base(rack: Rack, kind: InitializationKind, base_width: int | None) ->
 
 
 def _refuse_quantised(model: nn.Module) -> None:
-    from stackwise.model.quantization import QuantizedLinear  # which imports the Rack, and that imports this
+    from stackwise.model.quantization import QuantizedLinear  # a top-level import would be circular
 
     for name, module in model.named_modules():
         quantised = isinstance(module, QuantizedLinear)
@@ -224,7 +225,7 @@ def _blocks(rack: Rack) -> list[Block]:
 
 
 def _maps(block: Block, linear: nn.Linear) -> list[Tensor]:
-    """The linear maps that a matrix holds one beside the other, each (..., fan_in)."""
+    """Return the linear maps that are stacked in a matrix, each (..., fan_in)."""
     attention, weight = block.attention, linear.weight
     if isinstance(attention, Attention) and linear is attention.qkv:
         key_rows = attention.n_kv_heads * attention.head_dim

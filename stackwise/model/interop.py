@@ -1,7 +1,7 @@
-"""Interop: Racks from and to folders of weights, in the layout of Hugging Face or in our own.
+"""Interop: load and save Racks as folders of weights, in the format of Hugging Face or of StackWise.
 
-Nothing here needs transformers, and nothing unpickles. What a family of transformers is called, and which
-Blocks it has, is in `hf_family.py`; files are read and written by `weight_folder.py`.
+Nothing in this module needs transformers or unpickles data. `hf_family.py` describes the families of
+transformers; `weight_folder.py` reads and writes the files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["load_pretrained", "save_pretrained"]
 
 MODEL_TYPE, FORMAT_VERSION = "stackwise", 1
 _TIED_COPY = "lm_head.weight"
-# Old files carry the rotary frequencies of each layer, which config.json says too.
+# Old files contain the rotary frequencies of each layer, which config.json defines as well.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-# What config.json says of a model beyond the Rack, and what is lost unless it is written again.
+# Keys of config.json that do not affect the Rack, and are stored so that saving can write them.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 _RACK_KEYS = {"vocab_size", "d_model", "tie_embeddings", "max_seq_len", "embedding_bound", "final_norm"}
 _OWN_KEYS = {"model_type", "format_version", *_RACK_KEYS, "stacks", "frozen", "hf_origin"}
@@ -46,17 +46,18 @@ def load_pretrained(
     n_stacks: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Rack:
-    """The Rack in a folder, or one that computes what a live transformers model does; in eval mode.
+    """Load a Rack from a folder, or convert a loaded transformers model. The Rack is in eval mode.
 
     Args:
-        source: a folder with config.json and safetensors, one or sharded, of `save_pretrained` or of a
-            Llama, Mistral, Qwen2, Qwen3 or OLMo 2 model; or such a model, which is copied.
-        n_stacks: over how many Stacks to spread the layers of a transformers model evenly; None: one.
-        dtype: of the weights; None: as they are.
+        source: folder with config.json and safetensors, in one file or sharded, from `save_pretrained` or
+            of a Llama, Mistral, Qwen2, Qwen3 or OLMo 2 model; or such a model, which is copied.
+        n_stacks: number of Stacks over which the layers of a transformers model are distributed evenly;
+            None: one.
+        dtype: dtype of the weights; None: unchanged.
 
     Raises:
-        ValueError: pickled weights; a damaged file; a tensor missing, unexpected or misshapen; a key of
-            config.json whose value no Rack has; a live model of another class than the family's own.
+        ValueError: pickled weights; a damaged file; a missing, unexpected or misshapen tensor; a value in
+            config.json that a Rack does not support; a loaded model of a class outside its family.
     """
     if dtype is not None:
         require(dtype in FLOATS, "dtype", dtype, f"None, {', '.join(map(str, FLOATS))}")
@@ -85,31 +86,31 @@ def load_pretrained(
 def save_pretrained(
     rack: Rack,
     path: str | os.PathLike[str],
-    format: str = "hf",  # noqa: A002  # what the files are called by
+    format: str = "hf",  # noqa: A002  # name of the file format
     *,
     model_type: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> Path:
-    """Write config.json and safetensors into a folder, whole or not at all.
+    """Write config.json and safetensors into a folder, atomically.
 
     Args:
-        rack: on any device.
-        path: the folder; refused where it is not empty, unless `overwrite`.
-        format: "hf", which transformers loads; "stackwise", which holds every Rack, its Stacks and what
-            is frozen.
-        model_type: the family to be written for "hf"; None: the one that the Rack came from, else the first
-            that can say what it is.
-        max_shard_bytes: where the weights are more, they are split into files of no more and an index.
-        overwrite: replace an earlier save. What it replaces is there until the new one is whole.
+        rack: Rack on any device.
+        path: folder. It must be empty or not exist, unless `overwrite`.
+        format: "hf", which transformers loads; "stackwise", which supports every Rack, and stores its Stacks
+            and frozen parameters.
+        model_type: family for "hf"; None: the family that the Rack was loaded from, otherwise the first
+            that fits.
+        max_shard_bytes: larger weights are split into files of at most this size, with an index.
+        overwrite: replace an earlier save. It is removed only after the new one is complete.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: no family can say what the Rack is; weights that are no plain tensors; a folder that
-            is not empty, or has files that a save does not write.
-        OSError: the disk refused; what was there is as it was.
+        ValueError: no family fits the Rack; weights that are not plain tensors; a folder that is not empty,
+            or has files that a save does not write.
+        OSError: the disk returned an error; an earlier save is unchanged.
     """
     check_choice("format", format, ("hf", "stackwise"))
     require(model_type is None or format == "hf", "model_type", model_type, "None, with format='stackwise'")
@@ -142,7 +143,7 @@ def save_pretrained(
 
 
 def _class_of(model: nn.Module) -> dict[str, Any]:
-    """What config.json says of a model's class, as it is and not as its configuration remembers it."""
+    """Return config.json's keys for the actual class of a model, which its configuration may not name."""
     kind = type(model)
     theirs = kind.__module__.partition(".")[0] == "transformers"
     return {
@@ -168,7 +169,7 @@ def _load_own(
         parameter.requires_grad_(name not in frozen)
     check_tensors(where, weights, _shapes(rack))
     rack.hf_origin = origin
-    # Frequencies of kernel attention are not narrower than float32, as in a Rack that is cast.
+    # Frequencies of kernel attention are at least float32, as in a Rack that is cast.
     wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
     kept = {n: _joined([weights.pop(n)], dtype if n in parameters else wide) for n in list(weights)}
     return _filled(rack, kept)
@@ -207,13 +208,13 @@ def _load_hf(
     if len(dtypes) > 1 and dtype is None:
         raise ValueError(f"{where}: got weights of {' and '.join(dtypes)}; allowed: one dtype, or dtype=")
     rack.hf_origin = {key: config[key] for key in _KEPT if key in config}
-    # Each tensor is let go of when it is copied, and with the last of a file its mapping.
+    # Each tensor is freed after it is copied, and the mapping of a file with its last tensor.
     copied = {ours: _joined([weights.pop(t) for t in parts], dtype) for ours, parts in names.items()}
     return _filled(rack, copied)
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """A copy, never the memory of the file or of another model."""
+    """Return a copy, which never shares memory with the file or another model."""
     if len(parts) == 1:
         return parts[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
     return torch.cat([part.to(dtype) for part in parts])
@@ -223,14 +224,14 @@ def _filled(rack: Rack, weights: dict[str, Tensor]) -> Rack:
     if rack.tie_embeddings:
         weights[_TIED_COPY] = weights["embedding.weight"]
     rack.load_state_dict(weights, assign=True)
-    if rack.tie_embeddings:  # assigning made two parameters of it
+    if rack.tie_embeddings:  # the assignment has created two parameters
         rack.lm_head.weight = rack.embedding.weight
     assert not any(tensor.is_meta for tensor in (*rack.parameters(), *rack.buffers()))
     return rack.eval()
 
 
 def _shapes(rack: Rack) -> dict[str, torch.Size]:
-    """Of every tensor that is stored; a tied weight once."""
+    """Return the shape of every stored tensor; a tied weight once."""
     shapes = {name: tensor.shape for name, tensor in rack.state_dict().items()}
     if rack.tie_embeddings:
         del shapes[_TIED_COPY]
@@ -238,7 +239,7 @@ def _shapes(rack: Rack) -> dict[str, torch.Size]:
 
 
 def _describe(rack: Rack) -> dict[str, Any]:
-    """All that `_build` needs, as plain values."""
+    """Return the description that `_build` needs, as plain values."""
     norm = rack.final_norm
     return {
         "vocab_size": rack.vocab_size,
@@ -258,7 +259,7 @@ def _describe(rack: Rack) -> dict[str, Any]:
 
 
 def _spread(description: dict[str, Any], sizes: Iterable[int]) -> None:
-    """Spread the Blocks of the one Stack described over several of these sizes."""
+    """Distribute the Blocks of the described Stack over Stacks of these sizes."""
     blocks = iter(description["stacks"][0]["blocks"])
     description["stacks"] = [
         {"stack_id": i, "blocks": list(islice(blocks, size))} for i, size in enumerate(sizes)
@@ -266,7 +267,7 @@ def _spread(description: dict[str, Any], sizes: Iterable[int]) -> None:
 
 
 def _build(description: Mapping[str, Any], where: str) -> Rack:
-    """A Rack without data, on the meta device, which draws no random numbers."""
+    """Return a Rack without data, on the meta device. It draws no random numbers."""
     tied, norm = description["tie_embeddings"], description["final_norm"]
     require(isinstance(tied, bool), f"{where}: tie_embeddings", tied, "true or false")
     try:
@@ -290,13 +291,13 @@ def _stack(where: str, /, stack_id: int, blocks: Iterable[Mapping[str, Any]]) ->
     configs = []
     for block in blocks:
         content = copy.deepcopy(dict(block))
-        BlockConfig.put_away(content)  # what was saved before such keys were refused
+        BlockConfig.put_away(content)  # keys of files that were saved before such keys were rejected
         configs.append(BlockConfig.from_dict(content, source=where))
     return Stack([Block(**config.to_dict()) for config in configs], stack_id)
 
 
 def _check_twin(rack: Rack, twin: Rack, state: Mapping[str, Tensor]) -> None:
-    """Refuse a Rack that would not come back: whose modules or weights are not those it was built with."""
+    """Raise if a Rack cannot be restored, because its modules or weights differ from its configuration."""
     ours, theirs = _modules(rack), _modules(twin)
     for name in theirs | ours:
         if ours.get(name) != theirs.get(name):

@@ -21,22 +21,22 @@ from stackwise.model.layout import Layout
 __all__ = ["KernelAttention", "PrefixSums"]
 
 CHUNK = 128
-_NOTHING = -1e30  # log of a weight that is zero; finite, so that the difference of two is no NaN
-_PADDING = -1e29  # of padding: beside any real token it weighs nothing, and is no part of the scale
+_NOTHING = -1e30  # log of a zero weight; finite, so that the difference of two is not NaN
+_PADDING = -1e29  # log weight of padding: negligible next to any real token, and ignored by the scale
 
 
 class KernelAttention(Attention):
-    """y_t = sum_s kernel(q_t, k_s) v_s / sum_s kernel(q_t, k_s) through features of queries and keys.
+    """y_t = sum_s kernel(q_t, k_s) v_s / sum_s kernel(q_t, k_s), by features of queries and keys.
 
-    With kernel(q, k) = phi(q) . phi(k) both sums are phi(q_t) times a sum over the keys, which is carried
-    along: prefix sums over chunks in the causal case (Katharopoulos et al. 2020, arXiv:2006.16236),
-    one sum over everything in the bidirectional case. All of it in float32, or float64 for float64 input.
+    With kernel(q, k) = phi(q) . phi(k), both sums are phi(q_t) times a running sum over the keys: prefix sums
+    over chunks in the causal case (Katharopoulos et al. 2020, arXiv:2006.16236), one sum over all keys in the
+    bidirectional case. The computation is in float32, or float64 for float64 input.
 
-    Where features may be negative (random Fourier features), so may an estimate of the denominator;
-    it is kept above 1 / sqrt(M), the standard error of one term, below which it says nothing.
+    If features may be negative (random Fourier features), an estimate of the denominator may be negative as
+    well. It is clamped to at least 1 / sqrt(M), the standard error of one term, below which it is noise.
 
     Args:
-        config: of the Block; `kernel` says which, default as in `KernelConfig`.
+        config: configuration of the Block; `kernel` selects the kernel, with the defaults of `KernelConfig`.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -48,9 +48,9 @@ class KernelAttention(Attention):
         self.floor = 0.0 if self.feature_map.is_positive else self.feature_map.n_features**-0.5
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        """(B, T, C) -> (B, T, C). With a cache, the T tokens follow the cached ones."""
         if not x_BTC.numel():
-            return x_BTC  # nothing has no largest scale
+            return x_BTC  # an empty input has no largest scale
         self.backend = f"{self.feature_map.kind} features"
         q_BHTD, k_BKTD, v_BKTD = self.project(x_BTC, layout)
         with torch.autocast(x_BTC.device.type, enabled=False):
@@ -75,7 +75,7 @@ class KernelAttention(Attention):
     ) -> Tensor:
         sums = PrefixSums.empty(v_BKTD, self.feature_map.n_features)
         if cache:
-            copied = torch.is_grad_enabled()  # a graph may need what is written over below
+            copied = torch.is_grad_enabled()  # a graph may need the sums that are overwritten below
             sums = PrefixSums(*(each.to(v_BKTD.dtype, copy=copied) for each in cache.sums))
         outputs = []
         for start in range(0, q_BKGTD.shape[3], CHUNK):
@@ -85,7 +85,7 @@ class KernelAttention(Attention):
                 documents = layout.documents_BT[:, part]
                 previous = layout.documents_BT[:, max(start - 1, 0)]
                 documents = torch.cat((previous[:, None], documents), dim=1)
-            # Features of a chunk stay in the processor's caches; those of all tokens would not.
+            # Features of one chunk fit into the processor's caches; features of all tokens would not.
             y, sums = sums.advance(
                 self.feature_map(q_BKGTD[..., part, :]).value_BKTM,
                 self._key_features(k_BKTD, layout, part),
@@ -125,23 +125,23 @@ class KernelAttention(Attention):
     def new_cache(
         self,
         batch_size: int,
-        capacity: int,  # noqa: ARG002  # the same call for every kind of attention
+        capacity: int,  # noqa: ARG002  # same signature for every kind of attention
         dtype: torch.dtype,
         device: torch.device,
     ) -> BlockCache:
-        """A cache whose size depends on no number of tokens: the sums so far, in float32."""
+        """Return a cache of the running sums, in float32. Its size is independent of the number of tokens."""
         dtype = torch.promote_types(dtype, torch.float32)
         v_BKTD = torch.empty(batch_size, self.n_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         return StateCache(PrefixSums.empty(v_BKTD, self.feature_map.n_features))
 
 
 class PrefixSums(NamedTuple):
-    """What the keys and values so far add up to, divided by exp of the largest log-scale so far.
+    """Sums over the keys and values so far, divided by exp of the largest log-scale so far.
 
     Attributes:
         values_BKMD: sum of phi(k) v^T, float32.
         weights_BKM: sum of phi(k), float32.
-        log_scale_BK: that log-scale, float32.
+        log_scale_BK: largest log-scale, float32.
     """
 
     values_BKMD: Tensor
@@ -150,7 +150,7 @@ class PrefixSums(NamedTuple):
 
     @classmethod
     def empty(cls, v_BKTD: Tensor, n_features: int) -> PrefixSums:
-        """Of no keys yet, for values like these."""
+        """Return the sums over no keys, for values like `v_BKTD`."""
         B, K, _, D = v_BKTD.shape
         return cls(
             v_BKTD.new_zeros(B, K, n_features, D),
@@ -166,7 +166,7 @@ class PrefixSums(NamedTuple):
         floor: float,
         documents_BL: Tensor | None = None,
     ) -> tuple[Tensor, PrefixSums]:
-        """The outputs (B, K, G, L, D) of a chunk of L tokens, and the sums with these.
+        """Return the outputs (B, K, G, L, D) of a chunk of L tokens, and the sums including the chunk.
 
         L = 1 is the recurrent form, L = T the quadratic one.
 
@@ -174,14 +174,14 @@ class PrefixSums(NamedTuple):
             q_BKGLM: features of the queries; their scale does not matter.
             k: features of the keys.
             v_BKLD: values.
-            floor: the least denominator.
-            documents_BL: the document of the token before the chunk, then those of its L tokens.
+            floor: minimum of the denominator.
+            documents_BL: document of the token before the chunk, then documents of its L tokens.
         """
         values_BKMD, weights_BKM, before_BK = self
         L = v_BKLD.shape[2]
         time_L = torch.arange(L, device=v_BKLD.device)
         visible_BLL = (time_L <= time_L[:, None])[None]
-        continues_BL = visible_BLL[:, :, 0]  # from the first token on, the sums of the past count
+        continues_BL = visible_BLL[:, :, 0]  # the sums of the past are visible from the first token on
         if documents_BL is not None:
             visible_BLL = visible_BLL & (documents_BL[:, 1:, None] == documents_BL[:, None, 1:])
             continues_BL = documents_BL[:, 1:] == documents_BL[:, :1]

@@ -1,6 +1,6 @@
 """LatentAttention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-Shapes: B batch, T positions, S positions with those of the cache, C model width, H heads,
+Shapes: B batch, T positions, S positions with the cached ones, C model width, H heads,
 N and P the parts of a head without and with position, V value size, R rank of the shared latent.
 """
 
@@ -23,14 +23,14 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads are linear in one latent of size R; positions ride on a shared key.
+    """Multi-head latent attention: keys and values of all heads are linear in one latent of size R.
 
-    Nothing but the latent and the rotated key is cached: R + P numbers a token. Decoding never expands
-    them: the projections from the latent are absorbed into queries and output, so that all heads
-    read the one latent as multi-query attention would.
+    Positions are in a rotated key that all heads share. Only the latent and the rotated key are cached: R + P
+    numbers per token. Decoding never expands them: the projections from the latent are absorbed into queries
+    and output, so that all heads read the same latent, as in multi-query attention.
 
     Args:
-        config: of the Block; `latent` has the sizes, default those of `LatentConfig`.
+        config: configuration of the Block; `latent` has the sizes, with the defaults of `LatentConfig`.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.head_dim = self.nope_dim + self.rope_dim
         self.causal, self.sliding_window = config.attention_mode == "causal", config.sliding_window
         self.softcap, self.dropout = config.softcap, config.dropout
-        self.backend: str | None = None  # that computed the last pass
+        self.backend: str | None = None  # backend of the last forward pass
         self.rotary = rotary_of(config, self.rope_dim)
         self.q_down: nn.Linear | None = None
         queries_from = config.d_model
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(self.n_heads * self.value_dim, config.d_model, bias=False)
 
     def forward(self, x_BTC: Tensor, layout: Layout, cache: BlockCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, of the T tokens that follow those in it."""
+        """(B, T, C) -> (B, T, C). With a cache, the T tokens follow the cached ones."""
         q_BHTN, q_BHTP = self._queries(x_BTC, layout)
         latent_B1TL = self._latent(x_BTC, layout)
         keys = None
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         return q_BHTN, self._rotate(q_BHTP, layout)
 
     def _latent(self, x_BTC: Tensor, layout: Layout) -> Tensor:
-        """The latent and the rotated key behind it: (B, 1, T, R + P)."""
+        """Return the latent, followed by the rotated key: (B, 1, T, R + P)."""
         latent_BTR, k_BTP = self.kv_down(x_BTC).split((self.rank, self.rope_dim), dim=-1)
         k_B1TP = self._rotate(k_BTP[:, None], layout)
         return torch.cat((self.kv_norm(latent_BTR)[:, None], k_B1TP), dim=-1)
@@ -103,21 +103,21 @@ class LatentAttention(nn.Module):
         return x_BHTP if self.rotary is None else rotate(x_BHTP, *layout.rotary(self.rotary))
 
     def _expand(self, latent_B1TL: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, T, N + P) and values (B, H, T, V) of every head."""
+        """Return keys (B, H, T, N + P) and values (B, H, T, V) of every head."""
         latent_BTR, k_B1TP = latent_B1TL[:, 0, :, : self.rank], latent_B1TL[..., self.rank :]
         up = self.kv_up(latent_BTR).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         k_BHTN, v_BHTV = up.split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((k_BHTN, k_B1TP.expand(-1, self.n_heads, -1, -1)), dim=-1), v_BHTV
 
     def _up(self) -> tuple[Tensor, Tensor]:
-        """What `kv_up` does to the latent for keys (H, N, R) and for values (H, V, R)."""
+        """Return the parts of `kv_up` for keys (H, N, R) and for values (H, V, R)."""
         up_HDR = self.kv_up.weight.view(self.n_heads, -1, self.rank)
         return up_HDR[:, : self.nope_dim], up_HDR[:, self.nope_dim :]
 
     def new_cache(
         self, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> BlockCache:
-        """A cache for `capacity` tokens of R + P numbers each, fewer where there is a window."""
+        """Return a cache for `capacity` tokens of R + P numbers each, or for one window if it is smaller."""
         sizes = [(1, self.rank + self.rope_dim)]
         return SlotCache(batch_size, capacity, self.sliding_window, sizes, dtype, device)
 

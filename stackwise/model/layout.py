@@ -1,6 +1,6 @@
-"""Layout: where the tokens of a batch stand and which of them are real, shared by the blocks of one pass.
+"""Layout: positions and padding of a batch, shared by the Blocks of one forward pass.
 
-Shapes: B batch, T positions of this pass, S positions with those of the cache.
+Shapes: B batch, T positions of this pass, S positions with the cached ones.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """What every block of a forward pass needs to know of its batch, each part computed once.
+    """Positions, masks and rotary tables of a batch for one forward pass, each computed once.
 
-    Blocks of one Rack may differ in head size, rotary base, causality and window; tables and masks are
-    kept by these, for one pass and no longer, so that nothing goes stale across devices, dtypes or
-    autograd modes.
+    Blocks of one Rack may differ in head size, rotary base, causality and window. Tables and masks are cached
+    per combination, for one pass only, so that they cannot be stale for another device, dtype or autograd
+    mode.
 
     Args:
-        x_BTC: the hidden states of the pass; only shape and device are read.
+        x_BTC: hidden states of the pass; only shape, dtype and device are read.
         attention_mask: bool or integer (B, T), nonzero at real tokens, or None.
-        document_ids: integer (B, T), equal within a document, or None. Tokens see their own document
-            only, and positions start again at each.
-        start: how many tokens a cache holds before these: a number, or an int64 tensor of no
-            dimensions where the pass must not depend on its value (graph capture).
-        keep_BS: bool, what is real of everything that a cache has room for, these tokens included;
-            replaces `attention_mask`.
+        document_ids: integer (B, T), equal within a document, or None. Tokens see only their own document,
+            and positions restart in each.
+        start: number of tokens in the cache before these: an integer, or a zero-dimensional int64 tensor if
+            the pass must not depend on its value (graph capture).
+        keep_BS: bool, True at real tokens, for the capacity of a cache including these tokens; replaces
+            `attention_mask`.
 
     Raises:
-        ValueError: a mask of another shape, or of floating-point numbers; documents beside a cache.
+        ValueError: a mask of another shape, or of floating-point numbers; documents together with a cache.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Layout:
         self._masks: dict[tuple[bool, int | None, int | None], AttentionMask] = {}
 
     def _positions(self) -> Tensor:
-        """int64 (T,), or (B, T) where rows differ: how many real tokens of its document precede a token.
+        """Return the number of real tokens of its document before each token: int64 (T,) or (B, T).
 
-        Padding has no position of its own, so that a row computes the same wherever it is padded.
+        The shape is (B, T) if rows differ. Padding has no position of its own, so that the padding of a row
+        does not change its result.
         """
         if self.keep_BS is not None:
             before: Tensor = self.keep_BS.cumsum(1) - self.keep_BS.long()
@@ -76,15 +77,15 @@ class Layout:
 
     @property
     def keep_BT(self) -> Tensor | None:
-        """What is real of the tokens of this pass: bool (B, T), or None."""
+        """Mask of the real tokens of this pass: bool (B, T), or None."""
         if self.keep_BS is None or self.keep_BS.shape[1] == self.seq_len:
             return self.keep_BS
         return self.keep_BS[:, self.time_T]
 
     def rotary(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Cos and sin of the rotary embedding: each (T, D/2), or (B, 1, T, D/2) where rows differ.
+        """Return cos and sin of the rotary embedding: each (T, D/2), or (B, 1, T, D/2) if rows differ.
 
-        In float32, or in float64 where the hidden states are.
+        The dtype is float32, or float64 for float64 hidden states.
         """
         if rotary.key not in self._tables:
             plain = self.positions is self.time_T and isinstance(self.start, int) and self.start == 0
@@ -96,12 +97,12 @@ class Layout:
         return self._tables[rotary.key]
 
     def mask(self, *, causal: bool, window: int | None, keys: Keys | None = None) -> AttentionMask:
-        """Who may see whom.
+        """Return the attention mask.
 
         Args:
-            causal: hide the future.
+            causal: hide later keys.
             window: see `AttentionMask`.
-            keys: when the keys happened, as `SlotCache.append` says; None: they are the tokens of this pass.
+            keys: times of the keys, from `SlotCache.append`; None: the keys are the tokens of this pass.
         """
         key = (causal, window, None if keys is None else len(keys.time_S))
         if key not in self._masks:

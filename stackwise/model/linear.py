@@ -1,4 +1,4 @@
-"""Linear: nn.Linear, read at the speed of memory where there is a single vector to multiply.
+"""Linear: nn.Linear with a memory-bound fast path for a single vector.
 
 Shapes: N outputs, K inputs.
 """
@@ -13,11 +13,11 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but for a single float32 vector in a compiled decode step on the CPU.
+    """nn.Linear with a fast path for a single float32 vector in a compiled decoding step on the CPU.
 
-    There the product is written as a sum of products, which the compiler turns into one pass over the
-    weights, widened as they are read. The matrix kernels that `F.linear` ends in are made for many rows,
-    and read memory at about half the rate. Weights in bfloat16 or int8 are read as such.
+    The fast path writes the product as a sum of products. The compiler turns it into one pass over the
+    weights, which are widened as they are read. The matrix kernels of `F.linear` are optimised for many rows,
+    and use about half of the memory bandwidth. bfloat16 and int8 weights are read in their own dtype.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in nn.Linear
@@ -28,11 +28,11 @@ class Linear(nn.Linear):
 
     @property
     def takes_float32(self) -> bool:
-        """Whether a float32 vector may come in, whatever the weights are, where `is_single` holds."""
+        """True if float32 vectors are accepted, for any dtype of the weights, when `is_single` is True."""
         return self.weight.dtype in (torch.float32, torch.bfloat16)
 
     def is_single(self, x: Tensor) -> bool:
-        """Whether `x` is one float32 vector, in compiled code on the CPU, and nobody asks for gradients."""
+        """Return True if `x` is one float32 vector, in compiled code on the CPU, with gradients disabled."""
         return (
             torch.compiler.is_compiling()
             and x.numel() == self.in_features
@@ -42,8 +42,8 @@ class Linear(nn.Linear):
         )
 
     def single(self, x: Tensor, weight_NK: Tensor, scale_N: Tensor | None = None) -> Tensor:
-        """The product with `weight_NK`, each row times its scale."""
-        # What two sums read, the compiler computes once and keeps; what one reads, once for every row.
+        """Return the product with `weight_NK`, each row times its scale."""
+        # The compiler stores a value that two sums read, and recomputes one that a single sum reads, per row.
         halves = weight_NK.tensor_split(2)
         y_N = torch.cat([(half_NK.float() * x.flatten()).sum(-1) for half_NK in halves])
         if scale_N is not None:

@@ -1,4 +1,4 @@
-"""Attention masks: who may look at whom.
+"""Attention masks: visibility of keys to queries.
 
 Shapes: B batch, T query positions, S key positions.
 """
@@ -14,12 +14,12 @@ __all__ = ["AttentionMask", "Keys", "document_runs", "padding_mask"]
 
 
 class Keys(NamedTuple):
-    """When the keys of a pass happened.
+    """Times of the keys of a pass.
 
     Attributes:
-        time_S: int64; negative where a cache has no key yet.
-        aligned: the keys are consecutive in time and the queries are the last of them, so that who
-            sees whom can be read off T and S alone.
+        time_S: int64; negative for empty cache slots.
+        aligned: True if the keys are consecutive in time and the queries are the last of them, so that T and
+            S determine the visibility.
     """
 
     time_S: Tensor
@@ -27,16 +27,16 @@ class Keys(NamedTuple):
 
 
 class AttentionMask:
-    """Visibility as rules, and as a table only where one is asked for.
+    """Attention mask as rules. A dense table is computed only on request.
 
-    Each rule only ever hides more: padding never reveals the future. A query always keeps sight of
-    itself, so that no row is empty; what a padded query computes is not part of any real token.
+    Each rule can only hide more: padding never reveals later keys. A query always sees itself, so that no row
+    is empty. Real tokens never depend on the output of a padded query.
 
     Args:
-        query_time_T: int64, when each query happened.
-        keys: when each key happened.
+        query_time_T: int64, time of each query.
+        keys: times of the keys.
         causal: hide the keys after the query.
-        window: W; hide keys W or more away from the query. None: no such rule.
+        window: W; hide keys at a distance of W or more from the query. None: no window.
         keep_BS: bool, False at padding; None: no padding.
         documents: integer (B, T) and (B, S): hide the keys of another document; None: one document.
     """
@@ -52,7 +52,7 @@ class AttentionMask:
         documents: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.query_time_T, (self.key_time_S, self.aligned) = query_time_T, keys
-        # Not len(), which for an exporter is a constant.
+        # Not len(), which is a constant for an exporter.
         self.n_queries, self.n_keys = query_time_T.shape[0], self.key_time_S.shape[0]
         self.causal = causal
         self.window = None if self.aligned and window is not None and window >= self.n_keys else window
@@ -61,23 +61,23 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether T and S, causality and window say everything."""
+        """True if T, S, causality and window determine the mask."""
         return self.aligned and self.keep_BS is None and self.documents is None
 
     @property
     def hides_nothing(self) -> bool:
-        """Whether every query sees every key."""
+        """True if every query sees every key."""
         return self.is_plain and self.window is None and (not self.causal or self.n_queries == 1)
 
     @property
     def is_lower_triangle(self) -> bool:
-        """Whether causality over equally many queries and keys is the only rule."""
-        if self.n_queries != self.n_keys:  # a branch: of a length left open a compiler decides only there
+        """True if causality, with equal numbers of queries and keys, is the only rule."""
+        if self.n_queries != self.n_keys:  # a branch, so that a compiler can decide it for a symbolic length
             return False
         return self.is_plain and self.window is None and self.causal
 
     def key_range(self, start: int, end: int) -> tuple[int, int]:
-        """The first and one past the last key that queries `start` to `end` (exclusive) may see."""
+        """Return the first key, and one past the last, that queries `start` to `end` (exclusive) may see."""
         if not self.aligned:
             return 0, self.n_keys
         offset = self.n_keys - self.n_queries
@@ -87,7 +87,7 @@ class AttentionMask:
         return first, self.n_keys if self.window is None else min(self.n_keys, end + offset + self.window - 1)
 
     def visible(self, queries: slice, keys: slice) -> Tensor | None:
-        """The table of a part: bool, broadcastable to (B, 1, t, s); None where all of it is visible."""
+        """Return a part of the table: bool, broadcastable to (B, 1, t, s); None if all of it is visible."""
         query_T1, key_1S = self.query_time_T[queries, None], self.key_time_S[None, keys]
         visible: Tensor | None = None
         if self.causal and not self.hides_nothing:
@@ -106,7 +106,7 @@ class AttentionMask:
         return visible
 
     def dense(self) -> Tensor | None:
-        """The whole table, computed once: bool, broadcastable to (B, 1, T, S); None: all visible."""
+        """Return the full table, computed once: bool, broadcastable to (B, 1, T, S); None: all visible."""
         if self._dense is None:
             self._dense = self.visible(slice(None), slice(None))
         return self._dense
@@ -122,15 +122,13 @@ class AttentionMask:
 
 
 def padding_mask(attention_mask: Tensor | None, batch_size: int, seq_len: int) -> Tensor | None:
-    """The user's mask as bool (B, S), True at real tokens.
+    """Return the user's mask as bool (B, S), True at real tokens.
 
     Args:
-        attention_mask: bool or integer (B, S), nonzero at real tokens (the Hugging Face
-            convention), or None.
+        attention_mask: bool or integer (B, S), nonzero at real tokens (the Hugging Face convention), or None.
 
     Raises:
-        ValueError: another shape, or a floating-point mask, whose meaning (0/1 or additive) could
-            only be guessed.
+        ValueError: another shape, or a floating-point mask, which is ambiguous (0/1 or additive).
     """
     if attention_mask is None:
         return None
@@ -144,13 +142,13 @@ def padding_mask(attention_mask: Tensor | None, batch_size: int, seq_len: int) -
 
 
 def document_runs(document_ids: Tensor | None, batch_size: int, seq_len: int) -> Tensor | None:
-    """Documents numbered from 0 in each row: int64 (B, T). Where the id changes, a new one begins.
+    """Return documents numbered from 0 in each row: int64 (B, T). Each change of the id is a new document.
 
     Args:
         document_ids: integer (B, T), equal within a document, or None.
 
     Raises:
-        ValueError: another shape, or no integers.
+        ValueError: another shape, or not integers.
     """
     if document_ids is None:
         return None

@@ -1,4 +1,4 @@
-"""Mode: a module in eval mode for a while."""
+"""Mode: context manager for eval mode."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["evaluating"]
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode, and afterwards each part that was training back into training mode."""
+    """Switch `module` to eval mode in this context. At the end the mode of each submodule is restored."""
     training = [part for part in module.modules() if part.training]
-    if training:  # eval() walks the tree and assigns everywhere, which would cost each decoded token
+    if training:  # eval() visits every module, which would be slow for each decoded token
         module.eval()
     try:
         yield

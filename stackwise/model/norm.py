@@ -11,20 +11,20 @@ __all__ = ["RMSNorm", "create_norm"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm that computes in the dtype of its input, as autocast wants of everything but sums.
+    """nn.RMSNorm that computes in the dtype of its input, as autocast expects of all operations but sums.
 
-    PyTorch has no fused kernel for a bfloat16 input and a float32 weight; the mean square is in float32
-    either way.
+    PyTorch has no fused kernel for a bfloat16 input with a float32 weight. The mean square is in float32 in
+    both cases.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Over the last axis."""
+        """Normalise over the last axis."""
         weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def create_norm(kind: NormKind, width: int, eps: float) -> nn.RMSNorm | nn.LayerNorm:
-    """A norm over the last axis, of size `width`."""
+    """Return a norm over the last axis, of size `width`."""
     if kind == "rmsnorm":
         return RMSNorm(width, eps=eps)
     return nn.LayerNorm(width, eps=eps, bias=False)

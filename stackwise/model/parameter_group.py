@@ -1,4 +1,4 @@
-"""Parameter groups: which optimizer trains which parameter of a Rack, changed while training goes on."""
+"""ParameterGroups: changes of optimizer parameter groups during training, for surgery on a Rack."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 class ParameterGroups:
-    """The groups of all optimizers that train one Rack.
+    """Parameter groups of all optimizers that train one Rack.
 
-    A parameter that joins gets into a group that exists, so that learning rate schedulers, which count
-    groups, go on; one that leaves takes its state with it, and its group stays, even when empty. What any
-    other parameter has in state (moments, steps) is not touched. A state dict counts parameters: within a
-    group they stay in the order of the Rack, so that an optimizer made anew for the Rack can load it.
+    A new parameter joins an existing group, so that learning-rate schedulers, which count groups, continue to
+    work. A removed parameter takes its state along; its group remains, even if it is empty. The state of
+    other parameters (moments, steps) is unchanged. A state dict refers to parameters by index: within a group
+    they stay in the order of the Rack, so that a new optimizer of the Rack can load it.
 
     Args:
-        rack: whose parameters these are.
-        optimizer: one, several (Muon beside AdamW), or None, with which every method does nothing. One may
-            contain others, see `optimizers_in`.
+        rack: Rack with the parameters.
+        optimizer: one optimizer, several (such as Muon and AdamW), or None, with which every method does
+            nothing. One may contain others, see `optimizers_in`.
 
     Raises:
-        ValueError: no optimizer, one that holds parameters but none of this Rack, or LBFGS, whose state
-            is one vector over all parameters.
+        ValueError: not an optimizer, an optimizer with parameters but none of this Rack, or LBFGS, which has
+            one state vector over all parameters.
     """
 
     def __init__(self, rack: Rack, optimizer: Optimizers) -> None:
@@ -52,7 +52,7 @@ class ParameterGroups:
                 type(each).__name__,
                 "one that trains this Rack; it holds other parameters only",
             )
-        # Those inside a container last: their groups are the ones that train.
+        # Optimizers inside a container last: their groups are used for training.
         self.rack = rack
         self.optimizers = [inner for each in several for inner in reversed(optimizers_in(each))]
         self._group_of = {id(p): group for group in self._groups() for p in group["params"]}
@@ -63,23 +63,29 @@ class ParameterGroups:
         }
 
     def plan(self, stack: Stack, like: int) -> list[tuple[dict[str, Any], nn.Parameter]]:
-        """The group that each trainable parameter of `stack` is to join; nothing changes yet.
+        """Return the group that each trainable parameter of `stack` will join, without changing anything.
 
-        That of the same weight in the Stack at index `like`; where that one is not trained, of another
-        weight there of the same kind (a matrix, or not); where that Stack is `stack` itself, a group with its
-        `stack_id`, for weights of that kind as `matrices` says, and none that was made for another Stack.
-        Then the same in the next nearest Stacks. If no Stack has such a group: that of the final norm, or of
-        an untied head for matrices; for gains and biases that of an embedding which does not decay, where it
-        has an `lr_multiplier`; at last, the only empty group, where weight decay says which kind it is for.
-        Of these, only one with the `lr_multiplier` that the weight has in a `mup` Rack, or 1.
+        The first match is used:
 
-        A group of `Muon` that splits its matrices in other maps is none for this weight; nor is one that is
-        for matrices of Blocks where this is none, or the reverse, unless it trains the same weight elsewhere.
+        1. In the Stack at index `like`, the group of the same weight, otherwise of another weight of the same
+           kind (matrix or not).
+        2. If that Stack is `stack` itself, a group with its `stack_id`, whose `matrices` has the right kind.
+           Groups of other Stacks are excluded.
+        3. The same in all other Stacks, nearest first.
+        4. The group of the final norm; for matrices, of an untied head. For gains and biases also the group
+        of
+           the embedding, if it has an `lr_multiplier` and no weight decay.
+        5. The only empty group with the right kind: weight decay for matrices, none for others.
 
-        Parameters that are in a group already have no part in the plan.
+        Groups of 4 and 5 need the `lr_multiplier` that the weight has in a `mup` Rack, or 1.
+
+        A group of `Muon` with other `rows` does not match. A group for matrices of Blocks does not match
+        another weight, and vice versa, unless it trains the same weight in another Stack.
+
+        Parameters that already are in a group are not in the plan.
 
         Raises:
-            ValueError: no such group.
+            ValueError: no group matches.
         """
         if not self.optimizers:
             return []
@@ -91,7 +97,7 @@ class ParameterGroups:
         ]
 
     def add(self, plan: Iterable[tuple[dict[str, Any], nn.Parameter]]) -> None:
-        """Carry a plan out, once the parameters are in the Rack."""
+        """Apply a plan, after the parameters were added to the Rack."""
         place = {id(p): i for i, p in enumerate(self.rack.parameters())}
         for group, parameter in plan:
             params, own = group["params"], place[id(parameter)]
@@ -101,18 +107,18 @@ class ParameterGroups:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether an optimizer keeps weights in another dtype than the model has."""
+        """True if an optimizer stores master weights in another dtype than the model's."""
         return any(hasattr(each, "adopt") for each in self.optimizers)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Hand parameters to the optimizer that `keeps_masters`, where there is one; whether there is."""
+        """Pass parameters to the optimizer with master weights. Return True if there is one."""
         keeper = next((each for each in self.optimizers if hasattr(each, "adopt")), None)
         if keeper is not None:
             keeper.adopt(parameters)
         return keeper is not None
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take parameters, and what is known of them, out of every optimizer."""
+        """Remove parameters and their state from every optimizer."""
         gone = {id(p): p for p in parameters}
         for optimizer in self.optimizers:
             if hasattr(optimizer, "release"):
@@ -124,9 +130,9 @@ class ParameterGroups:
         self.rename()
 
     def rename(self) -> None:
-        """Call parameters as the Rack now does, in optimizers that were made with names.
+        """Update parameter names from the Rack, in optimizers with named parameters.
 
-        And a group that was made for a Stack which is there no more is for none: its number may come again.
+        A group of a removed Stack loses its `stack_id`, because the number may be reused.
         """
         ids = {self.rack.get_stack(i).stack_id for i in range(len(self.rack.stacks))}
         for group in self._groups():
@@ -138,7 +144,7 @@ class ParameterGroups:
                 group["param_names"] = [self._names[id(p)] for p in group["params"]]
 
     def refuse_held(self, stack: Stack) -> None:
-        """Raises ValueError where a parameter of `stack` is in a group."""
+        """Raise ValueError if a parameter of `stack` is in a group."""
         for name, parameter in stack.named_parameters():
             require(
                 id(parameter) not in self._group_of, "stack", name, "parameters that no optimizer has yet"
@@ -191,7 +197,7 @@ class ParameterGroups:
         )
 
     def _ends(self, is_matrix: bool) -> list[Tensor]:
-        """Weights outside the Stacks that train as such a one of a Stack does, the likest first."""
+        """Return weights outside the Stacks that train like a Stack's weight of this kind, best first."""
         rack = self.rack
         if is_matrix:
             return [] if rack.tie_embeddings else [rack.lm_head.weight]
@@ -200,9 +206,10 @@ class ParameterGroups:
         return [rack.final_norm.weight, *([rack.embedding.weight] if alike else [])]
 
     def _has_rate(self, group: Mapping[str, Any], rows: tuple[int, ...] | None) -> bool:
-        """Whether a group of other weights has the learning rate that such a weight of a Stack has.
+        """Return True if a group of other weights has the learning rate of such a weight of a Stack.
 
-        One without `lr_multiplier` does not tell; and under `mup` head and final norm have other rates.
+        A group without `lr_multiplier` is accepted only if `mup` changes no rate. Under `mup`, head and final
+        norm have other rates.
         """
         base, width = self.rack.mup_base_width, self.rack.d_model
         wanted = 1.0 if base is None or rows is None else base / width
@@ -214,7 +221,7 @@ class ParameterGroups:
 
 
 def block_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """By id, the matrices of the Blocks of a model; and the rows of each of several maps that share one."""
+    """Return the matrices of a model's Blocks by id, with the rows of each map if one contains several."""
     found: dict[int, tuple[int, ...]] = {}
     for block in model.modules():
         if isinstance(block, Block):
@@ -226,12 +233,12 @@ def block_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
 
 
 def _fits(group: Mapping[str, Any], rows: tuple[int, ...] | None, *, is_same: bool = False) -> bool:
-    """Whether a group is for such a weight: any of torch's own is, one of `Muon` says what it is for.
+    """Return True if a group fits such a weight. torch's groups always do; `Muon`'s depend on the weight.
 
     Args:
-        group: of an optimizer.
-        rows: of `block_matrices`; None: it is none of them.
-        is_same: whether it trains the same weight of another Stack: then it is right but for its rows.
+        group: group of an optimizer.
+        rows: rows from `block_matrices`; None: not a matrix of a Block.
+        is_same: True if the group trains the same weight of another Stack: then only its rows have to match.
     """
     if not group.keys() >= {"kind", "rows"}:
         return True
@@ -243,6 +250,6 @@ def _fits(group: Mapping[str, Any], rows: tuple[int, ...] | None, *, is_same: bo
 
 
 def _roles(stack: Stack) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once, with its name within its Block."""
+    """Yield each parameter once, with its name in its Block."""
     for name, parameter in stack.named_parameters():
         yield name.split(".", 2)[2], parameter

@@ -32,19 +32,21 @@ _SLICE = 256
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What quantizing a Stack saved and cost.
+    """Result of quantizing a Stack.
 
     Attributes:
-        stack_id: the Stack's name.
+        stack_id: name of the Stack.
         dtype: "int8", "int4" or "fp8".
-        arithmetic: what a layer computes with.
-        bytes_before: of all parameters and buffers of the Stack, as held in memory.
-        bytes_after: the same, with scales, zero points and padding.
+        arithmetic: description of a layer's arithmetic.
+        bytes_before: size of all parameters and buffers of the Stack in memory, in bytes.
+        bytes_after: size after quantization, with scales, zero points and padding.
         weight_error: per layer |quantised - original| / |original|, Frobenius norms, of the matrix that the
-            layer then applies, in the dtype that it answers in.
-        left_out: per layer that keeps its weights, why.
-        logits_error_max: largest difference of a logit over the largest logit; None without `sample_ids`.
-        logits_error_rms: root mean square of the difference over that of the logits; None likewise.
+            layer applies, in the dtype of its output.
+        left_out: reason for each layer that was not quantised.
+        logits_error_max: largest difference of a logit divided by the largest logit; None without
+            `sample_ids`.
+        logits_error_rms: root mean square of the difference divided by that of the logits; None without
+            `sample_ids`.
     """
 
     stack_id: int
@@ -59,12 +61,12 @@ class QuantizationReport:
 
 
 class QuantizedLinear(Linear):
-    """A linear layer with a quantised weight, which does not train.
+    """Linear layer with a quantised weight, which cannot be trained.
 
     Args:
-        weight: of a torchao tensor class, shape (O, I).
+        weight: weight of a torchao tensor class, shape (O, I).
         bias: (O,) or None.
-        passes_gradients: whether its kernel has a derivative with respect to the input.
+        passes_gradients: True if its kernel has a derivative for the input.
     """
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, *, passes_gradients: bool) -> None:
@@ -82,11 +84,12 @@ class QuantizedLinear(Linear):
         """(..., I) -> (..., O).
 
         Raises:
-            ValueError: training: the weight was unfrozen, or a gradient is wanted that its kernel has not;
-                an input in another dtype than that of the weight, which for int4 and fp8 no cast changes.
+            ValueError: with gradients enabled: the weight was unfrozen, or the input needs a gradient that
+                its kernel does not have. For int4 and fp8 also an input with another dtype than the weight:
+                a cast of the Rack does not change the weight.
         """
         if torch.is_grad_enabled():
-            # torchao answers these with no gradient at all, or with an error from deep inside.
+            # Otherwise torchao returns no gradient, or raises an internal error.
             frozen = not self.weight.requires_grad
             require(frozen, "quantised weight", "requires_grad=True", "frozen: call freeze() of its Stack")
             passes = self.passes_gradients or not x.requires_grad
@@ -102,7 +105,7 @@ class QuantizedLinear(Linear):
                     "weight, since int4 and fp8 do not follow a cast: cast the Rack, then quantise"
                 )
             return F.linear(x, self.weight, self.bias)
-        # Autocast casts nothing for a kernel that it does not know, as that of int4.
+        # Autocast does not cast inputs of unknown kernels, such as int4's.
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -110,7 +113,7 @@ class QuantizedLinear(Linear):
 
 
 def _is_int8_by_row(weight: Tensor) -> bool:
-    """Whether a torchao tensor is integers and one scale a row, which can be multiplied apart."""
+    """Return True if a torchao tensor is int8 with one scale per row, which can be applied separately."""
     qdata, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(qdata, Tensor) or not isinstance(scale, Tensor):
         return False
@@ -126,31 +129,32 @@ def quantize_stack(
     group_size: int = 32,
     optimizer: Optimizers = None,
 ) -> QuantizationReport:
-    """Keep the linear weights of one Stack in fewer bits, through torchao. The Stack is frozen.
+    """Quantise the linear weights of one Stack with torchao, and freeze the Stack.
 
-    Norms, biases, embedding and head stay as they are. Parameters that other Stacks share train on there; a
-    matrix among them is quantised for this Stack alone. Activations are not quantised. int8 and fp8
-    (e4m3) have one scale for each output; they are converted back at each call, so that they save memory,
-    and time only where reading weights is what takes time. int4 has a scale and a zero point for each
-    `group_size` inputs, and kernels of its own: on the CPU for weights in bfloat16, float16 or float32
-    (slowly in the latter), on CUDA from compute capability 8.0 on for bfloat16.
+    Norms, biases, embedding and head are unchanged. Parameters that other Stacks share continue to train
+    there; a shared matrix is quantised only for this Stack. Activations are not quantised. int8 and fp8
+    (e4m3) have one scale per output. They are converted back at each call: they save memory, and time only if
+    reading weights is the bottleneck. int4 has a scale and a zero point per `group_size` inputs, and its own
+    kernels: on the CPU for weights in bfloat16, float16 or float32 (slow in float32), on CUDA with compute
+    capability 8.0 or higher for bfloat16.
 
-    Gradients pass through int8 and fp8 to what is below the Stack; the Stack itself raises ValueError when
-    it is trained. Whether a format works is tried out on the spot, and nothing changes where it does not.
+    Gradients pass through int8 and fp8 to the layers below the Stack; training the Stack itself raises
+    ValueError. The format is tested first, and nothing changes if it does not work.
 
     Args:
         rack: changed in place.
-        index: of the Stack.
+        index: index of the Stack.
         dtype: "int8", "int4" or "fp8".
-        sample_ids: integer (B, T), to measure the error of the logits on; None: not measured.
-        group_size: of int4: 32, 64, 128 or 256.
-        optimizer: what trains the Rack, one or several; the Stack's own parameters and their state leave it.
+        sample_ids: integer (B, T), to measure the error of the logits; None: not measured.
+        group_size: inputs per scale of int4: 32, 64, 128 or 256.
+        optimizer: optimizers of the Rack, one or several. The Stack's own parameters and their state are
+            removed from them.
 
     Raises:
-        ValueError: an index out of range, a Stack that is quantised already or has no layer that can be, a
-            dtype that this hardware or the dtype of the weights does not allow (with the reason), or other
-            than int8 beside `MasterAdamW`.
-        ImportError: without torchao, which the extra `stackwise[quant]` installs.
+        ValueError: an index out of range, a Stack that is already quantised or has no suitable layer, a
+            dtype that this hardware or the dtype of the weights does not support (with the reason), or a
+            dtype other than int8 with `MasterAdamW`.
+        ImportError: torchao is not installed; the extra `stackwise[quant]` installs it.
     """
     check_sizes(minimum=0, index=index)
     require(index < len(rack.stacks), "index", index, f"0 to {len(rack.stacks) - 1}")
@@ -177,7 +181,7 @@ def quantize_stack(
         try:
             quantised[name] = _quantise(layer, dtype, config)
             weight_error[name] = _error(quantised[name], layer)
-        except Exception as error:  # any failure is an answer: it does not work here
+        except Exception as error:  # any failure means that the format does not work here
             place = f"{layer.weight.dtype} weights on {layer.weight.device.type}"
             raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
 
@@ -214,7 +218,7 @@ def quantize_stack(
 def _unfit(
     stack: Stack, layers: dict[str, nn.Linear], dtype: QuantizedDtype, group_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Layers that cannot be quantised, and why."""
+    """Yield layers that cannot be quantised, with the reason."""
     read_directly = {m.kv_up for m in stack.modules() if isinstance(m, LatentAttention)}
     for name, layer in layers.items():
         if layer in read_directly:
@@ -228,7 +232,7 @@ def _unfit(
 
 
 def _config(dtype: QuantizedDtype, device: torch.device, group_size: int) -> Any:
-    """How torchao says it; without its changes to global settings of the compiler."""
+    """Return the configuration of torchao, without its changes to global compiler settings."""
     try:
         from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
@@ -260,9 +264,9 @@ def _quantise(layer: nn.Linear, dtype: QuantizedDtype, config: Any) -> Quantized
 
 @torch.no_grad()
 def _error(quantised: QuantizedLinear, layer: nn.Linear) -> float:
-    """Of the matrix as the layer applies it, so that its kernel is part of what is measured.
+    """Return the error of the matrix that the layer applies, so that the kernel's error is included.
 
-    Relative to the original matrix, absolute where that is zero.
+    The error is relative to the original matrix, or absolute if that is zero.
     """
     weight_OI = layer.weight.detach()
     difference, size = weight_OI.new_zeros((), dtype=torch.float64), weight_OI.double().norm()
@@ -296,7 +300,7 @@ def _ratio(
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of all parameters and buffers, each piece of memory once."""
+    """Return the bytes of all parameters and buffers, shared memory once."""
     tensors = (*module.parameters(), *module.buffers())
     plain = [inner for tensor in tensors for _, inner in plain_tensors(tensor)]
     return sum({inner.data_ptr(): inner.nbytes for inner in plain}.values())

@@ -1,6 +1,6 @@
-"""Rack: the whole language model, from token ids to logits.
+"""Rack: complete language model, from token ids to logits.
 
-Shapes: B batch, T positions, C model width, V vocabulary.
+Shapes: B batch, T positions, C model width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["Rack"]
 class Rack(nn.Module):
     """Transformer model: token embedding, Stacks, final norm and head.
 
-    The Stacks keep the weights they come with; embedding and head are initialised here so that the
-    first loss is ln(vocab_size), as the last Block's `initialization` says.
+    The weights of the Stacks are unchanged. Embedding and head are initialised for a first loss of
+    ln(vocab_size), by the `initialization` of the last Block.
 
     Args:
         stacks: at least one, of width `d_model`.
         vocab_size: V.
         d_model: C.
-        tie_embeddings: the head is the embedding's own weight, counted and saved once.
-        max_seq_len: the longest sequence that generation may reach; None: any.
+        tie_embeddings: the head shares the weight of the embedding, which is counted and saved once.
+        max_seq_len: maximum length of a sequence in generation; None: no maximum.
         embedding_max_norm: see `BoundedEmbedding`; None: no bound.
 
     Attributes:
-        mup_base_width: d_model of the base where the Rack is initialised by `mup`, else None.
-        hf_origin: what config.json of the transformers model that the Rack came from says beyond the
-            Rack; empty where it came from none. Saving writes it again.
+        mup_base_width: d_model of the base if the Rack is initialised by `mup`, otherwise None.
+        hf_origin: keys of the original config.json of a transformers model that do not affect the Rack;
+            empty for other Racks. Saving writes them.
     """
 
-    padding_sides = ("right", "left")  # where a padded row computes as it does alone
+    padding_sides = ("right", "left")  # sides on which padding does not change the result of a row
 
     def __init__(
         self,
@@ -102,21 +102,21 @@ class Rack(nn.Module):
         document_ids: Tensor | None = None,
         cache: RackCache | None = None,
     ) -> Tensor:
-        """Logits for every position.
+        """Return the logits of every position.
 
         Args:
             input_ids: integer (B, T).
             attention_mask: bool or integer (B, T), nonzero at real tokens.
-            document_ids: integer (B, T), equal within a document, for rows packed of several. A token
-                sees its own document only, and positions start again at each.
-            cache: of `new_cache`; the tokens follow those already in it, and are added to it.
+            document_ids: integer (B, T), equal within a document, for rows with several packed documents. A
+                token sees only its own document, and positions restart in each.
+            cache: result of `new_cache`; the tokens follow the cached ones, and are added to the cache.
 
         Returns:
             (B, T, V).
 
         Raises:
-            ValueError: a mask of another shape or kind; a cache that is full, has documents, or was made for
-                other Blocks than the Rack has now.
+            ValueError: a mask of another shape or dtype; a cache that is full, is combined with documents, or
+                was created for other Blocks than the current ones.
         """
         return self.head(self.hidden(input_ids, attention_mask, document_ids, cache))
 
@@ -127,7 +127,7 @@ class Rack(nn.Module):
         document_ids: Tensor | None = None,
         cache: RackCache | None = None,
     ) -> Tensor:
-        """What `head` reads, (B, T, C). Arguments and errors as in `forward`."""
+        """Return the input of `head`, (B, T, C). Arguments and errors as in `forward`."""
         x_BTC = self.embed(input_ids)
         if cache is None:
             return self.forward_from_stack(x_BTC, 0, None, attention_mask, document_ids)
@@ -138,10 +138,10 @@ class Rack(nn.Module):
         return x_BTC
 
     def follow(self, x_BTC: Tensor, layout: Layout, caches: Sequence[Sequence[BlockCache]]) -> Tensor:
-        """Run all Stacks on the embeddings (B, T, C) of tokens that follow those in `caches`.
+        """Run all Stacks on the embeddings (B, T, C) of tokens that follow the ones in `caches`.
 
         Raises:
-            ValueError: the Rack has other Stacks than when the caches were made.
+            ValueError: the numbers of Stacks or Blocks differ from the caches.
         """
         self._check_numbers(caches)
         for stack, of_blocks in zip(self.stacks, caches, strict=True):
@@ -149,10 +149,10 @@ class Rack(nn.Module):
         return x_BTC
 
     def check_cache(self, cache: RackCache) -> None:
-        """Refuse a cache that holds what other Blocks have computed.
+        """Raise if a cache contains results of other Blocks.
 
         Raises:
-            ValueError: the Rack has other Stacks, or other Blocks in them, than when the cache was made.
+            ValueError: Stacks, or Blocks in them, have changed since the cache was created.
         """
         self._check_numbers(cache.blocks)
         if not cache.is_for(self._blocks()):
@@ -171,21 +171,21 @@ class Rack(nn.Module):
     def _blocks(self) -> list[nn.Module]:
         return [block for i in range(len(self.stacks)) for block in self.get_stack(i).blocks]
 
-    # Methods with a file of their own, where self is called `rack`.
+    # Methods from another file, in which self is named `rack`.
     generate = generate_tokens
     stream = stream_tokens
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> RackCache:
-        """Room for `capacity` tokens in each of `batch_size` rows, taken at once.
+        """Return a cache with `capacity` tokens for each of `batch_size` rows. Memory is allocated at once.
 
         Args:
-            batch_size: rows.
-            capacity: tokens of prompt and continuation together.
-            dtype: of keys and values; None: that of the weights.
+            batch_size: number of rows.
+            capacity: number of tokens, prompt and continuation together.
+            dtype: dtype of keys and values; None: dtype of the weights.
 
         Raises:
-            ValueError: a bidirectional Rack, whose earlier outputs depend on later tokens; a dtype that is
-                not of floating-point numbers.
+            ValueError: a bidirectional Rack, in which earlier outputs depend on later tokens; a dtype that is
+                not a floating-point dtype.
         """
         check_sizes(batch_size=batch_size, capacity=capacity)
         kept = dtype is None or dtype.is_floating_point
@@ -207,12 +207,12 @@ class Rack(nn.Module):
         return cache
 
     def execution(self) -> dict[str, str]:
-        """Which attention backends computed the last pass."""
+        """Return the attention backends of the last forward pass."""
         blocks = (m for m in self.modules() if isinstance(m, Block))
         return {"attention": ", ".join(sorted({block.attention.backend or "none yet" for block in blocks}))}
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids (B, T) to the hidden states (B, T, C) that enter the first Stack."""
+        """Token ids (B, T) to the input (B, T, C) of the first Stack."""
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}; allowed: (batch, positions)")
         x_BTC: Tensor = self.embedding(input_ids)
@@ -228,7 +228,7 @@ class Rack(nn.Module):
     ) -> Tensor:
         """Run Stacks `start` to `end` (exclusive; None: the last) on hidden states.
 
-        (B, T, C) -> (B, T, C). `head` turns the result of the last Stack into logits:
+        (B, T, C) -> (B, T, C). `head` maps the output of the last Stack to logits:
         `rack(ids) == rack.head(rack.forward_from_stack(rack.embed(ids), 0))`.
         """
         check_range("stack", start, end, len(self.stacks))
@@ -244,36 +244,36 @@ class Rack(nn.Module):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no logit depends on a later token: every Stack is causal."""
+        """True if no logit depends on a later token: every Stack is causal."""
         return all(self.get_stack(i).is_causal for i in range(len(self.stacks)))
 
     def get_stack(self, index: int) -> Stack:
-        """The Stack at `index`; IndexError where there is none."""
+        """Return the Stack at `index`. Raise IndexError if it does not exist."""
         stack = self.stacks[index]
         assert isinstance(stack, Stack)
         return stack
 
     def get_embedding_layer(self) -> nn.Embedding:
-        """The token embedding."""
+        """Return the token embedding."""
         return self.embedding
 
     def get_lm_head(self) -> nn.Linear:
-        """The head; its weight is the embedding's own where they are tied."""
+        """Return the head. A tied head shares the weight of the embedding."""
         return self.lm_head
 
     def freeze(self) -> None:
-        """Stop training every parameter."""
+        """Freeze every parameter."""
         self.requires_grad_(False)
 
     def unfreeze(self) -> None:
-        """Train every parameter again; frozen up-projections stay frozen."""
+        """Unfreeze every parameter, except up-projections that the configuration freezes."""
         self.requires_grad_(True)
         for i in range(len(self.stacks)):
             self.get_stack(i).unfreeze()
 
     @classmethod
     def from_pretrained(cls, source: str | PathLike[str] | nn.Module, **options: Any) -> Rack:
-        """The Rack in a folder of weights, or one that computes what a live transformers model does.
+        """Return a Rack from a folder of weights, or converted from a loaded transformers model.
 
         Arguments and errors as in `stackwise.model.interop.load_pretrained`.
         """
@@ -291,9 +291,9 @@ class Rack(nn.Module):
         return save_pretrained(self, path, format, **options)
 
     def get_parameter_count(self) -> int:
-        """Number of parameters; a tied weight counts once."""
+        """Return the number of parameters; a tied weight counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def get_trainable_parameter_count(self) -> int:
-        """Number of parameters that train; a tied weight counts once."""
+        """Return the number of trainable parameters; a tied weight counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -17,18 +17,18 @@ from stackwise.config import RopeScalingConfig
 __all__ = ["Rotary", "constant_tables", "rotate"]
 
 
-_known: dict[str, Rotary] = {}  # by key, which a compiler can carry where it cannot carry an object
+_known: dict[str, Rotary] = {}  # by key: a compiler can store a string, but not an object
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which frequencies a head is rotated by.
+    """Rotary frequencies of a head.
 
     Attributes:
         head_dim: D, even.
-        theta: the base; frequency i is theta^(-2i/D) before scaling.
+        theta: base; frequency i is theta^(-2i/D) before scaling.
         scaling: see `RopeScalingConfig`.
-        key: all of it as text.
+        key: all fields as text.
     """
 
     head_dim: int
@@ -41,11 +41,11 @@ class Rotary:
         _known[self.key] = self
 
     def __reduce__(self) -> tuple[type[Rotary], tuple[int, float, RopeScalingConfig | None]]:
-        """Copied and unpickled it is constructed anew, since it must be known in each process."""
+        """Copy and unpickle through the constructor, which registers the object in each process."""
         return type(self), (self.head_dim, self.theta, self.scaling)
 
     def frequencies(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Radians per position: (D/2,)."""
+        """Return the radians per position: (D/2,)."""
         exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=dtype) / self.head_dim
         frequency = self.theta**-exponent
         if self.scaling is None:
@@ -53,14 +53,14 @@ class Rotary:
         divided = frequency / self.scaling.factor
         if self.scaling.rope_type == "linear":
             return divided
-        # How often a pair turns within the original context decides, as in Llama 3.1.
+        # As in Llama 3.1, the number of turns of a pair within the original context selects the scaling.
         turns = self.scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return kept * frequency + (1 - kept) * divided
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin for positions (T,) or (B, T): (T, D/2) or (B, 1, T, D/2), in their dtype."""
+        """Return cos and sin for positions (T,) or (B, T): (T, D/2) or (B, 1, T, D/2), in their dtype."""
         angle = positions[..., None] * self.frequencies(positions.device, positions.dtype)
         if angle.ndim == 3:
             angle = angle[:, None]
@@ -70,23 +70,23 @@ class Rotary:
 def constant_tables(
     key: str, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`tables` of positions 0 to `seq_len` - 1 of the Rotary with this key, as constants of a compiled graph.
+    """Return `tables` of positions 0 to `seq_len` - 1 of the Rotary with this key, as constants.
 
-    A compiler given the formula computes cosine and sine again for each head, layer and pass.
+    For a compiler, the formula would mean to recompute cosine and sine for each head, layer and pass.
     """
     with torch.inference_mode(False), torch.no_grad():
         return _known[key].tables(torch.arange(seq_len, device=device, dtype=dtype))
 
 
-# What torch.compiler.assume_constant_result does, which imports the compiler: as long as all the rest.
+# The effect of torch.compiler.assume_constant_result, which would import the compiler: a slow import.
 constant_tables._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate each pair of `x_BHTD` by its position's angle.
 
-    Computed in float32 (float64 for float64 input) and returned in the dtype of `x_BHTD`:
-    bfloat16 angles make neighbouring positions beyond 256 identical.
+    Computed in float32 (float64 for float64 input) and returned in the dtype of `x_BHTD`: with bfloat16
+    angles, neighbouring positions beyond 256 would be identical.
     """
     wide = x_BHTD.to(torch.promote_types(x_BHTD.dtype, torch.float32))
     first, second = wide.chunk(2, dim=-1)

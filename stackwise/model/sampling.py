@@ -1,6 +1,6 @@
-"""Sampler: from logits to the next token, on the device.
+"""Sampler: sampling of the next token from logits, on the device.
 
-Shapes: B batch, V vocabulary.
+Shapes: B batch, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from stackwise.support.arguments import check_number, require
 
 __all__ = ["Sampler"]
 
-_COLDEST = 1e-6  # below, logits divided by it leave float32, and there is nothing left to draw
+_COLDEST = 1e-6  # below it, logits divided by the temperature overflow float32
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn. The rules apply in the order of the attributes.
+    """Sampling rules of the next token. They apply in the order of the attributes.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: only the k most likely tokens, and those that tie with the last of them; None: all.
-        top_p: only the most likely tokens whose probabilities add up to p, the one that crosses p
-            included (Holtzman et al. 2020, arXiv:1904.09751); 1: all.
+        temperature: divisor of the logits; 0: the most likely token.
+        top_k: only the k most likely tokens, and tokens that tie with the last of them; None: all.
+        top_p: only the most likely tokens with a total probability of p, including the one that crosses p
+            (Holtzman et al. 2020, arXiv:1904.09751); 1: all.
 
     Raises:
-        ValueError: a value outside its range, or `top_k` or `top_p` where nothing is drawn.
+        ValueError: a value outside its range, or `top_k` or `top_p` without sampling (temperature 0).
     """
 
     temperature: float = 0.0
@@ -51,26 +51,25 @@ class Sampler:
             require(self.top_p == 1, "top_p", self.top_p, f"1 {nothing}")
 
     def __call__(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Token ids (B,), int64. Never waits for the device."""
+        """Return token ids (B,), int64, without host synchronisation."""
         return self.draw(logits_BV, generator)[1]
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The scores (B,) by which tokens won, and their ids (B,).
+        """Return the scores (B,) of the selected tokens, and their ids (B,).
 
-        A score is finite where there was something to take: not where a logit is NaN or +inf, nor where all
-        are -inf.
+        A score is not finite if a logit is NaN or +inf, or if all are -inf.
         """
         if self.temperature == 0:
             return logits_BV.max(-1)
         logits_BV = self.filter(logits_BV)
-        # argmax of p / Exp(1) is distributed as p, and needs no cumulative sum and no host. Some devices
-        # draw a zero now and then, and 0 / 0 would win.
+        # argmax of p / Exp(1) is distributed as p, without a cumulative sum or host synchronisation. Some
+        # devices occasionally draw a zero, and 0 / 0 would be selected.
         noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
         noise_BV.clamp_(min=torch.finfo(noise_BV.dtype).tiny)
         return (logits_BV.softmax(-1) / noise_BV).max(-1)
 
     def filter(self, logits_BV: Tensor) -> Tensor:
-        """The logits, float32, over the temperature, with -inf at what is never drawn."""
+        """Return the logits divided by the temperature, float32, with -inf at excluded tokens."""
         logits_BV = logits_BV.float() / self.temperature
         if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
             least = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]

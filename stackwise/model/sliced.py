@@ -1,4 +1,4 @@
-"""Sliced attention: softmax attention as plain matrix products, of no more keys than can be seen.
+"""Sliced attention: softmax attention by plain matrix products, without keys that no query can see.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head size.
 """
@@ -14,7 +14,7 @@ from stackwise.model.mask import AttentionMask
 __all__ = ["sliced_attention"]
 
 QUERIES_PER_SLICE = 64
-MAX_SLICES = 16  # beyond, a compiled graph has too many parts, and a slice has rows enough
+MAX_SLICES = 16  # more parts slow the compilation down, and a slice then has enough rows
 
 
 def sliced_attention(
@@ -27,10 +27,10 @@ def sliced_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Arguments and result as `backend.attend`: a slice of queries at a time, with only the keys it may see.
+    """Compute `backend.attend` one slice of queries at a time, with only the keys that the slice may see.
 
-    What causality and window hide is not computed, and what is computed are plain matrix products;
-    query heads of one key/value head share a product.
+    Arguments and result are as in `backend.attend`. Keys hidden by causality and window are skipped. Query
+    heads of one key/value head share a plain matrix product.
     """
     B, H, T, D = q_BHTD.shape
     K = k_BKSD.shape[1]
@@ -39,7 +39,7 @@ def sliced_attention(
     scale = D**-0.5 if scale is None else scale
     rows = -(-T // MAX_SLICES)
     if mask.window is not None and not torch.compiler.is_compiling():
-        rows = min(rows, mask.window)  # about half of what a slice then computes is seen
+        rows = min(rows, mask.window)  # about half of a slice's keys are then visible
     rows = max(QUERIES_PER_SLICE, rows)
     slices = []
     for start in range(0, T, rows):
@@ -62,11 +62,11 @@ def sliced_attention(
 
 
 def _mean(logits_BKRS: Tensor, v_BKSD: Tensor, dropout: float) -> Tensor:
-    """softmax(logits) v, in the dtype of the logits; R the queries of all heads that share keys."""
-    if logits_BKRS.dtype == torch.float16:  # ends at 65504, which a sum over many keys soon passes
+    """Return softmax(logits) v, in the dtype of the logits; R is the queries of all heads sharing keys."""
+    if logits_BKRS.dtype == torch.float16:  # a sum over many keys would exceed its maximum, 65504
         weights = logits_BKRS.softmax(-1)
         return (F.dropout(weights, dropout) if dropout else weights) @ v_BKSD
-    # Divided by their sum only after the product: one pass over the weights less, and their
+    # The division by the sum follows the product: this saves one pass over the weights, and their
     # rounding to bfloat16 cancels.
     wide = logits_BKRS.to(torch.promote_types(logits_BKRS.dtype, torch.float32))
     weights = (wide - wide.detach().amax(-1, keepdim=True)).exp().to(logits_BKRS.dtype)

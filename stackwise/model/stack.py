@@ -1,4 +1,4 @@
-"""Stack: a group of Blocks that is frozen, trained and moved as one.
+"""Stack: group of Blocks that is frozen, trained and moved as a unit.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -22,8 +22,8 @@ class Stack(nn.Module):
 
     Args:
         blocks: at least one.
-        stack_id: the name that messages and results use.
-        freeze_blocks: start frozen.
+        stack_id: name of the Stack in messages and results.
+        freeze_blocks: freeze the Blocks.
     """
 
     def __init__(self, blocks: Iterable[Block], stack_id: int = 0, freeze_blocks: bool = False) -> None:
@@ -42,7 +42,7 @@ class Stack(nn.Module):
         layout: Layout | None = None,
         caches: Sequence[BlockCache] | None = None,
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`; one cache a Block."""
+        """(B, T, C) -> (B, T, C). Arguments as in `Block.forward`; one cache per Block."""
         return self.forward_from_block(x_BTC, 0, None, attention_mask, layout, caches)
 
     def forward_from_block(
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         layout: Layout | None = None,
         caches: Sequence[BlockCache] | None = None,
     ) -> Tensor:
-        """Run blocks `start` to `end` (exclusive; None: the last) only. (B, T, C) -> (B, T, C)."""
+        """Run only Blocks `start` to `end` (exclusive; None: the last). (B, T, C) -> (B, T, C)."""
         check_range("block", start, end, self.num_blocks)
         if layout is None:
             require(caches is None, "caches", "some without a layout", "those beside RackCache.layout")
@@ -64,7 +64,7 @@ class Stack(nn.Module):
         return x_BTC
 
     def get_block(self, index: int) -> Block:
-        """The Block at `index`; IndexError where there is none."""
+        """Return the Block at `index`. Raise IndexError if it does not exist."""
         block = self.blocks[index]
         assert isinstance(block, Block)
         return block
@@ -76,28 +76,28 @@ class Stack(nn.Module):
 
     @property
     def is_causal(self) -> bool:
-        """Whether every Block is causal."""
+        """True if every Block is causal."""
         return all(self.get_block(i).is_causal for i in range(self.num_blocks))
 
     def freeze(self) -> None:
-        """Stop training every Block."""
+        """Freeze every Block."""
         self.freeze_blocks_from(0)
 
     def freeze_blocks_from(self, start: int) -> None:
-        """Stop training the Blocks from index `start` on."""
+        """Freeze the Blocks from index `start` on."""
         check_range("block", start, None, self.num_blocks)
         for i in range(start, self.num_blocks):
             self.get_block(i).freeze()
 
     def unfreeze(self) -> None:
-        """Train every Block again; frozen up-projections stay frozen."""
+        """Unfreeze every Block, except up-projections that the configuration freezes."""
         for i in range(self.num_blocks):
             self.get_block(i).unfreeze()
 
     def get_parameter_count(self) -> int:
-        """Number of parameters, frozen ones included."""
+        """Return the number of parameters, including frozen ones."""
         return sum(p.numel() for p in self.parameters())
 
     def get_trainable_parameter_count(self) -> int:
-        """Number of parameters that train."""
+        """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

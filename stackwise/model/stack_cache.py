@@ -1,4 +1,4 @@
-"""StackCache: the outputs of a frozen prefix of a Rack, kept under a digest of all that they depend on.
+"""StackCache: cache of the outputs of a frozen prefix of a Rack, keyed by a digest of all inputs.
 
 Shapes: B batch, T positions, C model width.
 """
@@ -35,19 +35,19 @@ from stackwise.support.random_state import random_states, random_states_equal
 __all__ = ["StackCache", "StackCacheStatistics"]
 
 _ENTRY = r"[0-9a-f]{64}\.safetensors"
-_PARTIAL = rf"\.{_ENTRY}\.\d+\.[0-9a-f]{{8}}"  # name that `replacing` gives to an entry until it is whole
+_PARTIAL = rf"\.{_ENTRY}\.\d+\.[0-9a-f]{{8}}"  # name of an entry while `replacing` writes it
 
 
 @dataclass(frozen=True)
 class StackCacheStatistics:
-    """What a StackCache has done, and what it holds.
+    """Statistics of a StackCache.
 
     Attributes:
-        hits: calls that were answered from the cache.
-        misses: calls that were computed.
-        evictions: entries that this cache removed to make room.
-        entries: how many there are now; on disk, of all processes.
-        bytes: of them; on disk, with the headers of the files.
+        hits: number of calls that were answered from the cache.
+        misses: number of calls that were computed.
+        evictions: number of entries that this cache has evicted.
+        entries: current number of entries; on disk, of all processes.
+        bytes: size of the entries; on disk, with file headers.
     """
 
     hits: int
@@ -58,25 +58,26 @@ class StackCacheStatistics:
 
 
 class StackCache:
-    """Hidden states behind the first Stacks of a Rack, computed once per input.
+    """Cache of the hidden states after the first Stacks of a Rack, computed once per input.
 
-    For training what is above a frozen prefix over several epochs: the prefix then costs one pass over its
-    weights instead of one over all tokens. The key is a digest of the bytes of all weights and buffers,
-    settings and code of the prefix (`ContentHash`), of the inputs, and of the numerics in force: device,
-    dtypes, autocast, the precision of products, the choice of attention kernels, the version of torch. A
-    result is kept only when the digest is the same after it was computed as before, and so are the
-    random states: what was drawn once is not what would be drawn now.
+    For training on top of a frozen prefix over several epochs: a hit costs one pass over the prefix's weights
+    instead of a forward pass over all tokens. The key is a digest of the bytes of all weights and buffers,
+    settings and code of the prefix (`ContentHash`), of the inputs, and of the numerics: device, dtypes,
+    autocast, matrix product precision, selection of attention kernels, and the version of torch. A result is
+    stored only if the digest and the random states are unchanged after the computation: random results are
+    not reusable.
 
-    Entries lie in memory, or as one safetensors file each in a directory, where they outlive the process and
-    several processes may share them. A file appears whole under its name, and is believed only when its
-    content has the digest that it was written with; another is removed. The least recently used go first.
+    Entries are in memory, or in one safetensors file each in a directory. Files survive the process and can
+    be shared by several processes. A file is created atomically. It is used only if its content has the
+    digest that it was written with; otherwise it is removed. The least recently used entries are evicted
+    first.
 
     Args:
-        byte_budget: the most that all entries may take. One that is larger is not kept.
-        directory: created where it is missing; None: in memory.
-        code_version: what classes of one's own are called, which otherwise count as the objects that they are
-            in this process: with it entries of Racks that have some outlive the process. It has to be another
-            one whenever their code computes something else, which is not looked at then.
+        byte_budget: maximum size of all entries. A larger entry is not stored.
+        directory: created if it does not exist; None: in memory.
+        code_version: name of the user-defined classes, which are otherwise identified by their objects in
+            this process. With it, entries of Racks with such classes survive the process. Change it whenever
+            their code computes a different result, because the code is then not inspected.
 
     Raises:
         ValueError: a budget below 1.
@@ -100,22 +101,22 @@ class StackCache:
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """`rack.forward_from_stack(rack.embed(input_ids), 0, n_stacks, attention_mask, document_ids)`.
+        """Return `rack.forward_from_stack(rack.embed(input_ids), 0, n_stacks, attention_mask, document_ids)`.
 
         Args:
-            rack: with embedding and first `n_stacks` Stacks frozen; it may be of a class of one's own, but
-                computes the prefix by Rack's own `embed` and `forward_from_stack`.
+            rack: Rack with frozen embedding and frozen first `n_stacks` Stacks. A subclass must not override
+                `embed` and `forward_from_stack`.
             input_ids: integer (B, T).
             n_stacks: 1 to the number of Stacks.
             attention_mask: bool or integer (B, T), nonzero at real tokens.
             document_ids: integer (B, T), equal within a document.
 
         Returns:
-            (B, T, C), without gradient, the caller's own to change.
+            (B, T, C), without gradient; the caller may modify it.
 
         Raises:
-            ValueError: a prefix that trains or drops out, that a Rack computes in its own way, or that has
-                what no digest can hold (`ContentHash`); inputs that the Rack refuses.
+            ValueError: a prefix that is trainable, has active dropout or is computed by an overridden method,
+                or has content that cannot be in a digest (`ContentHash`); inputs that the Rack rejects.
             OSError: the directory cannot be written or read.
         """
         check_sizes(n_stacks=n_stacks)
@@ -132,7 +133,7 @@ class StackCache:
         self._misses += 1
         before = random_states()
         hidden_BTC = rack.forward_from_stack(rack.embed(input_ids), 0, n_stacks, attention_mask, document_ids)
-        trains = hidden_BTC.requires_grad  # by a tensor that is no parameter
+        trains = hidden_BTC.requires_grad  # because of a tensor that is not a parameter
         require(not trains, "prefix", "hidden states with a gradient", "a prefix that is frozen")
         drew = not random_states_equal(before, random_states())
         if not drew and self._key(rack, modules, input_ids, attention_mask, document_ids) == key:
@@ -141,7 +142,7 @@ class StackCache:
 
     @property
     def statistics(self) -> StackCacheStatistics:
-        """What happened so far, and what is held."""
+        """Statistics so far, and the current size."""
         sizes = self._entries.sizes()
         return StackCacheStatistics(self._hits, self._misses, self._entries.evictions, len(sizes), sum(sizes))
 
@@ -180,7 +181,7 @@ class StackCache:
 
 
 def _query_shapes(modules: dict[str, nn.Module], B: int, T: int) -> set[tuple[int, ...]] | None:
-    """(B, H, T, D) of all attention in modules; None: code from elsewhere may attend with any."""
+    """Return (B, H, T, D) of all attention modules; None: external code may use any shape."""
     parts = [part for module in modules.values() for part in module.modules()]
     kinds: set[type] = {type(part) for part in parts}
     if any(map(from_elsewhere, kinds)):
@@ -189,7 +190,7 @@ def _query_shapes(modules: dict[str, nn.Module], B: int, T: int) -> set[tuple[in
 
 
 def _check_known(rack: Rack) -> None:
-    """Refuse a Rack whose prefix may depend on more than its embedding and Stacks."""
+    """Raise if the prefix of a Rack may depend on more than its embedding and Stacks."""
     for name in ("embed", "forward_from_stack"):
         known = getattr(getattr(rack, name), "__func__", None) is getattr(Rack, name)
         require(known, "rack", f"another {name} in {type(rack).__name__}", f"Rack.{name}")
@@ -206,7 +207,7 @@ def _check_fixed(modules: dict[str, nn.Module]) -> None:
 
 
 class _Memory:
-    """Entries in memory, the least recently used first."""
+    """Entries in memory, in order of last use, oldest first."""
 
     def __init__(self, byte_budget: int) -> None:
         self.byte_budget, self.evictions = byte_budget, 0
@@ -226,7 +227,7 @@ class _Memory:
             return
         copy = tensor.to("cpu", copy=True)
         with self._lock:
-            if key in self._tensors:  # another thread was quicker
+            if key in self._tensors:  # another thread was faster
                 return
             while self._total + copy.nbytes > self.byte_budget:
                 self._total -= self._tensors.popitem(last=False)[1].nbytes
@@ -240,9 +241,9 @@ class _Memory:
 
 
 class _Directory:
-    """Entries as files `DIGEST.safetensors`, whose times of modification say when they were last used.
+    """Entries as files `DIGEST.safetensors`. The modification time is the time of last use.
 
-    Nothing is remembered of the directory, so that what another process does to it is seen.
+    No state of the directory is stored, so that changes by other processes are seen.
     """
 
     def __init__(self, byte_budget: int, directory: Path) -> None:
@@ -254,7 +255,7 @@ class _Directory:
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
-                stored: Tensor = file.get_tensor("hidden").clone()  # from a mapped file, which may go away
+                stored: Tensor = file.get_tensor("hidden").clone()  # the mapped file may be removed
                 sound = file.metadata() == self._metadata(key, stored)
         except FileNotFoundError:
             return None
@@ -272,7 +273,7 @@ class _Directory:
         if len(content) > self.byte_budget:
             return
         with file_lock(self.directory / "lock"):
-            if self._path(key).exists():  # another process was quicker
+            if self._path(key).exists():  # another process was faster
                 return
             for left_behind in self._files(_PARTIAL):
                 left_behind[-1].unlink(missing_ok=True)
@@ -300,13 +301,13 @@ class _Directory:
         return self.directory / f"{key}.safetensors"
 
     def _files(self, pattern: str = _ENTRY) -> list[tuple[int, int, Path]]:
-        """Of each entry when it was last used, its bytes and where it is; files of others are none."""
+        """Return the time of last use, size and path of each entry. Other files are ignored."""
         found = []
         for path in self.directory.iterdir():
             if re.fullmatch(pattern, path.name):
                 try:
                     status = path.stat()
-                except FileNotFoundError:  # another process was quicker
+                except FileNotFoundError:  # another process was faster
                     continue
                 found.append((status.st_mtime_ns, status.st_size, path))
         return found

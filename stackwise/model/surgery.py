@@ -1,8 +1,7 @@
-"""Surgery: Stacks put into a Rack, taken out, joined and split while training goes on.
+"""Surgery: insertion, removal, fusion and splitting of Stacks of a Rack, also during training.
 
-Each operation checks everything first and changes something only then: a call that is refused leaves
-Rack, Stack and optimizers as they were. Caches of `Rack.new_cache` made before an operation do not fit
-the Rack after it.
+Each operation checks all arguments before it changes anything: a rejected call leaves Rack, Stack and
+optimizers unchanged. Caches of `Rack.new_cache` from before an operation cannot be used after it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ __all__ = [
 def append_stack(
     rack: Rack, stack: Stack, optimizer: Optimizers = None, *, identity: bool = False, like: int | None = None
 ) -> None:
-    """`insert_stack` behind the last Stack. The final norm stays the one that the Rack has."""
+    """Call `insert_stack` after the last Stack. The final norm is unchanged."""
     insert_stack(rack, len(rack.stacks), stack, optimizer, identity=identity, like=like)
 
 
 def prepend_stack(
     rack: Rack, stack: Stack, optimizer: Optimizers = None, *, identity: bool = False, like: int | None = None
 ) -> None:
-    """`insert_stack` before the first Stack."""
+    """Call `insert_stack` before the first Stack."""
     insert_stack(rack, 0, stack, optimizer, identity=identity, like=like)
 
 
@@ -55,28 +54,27 @@ def insert_stack(
     identity: bool = False,
     like: int | None = None,
 ) -> None:
-    """Put a Stack into a Rack, so that it is the one at `index`.
+    """Insert a Stack into a Rack at `index`.
 
-    It is moved to the device and dtype of the Stack `like` and into the Rack's training mode, and loses
-    gradients of an earlier life. Its frozen parameters stay frozen and in no optimizer; each other one
-    joins the group that trains the same weight in the Stack `like` (see `ParameterGroups.plan`), with no
-    state yet. `stack_id` is a name: Stacks keep theirs, and a new one whose name is taken gets the next
-    free number.
+    The Stack is moved to the device and dtype of the Stack `like` and to the Rack's training mode, and its
+    gradients are cleared. Its frozen parameters stay frozen, without an optimizer. Each other parameter joins
+    the group of the same weight in the Stack `like` (see `ParameterGroups.plan`), without state. `stack_id`
+    is a name: existing Stacks keep theirs, and a new Stack with an existing name gets the next free number.
 
     Args:
         rack: changed in place.
         index: 0 to the number of Stacks.
-        stack: with weights of its own; of any kind of attention, causal or not, as in `Rack`.
-        optimizer: what trains the Rack: one, several, or None.
-        identity: first `set_identity(stack)`, so that the logits stay what they are.
-        like: index, before the insertion, of the Stack whose learning rate and weight decay it gets;
-            None: the one before it, for the first the one after it.
+        stack: Stack with its own weights; attention of any kind, causal or not, as in `Rack`.
+        optimizer: optimizers of the Rack: one, several, or None.
+        identity: call `set_identity(stack)` first, so that the logits do not change.
+        like: index, before the insertion, of the Stack that provides learning rate and weight decay; None:
+            the previous Stack, or the next one for the first.
 
     Raises:
-        ValueError: an index out of range; no Stack, of another width, with weights on the meta device,
-            quantised from another dtype, or to int4 or fp8 beside `MasterAdamW`; one that is in the Rack or
-            an optimizer already or shares weights with these; `identity` for quantised weights; an
-            optimizer that has no part in this Rack or no fitting group.
+        ValueError: an index out of range; not a Stack, or one of another width, with weights on the meta
+            device, quantised from another dtype, or quantised to int4 or fp8 with `MasterAdamW`; a Stack
+            that already is in the Rack or an optimizer, or shares weights with them; `identity` with
+            quantised weights; an optimizer without parameters of this Rack, or without a matching group.
     """
     count = len(rack.stacks)
     _check_index("index", index, count)
@@ -90,7 +88,7 @@ def insert_stack(
         _check_follows_casts(stack)
     plan = groups.plan(stack, like)
     if identity:
-        set_identity(stack)  # before an optimizer keeps what the weights are
+        set_identity(stack)  # before an optimizer copies the weights
 
     stack.to(device=weight.device).train(rack.training)
     if not groups.adopt(stack.parameters()):
@@ -103,21 +101,21 @@ def insert_stack(
 
 
 def remove_stack(rack: Rack, index: int, optimizer: Optimizers = None) -> Stack:
-    """Take a Stack out of a Rack, and its parameters with their state out of the optimizers.
+    """Remove a Stack from a Rack, and its parameters and their state from the optimizers.
 
-    Parameters that it shares with what stays are left where they are. A group that it empties remains,
-    for schedulers that count groups.
+    Parameters that the rest of the Rack shares stay in place. A group that becomes empty remains, for
+    schedulers that count groups.
 
     Args:
         rack: changed in place.
         index: 0 to the number of Stacks - 1.
-        optimizer: what trains the Rack: one, several, or None.
+        optimizer: optimizers of the Rack: one, several, or None.
 
     Returns:
-        The Stack, whole.
+        The removed Stack.
 
     Raises:
-        ValueError: an index out of range, the only Stack, or an optimizer that has no part in this Rack.
+        ValueError: an index out of range, the only Stack, or an optimizer without parameters of this Rack.
     """
     count = len(rack.stacks)
     _check_index("index", index, count - 1)
@@ -131,16 +129,16 @@ def remove_stack(rack: Rack, index: int, optimizer: Optimizers = None) -> Stack:
 
 
 def fuse_stacks(rack: Rack, start: int, end: int, optimizer: Optimizers = None) -> Stack:
-    """Make the Stacks `start` to `end` (exclusive) one, their Blocks in order. Logits do not change.
+    """Fuse the Stacks `start` to `end` (exclusive) into one, with their Blocks in order.
 
-    The first of them takes the Blocks of the others and keeps its name. Parameters and their state stay
-    what they are; `optimizer` is of use only where it was made with named parameters, which get new names.
+    Logits do not change. The first Stack receives the Blocks of the other ones and keeps its name. Parameters
+    and their state are unchanged. `optimizer` is needed only if it has named parameters, which are renamed.
 
     Returns:
-        The Stack, now at `start`.
+        The fused Stack, at index `start`.
 
     Raises:
-        ValueError: fewer than two Stacks, a range out of the Rack, or an optimizer that has no part in it.
+        ValueError: fewer than two Stacks, a range outside the Rack, or an optimizer without parameters of it.
     """
     count = len(rack.stacks)
     _check_index("start", start, count - 2)
@@ -156,16 +154,16 @@ def fuse_stacks(rack: Rack, start: int, end: int, optimizer: Optimizers = None) 
 
 
 def split_stack(rack: Rack, index: int, at: int, optimizer: Optimizers = None) -> tuple[Stack, Stack]:
-    """Make one Stack two: its Blocks before `at`, and those from `at` on. Logits do not change.
+    """Split one Stack into two: its Blocks before `at`, and its Blocks from `at` on. Logits do not change.
 
-    The first keeps the name, the second gets the next free number. `optimizer` as in `fuse_stacks`.
+    The first Stack keeps the name, the second gets the next free number. `optimizer` as in `fuse_stacks`.
 
     Returns:
-        The two Stacks, now at `index` and `index + 1`.
+        The two Stacks, at `index` and `index + 1`.
 
     Raises:
-        ValueError: an index out of range, a half without Blocks, or an optimizer that has no part in
-            this Rack.
+        ValueError: an index out of range, a half without Blocks, or an optimizer without parameters of this
+            Rack.
     """
     _check_index("index", index, len(rack.stacks) - 1)
     first = rack.get_stack(index)
@@ -181,17 +179,17 @@ def split_stack(rack: Rack, index: int, at: int, optimizer: Optimizers = None) -
 
 
 def unfreeze_stack(rack: Rack, index: int, optimizer: Optimizers = None, *, like: int | None = None) -> None:
-    """`Stack.unfreeze`, and what no optimizer trained so far joins a group as in `insert_stack`.
+    """Call `Stack.unfreeze`. Parameters without an optimizer join a group as in `insert_stack`.
 
     Args:
         rack: changed in place.
-        index: of the Stack.
-        optimizer: what trains the Rack: one, several, or None.
-        like: as in `insert_stack`; None: the Stack itself, then its neighbours.
+        index: index of the Stack.
+        optimizer: optimizers of the Rack: one, several, or None.
+        like: see `insert_stack`; None: the Stack itself, then its neighbours.
 
     Raises:
-        ValueError: an index out of range, a quantised Stack, or an optimizer that has no part in this Rack
-            or no fitting group.
+        ValueError: an index out of range, a quantised Stack, or an optimizer without parameters of this Rack,
+            or without a matching group.
     """
     _check_index("index", index, len(rack.stacks) - 1)
     like = index if like is None else like
@@ -213,14 +211,14 @@ def unfreeze_stack(rack: Rack, index: int, optimizer: Optimizers = None, *, like
 
 @torch.no_grad()
 def set_identity(part: Stack | Block) -> None:
-    """Make a Stack or Block hand on what it gets, and learn from there.
+    """Make a Stack or Block an identity function that can train.
 
-    What ends each branch is set to zero: the projections into the residual stream
-    (`attention.out`, `feedforward.down`), with `norm_position="post"` the weights of the branch's norm. Their
-    gradients are those of an ordinary layer, so that they leave zero at the first step and the rest of
-    the branch follows at the second (the zero of ReZero, Bachlechner et al. 2020, arXiv:2003.04887, in
-    the weights that are there). For weights of which an optimizer keeps masters, as `MasterAdamW` does, it
-    is too late: they come back with the next step.
+    The last layer of each branch is set to zero: the projections into the residual stream (`attention.out`,
+    `feedforward.down`), or with `norm_position="post"` the weights of the branch's norm. These weights have
+    ordinary gradients, so they become nonzero at the first step, and the rest of the branch trains from the
+    second step on (like the zero of ReZero, Bachlechner et al. 2020, arXiv:2003.04887, but in existing
+    weights). It has no lasting effect on weights with float32 masters, as in `MasterAdamW`: the next step
+    restores them.
 
     Raises:
         ValueError: quantised weights.
@@ -230,7 +228,9 @@ def set_identity(part: Stack | Block) -> None:
 
 
 def residual_ends(blocks: Iterable[Block]) -> list[nn.Parameter]:
-    """What ends the branches of Blocks: at zero they hand on what they get, see `set_identity`.
+    """Return the last parameters of the Blocks' branches: if they are zero, the Blocks are the identity.
+
+    See `set_identity`.
 
     Raises:
         ValueError: quantised weights.

@@ -1,4 +1,4 @@
-"""Weight folder: a config.json and safetensors files, read with care and published whole or not at all."""
+"""Weight folder: config.json and safetensors files, validated when read and published atomically."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _SHOWN = 4
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json.
+    """Return the content of config.json.
 
     Raises:
-        ValueError: there is no such folder or file, or it is no JSON object.
+        ValueError: the folder or file does not exist, or it is not a JSON object.
     """
     require(folder.is_dir(), "path", str(folder), "a folder, or a live transformers model")
     return _read_json(folder / CONFIG)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor by name, mapped from the files: what is not read takes no memory, and none is writable.
+    """Return every tensor by name, read-only and memory-mapped: unread data occupies no memory.
 
-    One file, or shards with an index. Pickles are refused whatever they hold: loading one runs the code in
-    it.
+    The folder has one file, or shards with an index. Pickles are always rejected, because loading one runs
+    the code in it.
 
     Raises:
-        ValueError: no safetensors; an index that names anything but safetensors files of the folder; a
-            tensor in another file than the index says; a damaged file.
+        ValueError: no safetensors; an index with entries that are not safetensors files of the folder; a
+            tensor in another file than in the index; a damaged file.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists() and index.exists():
@@ -80,15 +80,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(source: str, given: Mapping[str, Tensor], wanted: Mapping[str, Iterable[int]]) -> None:
-    """Refuse weights that are not just the ones wanted, before any of them is used.
+    """Raise unless the weights are exactly the expected ones, before any of them is used.
 
     Args:
-        source: where they are from.
+        source: origin of the weights, for messages.
         given: the tensors.
-        wanted: the shape of each.
+        wanted: shape of each expected tensor.
 
     Raises:
-        ValueError: naming those missing, unexpected, or of another shape or dtype.
+        ValueError: names missing and unexpected tensors, and wrong shapes or dtypes.
     """
     missing = [name for name in wanted if name not in given]
     unexpected = [name for name in given if name not in wanted]
@@ -114,11 +114,11 @@ def check_tensors(source: str, given: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _check_target(path: str | Path, overwrite: bool) -> Path:
-    """The folder to write, if it may be, without what killed saves have left in it.
+    """Return the folder to write, if that is allowed, after removing leftovers of killed saves.
 
     Raises:
-        ValueError: it is a file, or is not empty and `overwrite` is False, or is a mount point, or holds
-            what a save does not write and would be lost with it; another process is saving into it.
+        ValueError: the path is a file, is not empty and `overwrite` is False, is a mount point with content,
+            or contains files that a save does not write; or another process is saving into it.
     """
     target = Path(path).resolve()
     require(target.is_dir() or not target.exists(), "path", str(path), "a folder")
@@ -142,7 +142,7 @@ def _check_target(path: str | Path, overwrite: bool) -> Path:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what is left of processes that are no more, and of this one; another machine's are not seen."""
+    """Remove leftovers of this process and of processes that have exited, except on other machines."""
     for path in list(folder.iterdir()):
         match = _LEFT_OVER.fullmatch(path.name)
         if match is not None and not lives(match[1]):
@@ -157,27 +157,27 @@ def write_folder(
     max_shard_bytes: int,
     overwrite: bool,
 ) -> Path:
-    """Write beside the target, flush, and rename: the folder is the old one or the new one, never half of it.
+    """Write a temporary folder, flush it and rename it: the target is the old or the new one, never a mix.
 
-    Of a process that is killed between the two renames that replace a folder, the old one is left beside the
-    target, as `.NAME.XXXXXXXX.old`. A folder that is empty is not replaced, so that it may be a mount point:
-    files are moved into it, config.json last, without which nothing takes it for a model. Until then they are
-    in its `.partial.PROCESS.XXXXXXXX`, which the next save removes where that process is no more.
+    Two renames replace a folder. If the process is killed between them, the old folder remains next to the
+    target, as `.NAME.XXXXXXXX.old`. An empty folder is not replaced, because it may be a mount point: files
+    are moved into it, config.json last, which makes it a model. Before that they are in its
+    `.partial.PROCESS.XXXXXXXX`, which the next save removes if that process has exited.
 
     Args:
-        path: the folder; made with those above it.
-        config: of config.json.
-        weights: on any device.
-        max_shard_bytes: a file holds no more, unless a single tensor does.
-        overwrite: replace what an earlier save wrote there.
+        path: the folder; created with its parents.
+        config: content of config.json.
+        weights: tensors on any device.
+        max_shard_bytes: maximum size of a file, unless a single tensor is larger.
+        overwrite: replace an earlier save.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: a target that holds something else, or something already without `overwrite`; or is a
-            mount point and holds something.
-        OSError: the disk refused; what was there is as it was.
+        ValueError: a target with other files, one with an earlier save if `overwrite` is False, or a
+            mount point with content.
+        OSError: the disk returned an error; an earlier save is unchanged.
     """
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = _check_target(path, overwrite)
@@ -200,7 +200,7 @@ def write_folder(
 
 def _move_into(target: Path, scratch: Path) -> None:
     names = [path.name for path in scratch.iterdir() if path.name != CONFIG]
-    moved: list[str] = []  # what else is there by now is another process's
+    moved: list[str] = []  # other files in the folder belong to another process
     try:
         for name in names:
             (scratch / name).rename(target / name)
@@ -220,7 +220,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
-    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise ValueError(f"{path}: no JSON: {error}") from None
     require(isinstance(content, dict), str(path), type(content).__name__, "a JSON object")
     assert isinstance(content, dict)

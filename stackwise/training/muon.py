@@ -18,7 +18,8 @@ from stackwise.support.arguments import check_choice, require
 __all__ = ["Muon", "orthogonalised"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Maximum number of elements in a batched orthogonalisation: more only cost memory on a busy device.
+# Maximum number of elements per batched orthogonalisation. If one matrix fills the device, larger batches
+# only cost memory.
 _TOGETHER = {"cpu": 2**17}
 _TOGETHER_ELSEWHERE = 2**24
 

@@ -115,8 +115,8 @@ class PrefixOutputs:
     def forget(self, first: int) -> None:
         """Drop outputs that depend on the Block `first` or a later one, because it trains.
 
-        0 also stands for the embedding. If n outputs remain and the next n batches have no cache hit, a
-        warning is issued.
+        With 0 the embedding may train as well, so everything is dropped. If n outputs remain and the next n
+        batches have no cache hit, a warning is issued.
         """
         for key, entry in list(self._entries.items()):
             if entry.depth > first:

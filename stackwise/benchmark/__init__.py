@@ -1,4 +1,4 @@
-"""Is it fast? Workloads, clocks, memory, FLOPs and comparisons, for any model and any loop."""
+"""Measurement of speed and memory: workloads, clocks, FLOPs and comparisons for any model or training loop."""
 
 from stackwise.benchmark.comparison import (
     ArchitectureBenchmark,

@@ -1,4 +1,4 @@
-"""Cache rewind: a decode step that finds its cache as it was, however often it is called."""
+"""Restored caches: every decode step receives its cache in the same state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["RewoundCache", "is_changed_by"]
 
 
 class RewoundCache:
-    """A cache that is put back to how it was, by a copy of what has never been used.
+    """Cache that is restored from a copy of an unused original.
 
     Args:
-        fill: makes a cache that holds the context. It is kept, and not used itself.
-        name: of the model, in errors.
+        fill: function that creates a cache with the context. The result is stored, and only its copies are
+            used.
+        name: name of the model in errors.
 
     Raises:
-        TypeError: a cache that cannot be copied.
+        TypeError: the cache cannot be copied.
     """
 
     def __init__(self, fill: Callable[[], Any], name: str) -> None:
@@ -34,8 +35,11 @@ class RewoundCache:
         self.rewind()
 
     def rewind(self) -> None:
-        """Make the copy that the next `take` gives. Costs what the cache's bytes cost to copy."""
-        self._copy = None  # its memory serves the next one
+        """Create the copy that the next `take` returns.
+
+        The cost is that of copying the bytes of the cache.
+        """
+        self._copy = None  # free its memory for the next copy
         if self._kept is None:
             self._kept = self._fill()
         try:
@@ -48,16 +52,19 @@ class RewoundCache:
         self._fresh = True
 
     def rewind_alone(self) -> None:
-        """Have the next `take` give the cache that is kept, so that there is no other in memory.
+        """Let the next `take` return the original instead of a copy, so that only one cache is in memory.
 
-        As a model has it that nobody measures. The next `rewind` fills another.
+        This is the memory of a model outside of a measurement. The next `rewind` fills a new original.
         """
         self._copy = None
         self._copy, self._kept = self._fill() if self._kept is None else self._kept, None
         self._fresh = True
 
     def take(self) -> Any:
-        """A cache as it was. One that nobody has rewound since the last time is rewound now."""
+        """Return a cache in the original state.
+
+        Rewind it first if it was not rewound since the last `take`.
+        """
         if not self._fresh:
             self.rewind()
         self._fresh = False
@@ -65,10 +72,11 @@ class RewoundCache:
 
 
 def is_changed_by(step: Callable[[Any], object], cache: Any) -> bool:
-    """Whether `step(cache)` changes the cache: another shape, a tensor written to, another number in it.
+    """Return True if `step(cache)` changes the cache: a shape, a tensor that is written to, or a number.
 
-    Caches that are handed on anew at each step, and positions in a cache that the model keeps, are not. What
-    cannot be looked into, as an array of NumPy, counts as changed.
+    A cache that is returned as a new object at each step is not changed, nor are positions in a cache that
+    the model stores itself. Objects that cannot be inspected, such as an array of NumPy, are treated as
+    changed.
     """
     before = _state(cache, {})
     step(cache)
@@ -76,7 +84,7 @@ def is_changed_by(step: Callable[[Any], object], cache: Any) -> bool:
 
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
-    """Shapes and versions of all tensors that can be reached, and all plain values."""
+    """Return shapes and versions of all reachable tensors, and all plain values."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | range():
             return value
@@ -84,12 +92,12 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
             return value
         case type() | ModuleType() | EllipsisType() | np.dtype():
             return value
-        case np.generic() if not isinstance(value, np.void):  # whose fields can be assigned
+        case np.generic() if not isinstance(value, np.void):  # np.void has fields that can be assigned
             return value
         case slice():
             return [_state(item, seen) for item in (value.start, value.stop, value.step)]
         case Tensor():
-            # A tensor made in inference mode has no version: it counts as written to.
+            # A tensor created in inference mode has no version. It is treated as written to.
             version = object() if value.is_inference() else value._version
             return (id(value), tuple(value.shape), version)
     if id(value) in seen:
@@ -109,7 +117,7 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def _holds_nothing(kind: type) -> bool:
-    """Whether what has neither a dict nor slots has no state at all: an object() alone, an enum of pybind."""
+    """Return True if a type without dict and slots has no state, such as `object` or an enum of pybind."""
     by_its_slots = all("__slots__" in base.__dict__ for base in kind.__mro__[:-1])
     return by_its_slots or isinstance(getattr(kind, "__members__", None), dict)
 

@@ -1,4 +1,4 @@
-"""Comparison: several architectures at the same work, measured in turns, against one of them."""
+"""Interleaved comparison of several architectures on the same work, relative to a baseline."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Case:
 
     Attributes:
         mode: "forward", "train", "prefill", "decode" or "generate"; see `model_workload`.
-        batch_size: rows.
-        seq_len: positions in each; of decode those in the cache, of generate those of the prompt.
-        new_tokens: of generate.
+        batch_size: number of rows.
+        seq_len: positions per row. For "decode", the positions in the cache; for "generate", the prompt.
+        new_tokens: number of new tokens per row, for "generate".
     """
 
     mode: str = "forward"
@@ -49,22 +49,24 @@ class Case:
 
 @dataclass(frozen=True)
 class ComparisonConfig:
-    """What is compared, and how.
+    """Cases and settings of a comparison.
 
     Attributes:
-        cases: the work.
+        cases: kinds of work to measure.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: of weights and inputs, as a string; None: as each model is made.
-        compile: as in `model_workload`; of generation only with `loop="own"`, else with a note.
-        loop: of generation: "common" or "own".
-        rounds: in each of which every architecture has a turn.
-        turn_seconds: of samples in one turn.
-        warmup_seconds: in which windows of the warm-up of one architecture begin, after its first one.
+        dtype: name of the dtype of weights and inputs. None: the dtype of each model.
+        compile: as in `model_workload`. Generation is compiled only with `loop="own"`; otherwise a note is
+            added.
+        loop: loop of a generation: "common" or "own".
+        rounds: number of rounds. Every architecture is measured once per round.
+        turn_seconds: seconds of samples per architecture and round.
+        warmup_seconds: time after the first window of a warm-up in which further windows may start, per
+            architecture.
         clock: "host" or "device".
         cache: "warm" or "cold".
-        peak: that MFU and MBU are parts of: "published" by the device's maker, or "measured" here, which is
-            the only one of a CPU.
-        seed: of weights, inputs and the order of turns.
+        peak: peak rates that MFU and MBU refer to: "published" by the manufacturer, or "measured" on this
+            machine. A CPU has only measured rates.
+        seed: seed of weights, inputs and the order of the architectures in a round.
     """
 
     cases: tuple[Case, ...] = (
@@ -102,10 +104,10 @@ class ComparisonConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ComparisonConfig:
-        """From plain values; `cases` is a list of mappings.
+        """Return a config from plain values. `cases` is a list of mappings.
 
         Raises:
-            ValueError: a key that there is not, or a value outside its range.
+            ValueError: unknown key, or a value outside its range.
         """
         known = _known(cls, settings, "config")
         cases = known.pop("cases", None)
@@ -119,7 +121,7 @@ class ComparisonConfig:
         return cls(**known)
 
     def workload(self, spec: ModelSpec, case: Case) -> Workload:
-        """The workload of one architecture."""
+        """Return the workload of one architecture."""
         return model_workload(
             spec,
             **asdict(case),
@@ -131,38 +133,38 @@ class ComparisonConfig:
         )
 
     def _compile(self, case: Case) -> bool | str:
-        # The common loop of a generation grows by a token at each step, and is not compiled.
+        # In the common loop of a generation, the input grows by a token at each step, so it is not compiled.
         common = case.mode == "generate" and self.loop == "common"
         return False if common else self.compile
 
     def notes(self, case: Case) -> tuple[str, ...]:
-        """What of these settings does not hold for a case."""
+        """Return notes on the settings that do not apply to a case."""
         if self._compile(case) == self.compile:
             return ()
         return ("not compiled: the common loop grows by a token at each step",)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 class ArchitectureBenchmark:
-    """Measures speed and memory of one architecture.
+    """Speed and memory measurements of one architecture.
 
-    Each measurement builds a new model with the same seed, so that none depends on an earlier one.
+    Each measurement builds a new model with the same seed, so that no measurement depends on an earlier one.
 
     Args:
-        model: what is measured; anything that `ModelSpec.of` understands.
+        model: model to measure; anything that `ModelSpec.of` accepts.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: of weights and inputs, as a string; None: as they are made.
+        dtype: name of the dtype of weights and inputs. None: unchanged.
         compile: as in `model_workload`.
-        seed: of weights and inputs.
+        seed: seed of weights and inputs.
 
     Attributes:
-        spec: of the model.
+        spec: spec of the model.
 
     Raises:
-        ValueError: a device that this machine does not have, another dtype or way to compile, no seed.
+        ValueError: a device that this machine does not have, or an invalid dtype, compile mode or seed.
     """
 
     def __init__(
@@ -180,23 +182,26 @@ class ArchitectureBenchmark:
 
     @property
     def n_parameters(self) -> int:
-        """Of the architecture; a tied weight counts once."""
+        """Number of parameters of the architecture. A tied weight counts once."""
         return sum(p.numel() for p in self.spec.create(seed=self.seed).parameters())
 
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
-        """Forward passes over a batch; `how` are keywords of `measure`."""
+        """Measure forward passes over a batch. `how`: keywords of `measure`."""
         return measure(self.workload("forward", batch_size=batch_size, seq_len=seq_len), **how)
 
     def benchmark_training(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
-        """Training steps on a batch; `how` are keywords of `measure`."""
+        """Measure training steps on a batch. `how`: keywords of `measure`."""
         return measure(self.workload("train", batch_size=batch_size, seq_len=seq_len), **how)
 
     def benchmark_prefill(self, batch_size: int, seq_len: int, **how: Any) -> Measurement:
-        """Prompts into an empty cache; `how` are keywords of `measure`."""
+        """Measure prompts into an empty cache. `how`: keywords of `measure`."""
         return measure(self.workload("prefill", batch_size=batch_size, seq_len=seq_len), **how)
 
     def benchmark_decode(self, batch_size: int, context: int, **how: Any) -> Measurement:
-        """One token of each row after `context` others, which each call finds so; `how` as of `measure`."""
+        """Measure one new token per row after `context` tokens. Each call starts from the same context.
+
+        `how`: keywords of `measure`.
+        """
         return measure(self.workload("decode", batch_size=batch_size, seq_len=context), **how)
 
     def benchmark_generation(
@@ -208,16 +213,17 @@ class ArchitectureBenchmark:
         loop: str = "common",
         **how: Any,
     ) -> GenerationMeasurement:
-        """Whole generations, token by token; `how` are keywords of `measure_generation`."""
+        """Measure complete generations, token by token. `how`: keywords of `measure_generation`."""
         workload = self.workload(
             "generate", batch_size=batch_size, seq_len=prompt_tokens, new_tokens=generation_length, loop=loop
         )
         return measure_generation(workload, **how)
 
     def workload(self, mode: str, *, batch_size: int, seq_len: int, **more: Any) -> Workload:
-        """The architecture at work; `more` are `new_tokens` and `loop` of `model_workload`.
+        """Return a workload of the architecture. `more`: `new_tokens` and `loop` of `model_workload`.
 
-        What an earlier model left to the garbage collector is collected first: two are never held at once.
+        Garbage is collected first, so that an earlier model is freed and two models are never in memory at
+        once.
         """
         gc.collect()
         return model_workload(
@@ -239,35 +245,40 @@ def compare_architectures(
     *,
     baseline: str | None = None,
 ) -> ComparisonTable:
-    """Measure architectures interleaved at the same work, and compare each with a baseline.
+    """Measure architectures on the same work, interleaved, and compare each with a baseline.
 
-    For each case all architectures are in memory at once, and within each round every one has a turn, so that
-    what disturbs the machine disturbs all of them. Memory is measured before that, of each alone, behind a
-    pass of it that loads what the process then keeps, so that none pays for what all use. The models of one
-    case are gone before those of the next are made.
+    For each case, all architectures are in memory at once. In each round, every architecture is measured, so
+    that a disturbance of the machine affects all of them. The models of a case are freed before the next
+    case.
 
-    Compare what should be compared: that a smaller model is faster than a larger one says nothing about its
+    Memory is measured first, for each architecture separately. A discarded pass before it loads everything
+    that the process retains, such as libraries, so that it is not attributed to an architecture.
+
+    Compare models of equal size: a smaller model that is faster than a larger one does not prove a better
     architecture. `llama_baseline(model)` is a Llama of the model's size.
 
     Args:
-        architectures: by name, what `ModelSpec.of` understands.
-        config: a ComparisonConfig or its keys; None: its defaults.
-        baseline: the name of the one that the others are held against; None: the first.
+        architectures: mapping of names to models; anything that `ModelSpec.of` accepts.
+        config: a ComparisonConfig or a mapping of its keys. None: defaults.
+        baseline: name of the architecture that all are compared with. None: the first one.
 
     Returns:
-        One row for each case and architecture. `speed_up` is the median over rounds of the baseline's time
-        over that of the architecture, above 1 where that is faster, with `speed_up_low` and `speed_up_high`
-        of 95 % confidence. It is None, with a note, if a GPU was throttled in too many rounds, or if the
-        architecture or the baseline decodes without the cache that it seems to have.
-        `memory_bytes` is the most that the model and one call held, above what the process held without them:
-        on the CPU of resident pages, and no less than weights, buffers, gradients and the optimizer's state
-        have; a note says where that is what is told. `execution` says how the work was done.
-        `floor_seconds` is the least time that decoding a token can take, and `bound` says by what. A note
-        tells where one of an architecture and the baseline is causal and the other is not.
+        One row for each case and architecture.
+
+        - `speed_up` is the median over rounds of the baseline's time divided by the architecture's time. It
+          is above 1 if the architecture is faster. `speed_up_low` and `speed_up_high` are its 95 % confidence
+          interval. It is None, with a note, if a GPU was throttled in too many rounds, or if the architecture
+          or the baseline seems to have a cache but decodes without it.
+        - `memory_bytes` is the peak memory of the model and one call, above that of the process without them.
+          On the CPU, it is the resident memory, but at least the size of weights, buffers, gradients and
+          optimizer state. A note reports if this minimum is used.
+        - `execution` describes the execution of the work.
+        - `floor_seconds` is the minimum time of decoding a token, and `bound` is the limiting resource.
+        - A note reports if only one of the architecture and the baseline is causal.
 
     Raises:
-        ValueError: no architectures, another baseline, or settings outside their range.
-        TypeError: architectures or settings that are no mapping.
+        ValueError: no architectures, an unknown baseline, or settings outside their range.
+        TypeError: architectures or settings that are not a mapping.
     """
     if not isinstance(architectures, Mapping):
         raise TypeError(
@@ -302,7 +313,7 @@ def _rows(
     counts: Mapping[str, int],
     baseline: str,
 ) -> list[dict[str, Any]]:
-    """What all architectures do in one case. Their models go with this call."""
+    """Return the rows of all architectures for one case. Their models are freed when the call returns."""
     memory = {name: _memory_alone(config, spec, case) for name, spec in specs.items()}
     gc.collect()
     workloads = {name: config.workload(spec, case) for name, spec in specs.items()}
@@ -348,7 +359,7 @@ def _handicap(config: ComparisonConfig, case: Case, spec: ModelSpec) -> str | No
 
 
 def _unlike(spec: ModelSpec, baseline: ModelSpec) -> list[str]:
-    """A note where one of the two sees what is to come and the other does not: that is other work."""
+    """Return a note if one of the two models is causal and the other is not, because their work differs."""
     if None in (spec.causal, baseline.causal) or spec.causal == baseline.causal:
         return []
     return [f"{'causal' if spec.causal else 'not causal'}, unlike {baseline.name}"]
@@ -356,7 +367,7 @@ def _unlike(spec: ModelSpec, baseline: ModelSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What was found of one architecture in one case."""
+    """Results of one architecture in one case."""
 
     config: ComparisonConfig
     case: Case
@@ -368,7 +379,7 @@ class _Row:
     handicaps: list[str] = field(default_factory=list)
 
     def values(self, n_parameters: int, memory: int | None, memory_note: str | None) -> dict[str, Any]:
-        """By column."""
+        """Return the values of the row by column."""
         measured = self.found.measurements[self.name]
         low = high = ratio = None
         if self.found.inconclusive:
@@ -418,7 +429,7 @@ class _Row:
         }
 
     def _latencies(self) -> dict[str, float | None]:
-        """Of the tokens of a generation, which are timed in a pass of their own."""
+        """Return the token latencies of a generation, measured in a separate pass."""
         names = ("ttft_seconds", "tpot_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds")
         if self.case.mode != "generate":
             return dict.fromkeys(names)
@@ -435,14 +446,14 @@ class _Row:
 
 
 def _memory_alone(config: ComparisonConfig, spec: ModelSpec, case: Case) -> tuple[int | None, str | None]:
-    """The most that a model and one call of it hold, above what the process held before, and a note on it.
+    """Return the peak memory of a model and one call of it, above that of the process before, and a note.
 
-    What the process keeps of a model that is gone, such as libraries, workspaces and tables, is there before:
-    a model that is not looked at has seen to it. Nor is a first call looked at, which makes states of the
-    optimizer.
+    A discarded model is run first. Memory that the process retains after a model is freed, such as libraries,
+    workspaces and tables, is therefore in the baseline. The first call of the measured model is not measured
+    either, because it creates the optimizer state.
 
-    What is resident on the CPU rises by less than a model has where the C library still held pages that it
-    had freed. A model holds at least what it cannot do without.
+    On the CPU, the resident memory grows by less than the size of the model if the C library still held freed
+    pages. The result is therefore at least the size of the model's weights and state.
     """
     device = resolve_device(config.device)
     _call(config.workload(spec, case))
@@ -468,7 +479,7 @@ def _call(workload: Workload) -> None:
 
 
 def _known(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same as a dict, all of whose keys are fields of a dataclass."""
+    """Return the mapping as a dict. Raise ValueError if a key is not a field of the dataclass."""
     names = [each.name for each in fields(kind)]
     for key in given:
         require(key in names, f"{where}: key", key, ", ".join(map(repr, names)))

@@ -1,7 +1,7 @@
-"""Generation: the time to the first token, and of every token after it.
+"""Latency of generation: time to the first token and time of every later token.
 
-TTFT is the time from the prompt to the first token; ITL, inter-token latency, each gap between two tokens;
-TPOT, time per output token, the mean gap of one generation: (E2E - TTFT) / (n - 1).
+TTFT is the time from the prompt to the first token. ITL (inter-token latency) is each gap between two tokens.
+TPOT (time per output token) is the mean gap of one generation: (E2E - TTFT) / (n - 1).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _QUANTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class GenerationMeasurement(Conditions):
-    """When each token of each generation was there, and the conditions that they were taken under.
+    """Arrival times of all tokens of all generations, with the conditions of the measurement.
 
-    On the clock "host" a token is there when the device is done with it and the host knows; on "device" when
-    the device is done with it, while the host runs ahead.
+    On the clock "host", a token arrives when the device has computed it and the host has waited for the
+    device. On the clock "device", a token arrives when the device has computed it, while the host runs ahead.
 
     Attributes:
-        workload: its name.
-        token_seconds: of each generation, the seconds from its start to each of its tokens.
-        batch_size: rows, which get their tokens at once.
-        prompt_tokens: in each row.
+        workload: name of the workload.
+        token_seconds: for each generation, the seconds from its start to each of its tokens.
+        batch_size: number of rows. All rows receive their tokens at the same time.
+        prompt_tokens: number of prompt tokens per row.
     """
 
     workload: str
@@ -63,17 +63,17 @@ class GenerationMeasurement(Conditions):
 
     @property
     def new_tokens(self) -> int:
-        """In each row."""
+        """Number of new tokens per row."""
         return len(self.token_seconds[0])
 
     @property
     def tokens(self) -> int:
-        """New ones of one generation, in all rows."""
+        """Number of new tokens of one generation, over all rows."""
         return self.batch_size * self.new_tokens
 
     @property
     def e2e(self) -> tuple[float, ...]:
-        """Seconds of each generation."""
+        """Total seconds of each generation."""
         return tuple(times[-1] for times in self.token_seconds)
 
     seconds = e2e
@@ -85,12 +85,15 @@ class GenerationMeasurement(Conditions):
 
     @cached_property
     def itl(self) -> tuple[float, ...]:
-        """Seconds between each token and the one before it, of all generations; none where each has one."""
+        """Gaps in seconds between consecutive tokens, of all generations.
+
+        Empty if a generation has one token.
+        """
         return tuple(b - a for times in self.token_seconds for a, b in pairwise(times))
 
     @property
     def tpot(self) -> tuple[float, ...]:
-        """Mean seconds between the tokens of each generation; none where it has but one."""
+        """Mean gap in seconds between the tokens of each generation. Empty if a generation has one token."""
         n = self.new_tokens
         return tuple((times[-1] - times[0]) / (n - 1) for times in self.token_seconds) if n > 1 else ()
 
@@ -101,34 +104,45 @@ class GenerationMeasurement(Conditions):
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of a generation over its median time, that of the prompt included."""
+        """New tokens of a generation divided by its median time. The time includes the prompt."""
         return self.tokens / self.median
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens of all prompts over the median time to the first token, which that token is part of."""
+        """Tokens of all prompts divided by the median TTFT, which includes the first new token."""
         return self.batch_size * self.prompt_tokens / statistics.median(self.ttft)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Rows over the median time per output token; None where there is but one."""
+        """Rows divided by the median TPOT. None if a generation has one token."""
         return self.batch_size / statistics.median(self.tpot) if self.tpot else None
 
     def percentile(self, q: float, of: str = "itl", *, confidence: float = 0.95) -> Percentile | None:
-        """Percentile `q`, in percent, of "ttft", "itl" (all gaps pooled), "tpot" or "e2e".
+        """Return percentile `q` of "ttft", "itl" (all gaps pooled), "tpot" or "e2e".
 
-        Gaps of one generation are not independent: where its tokens slow down together, the interval of "itl"
-        is too narrow. None where there is no such gap.
+        The gaps of one generation are not independent. If its tokens slow down together, the interval of
+        "itl" is too narrow.
+
+        Args:
+            q: percentile in percent.
+            of: latency.
+            confidence: confidence level of the interval.
+
+        Returns:
+            None for "itl" and "tpot" if a generation has one token.
 
         Raises:
-            ValueError: of something else, or as `stackwise.benchmark.timing.percentile` does.
+            ValueError: unknown latency, or invalid arguments of `stackwise.benchmark.timing.percentile`.
         """
         check_choice("of", of, LATENCIES)
         samples: tuple[float, ...] = getattr(self, of)
         return percentile(samples, q, confidence=confidence) if samples else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON: those of a Measurement of whole generations, and more."""
+        """Return plain values for JSON.
+
+        They contain the keys of a `Measurement` of complete generations, and token latencies.
+        """
         return {
             "workload": self.workload,
             "median_seconds": self.median,
@@ -164,25 +178,27 @@ def measure_generation(
     steady_within: float = 0.005,
     clock: str = "host",
 ) -> GenerationMeasurement:
-    """Time every token of a generation, after warming it up. Each generation starts from the prompt alone.
+    """Measure the time of every token of a generation, after a warm-up.
 
-    On the host clock the device is waited for after each token, as by whoever shows it to a user; one that
-    could have gone on meanwhile has not. `measure` of the same workload times whole generations without that.
-    Between generations, at most every 0.2 s, garbage is collected, and a GPU's clocks and temperature are
-    read.
+    Each generation starts from the prompt.
+
+    On the host clock, the host waits for the device after each token, like a program that shows each token to
+    a user. The device therefore cannot run ahead. `measure` times complete generations of the same workload
+    without these waits. Between generations, at most every 0.2 s, garbage is collected, and the clocks and
+    temperature of a GPU are read.
 
     Args:
-        workload: of `model_workload(spec, "generate", ...)`.
-        min_seconds: generations are timed for at least this long,
-        min_calls: and at least this often.
-        warmup_seconds: in which windows of the warm-up begin, after its first generations.
-        steady_within: relative difference of two windows of generations that counts as settled.
+        workload: result of `model_workload(spec, "generate", ...)`.
+        min_seconds: minimum total time of the generations.
+        min_calls: minimum number of generations.
+        warmup_seconds: time after the first window of the warm-up in which further windows may start.
+        steady_within: relative difference of two windows of generations below which the warm-up is steady.
         clock: "host", or "device" (CUDA only).
 
     Raises:
         ValueError: another workload or clock, or numbers out of range.
-        TypeError: no workload.
-        RuntimeError: the model's own loop gave fewer or more tokens than were asked for.
+        TypeError: not a workload.
+        RuntimeError: the model's own loop returned fewer or more tokens than requested.
     """
     _check_generates(workload)
     check_choice("clock", clock, CLOCKS)
@@ -228,7 +244,7 @@ def measure_generation(
 
 
 def generate_once(workload: Workload) -> GenerationMeasurement:
-    """One timed generation without warm-up: that it runs is shown, how fast it is, is not."""
+    """Time one generation without warm-up. It shows that the workload runs, not its speed."""
     _check_generates(workload)
     times = (_host_times(workload),)
     return GenerationMeasurement(
@@ -248,11 +264,11 @@ def _check_generates(workload: Workload) -> None:
 
 
 def _host_times(workload: Workload) -> tuple[float, ...]:
-    """Seconds from an idle device to each token, the device idle again."""
+    """Return the seconds from an idle device to each token. The device is idle after each token."""
     now, device, waits = time.perf_counter_ns, workload.device, workload.device.type == "cuda"
     ticks: list[int] = []
 
-    def on_token(token_B: Tensor) -> None:  # noqa: ARG001  # it is there: that is all
+    def on_token(token_B: Tensor) -> None:  # noqa: ARG001  # only the time of the call matters
         if waits:
             torch.cuda.synchronize(device)
         ticks.append(now())
@@ -266,11 +282,11 @@ def _host_times(workload: Workload) -> tuple[float, ...]:
 
 
 def _device_times(workload: Workload) -> tuple[float, ...]:
-    """Seconds on the device's stream from the start to each token, read after all of them."""
+    """Return the seconds on the device's stream from the start to each token, read after the last token."""
     device = workload.device
     with torch.cuda.device(device):
         start, *events = (timing_event() for _ in range(workload.new_tokens + 1))
-        # An event comes to be when it is recorded first.
+        # An event is created when it is first recorded, so record all of them before the measurement.
         for event in (start, *events):
             event.record()
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Llama baseline: a Llama of the same size as a model, to measure that model beside.
+"""Llama baseline: a Llama of the same size as a model, for comparison with that model.
 
 Sizes: V vocabulary, C width, L layers, F width of the feed-forward part.
 """
@@ -18,14 +18,14 @@ from stackwise.support.arguments import require
 
 __all__ = ["LlamaSize", "llama_baseline", "llama_size"]
 
-_STEP = 16  # of C: heads of 16, and of 64 where they fit
-_USUAL_ASPECT = 64  # C over L: 64 for 124M parameters, 128 for 7B
+_STEP = 16  # step of C: a head has 16 features, or 64 if C is a multiple of 64
+_USUAL_ASPECT = 64  # C / L: 64 for 124M parameters, 128 for 7B
 _MOST_LAYERS = 128
 
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """The sizes of a Llama, each layer with 2 (H + K) D C + 3 C F + 2 C weights, and the last norm with C."""
+    """Sizes of a Llama. A layer has 2 (H + K) D C + 3 C F + 2 C weights, and the last norm has C."""
 
     vocab_size: int
     d_model: int
@@ -37,7 +37,7 @@ class LlamaSize:
 
     @property
     def n_parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """Total number of parameters. A tied head counts once."""
         tables = (1 if self.tied else 2) * self.vocab_size * self.d_model
         head_dim = self.d_model // self.n_heads
         attention = 2 * (self.n_heads + self.n_kv_heads) * head_dim * self.d_model
@@ -46,19 +46,20 @@ class LlamaSize:
 
 
 def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
-    """A Llama of transformers with the vocabulary and, as near as can be, the number of parameters of `like`.
+    """Return a Llama of transformers with the vocabulary and about the number of parameters of `like`.
 
-    Width, depth and heads too are those of `like` where its sizes are known and are a Llama's; the width of
-    the feed-forward part makes up the difference. Its weights have the dtype that most of those of `like`
-    have. It is causal: where `like` is not, its `notes` say so, and a table of `compare_architectures` too.
+    Width, depth and heads are the same as in `like` if its sizes are known and possible for a Llama. The
+    width of the feed-forward part is adjusted to reach the number of parameters. The weights have the most
+    frequent dtype of the weights of `like`. The Llama is causal. If `like` is not, the `notes` of the spec
+    report it, and so does a table of `compare_architectures`.
 
     Args:
-        like: what `ModelSpec.of` understands, a model that takes tokens.
-        name: of the baseline.
+        like: anything that `ModelSpec.of` accepts, for a model that takes tokens.
+        name: name of the baseline.
 
     Raises:
-        ImportError: transformers is not there: pip install 'stackwise[hf]'.
-        ValueError: a model that takes vectors, or is too small for any Llama with its vocabulary.
+        ImportError: transformers is not installed: pip install 'stackwise[hf]'.
+        ValueError: a model that takes vectors, or that is too small for any Llama with its vocabulary.
     """
     spec = ModelSpec.of(like)
     require(spec.inputs == "tokens", "like", spec.name, "a model that takes tokens")
@@ -83,7 +84,7 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
                 tie_word_embeddings=size.tied,
             )
         )
-        # Not made.to(dtype), which would round what positions are computed from as well.
+        # `made.to(dtype)` would also round the buffers that positions are computed from.
         for weight in made.parameters():
             weight.data = weight.data.to(dtype)
         return made
@@ -95,10 +96,10 @@ def llama_baseline(like: Any, *, name: str = "llama") -> ModelSpec:
 
 
 def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
-    """The sizes of a Llama that is as large as `model`.
+    """Return the sizes of a Llama with the number of parameters of `model`.
 
     Raises:
-        ValueError: there is none so small.
+        ValueError: no Llama is that small.
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     tied = _is_tied(model, vocab_size)
@@ -119,7 +120,11 @@ def llama_size(model: nn.Module, *, vocab_size: int) -> LlamaSize:
 
 
 def _is_tied(model: nn.Module, vocab_size: int) -> bool:
-    """Whether what is looked up is the head's weight too, as far as tables of the vocabulary's size tell."""
+    """Return True if the head shares its weight with the embedding.
+
+    Without an embedding or a linear head of the vocabulary's size, return True if at most one matrix has a
+    dimension of that size.
+    """
     tables = {
         id(module.weight)
         for module in model.modules()
@@ -136,9 +141,9 @@ def _is_tied(model: nn.Module, vocab_size: int) -> bool:
 
 
 def _same_shape(model: nn.Module, vocab_size: int, tied: bool) -> LlamaSize | None:
-    """Width, depth and heads of a model all of whose layers have the softmax attention of a Llama.
+    """Return width, depth and heads of a model if all its layers have the softmax attention of a Llama.
 
-    How far each of them sees, which may differ, is no matter of size.
+    The attention windows may differ, because they do not affect the size. None: another kind of model.
     """
     shape = read_shape(model).shape
     if shape is None or not shape.layers:
@@ -156,7 +161,10 @@ def _same_shape(model: nn.Module, vocab_size: int, tied: bool) -> LlamaSize | No
 
 
 def _of_depth(n_layers: int, n_parameters: int, vocab_size: int, tied: bool) -> LlamaSize | None:
-    """The widest Llama of so many layers that is not too large with F = 8 C / 3, fitted; None: none fits."""
+    """Return the widest Llama of `n_layers` layers that is not too large with F = 8 C / 3, with adjusted F.
+
+    None: no F fits.
+    """
 
     def of_width(d_model: int) -> LlamaSize:
         heads = d_model // (64 if d_model % 64 == 0 else _STEP)
@@ -175,7 +183,7 @@ def _of_depth(n_layers: int, n_parameters: int, vocab_size: int, tied: bool) -> 
 
 
 def _fitted(size: LlamaSize, n_parameters: int) -> LlamaSize | None:
-    """The same with the F that comes nearest to `n_parameters`; None: there is no room for any."""
+    """Return the sizes with the F that is closest to `n_parameters`. None: F would be less than 1."""
     each = 3 * size.d_model * size.n_layers
     d_ff = size.d_ff + round((n_parameters - size.n_parameters) / each)
     if d_ff < 1:

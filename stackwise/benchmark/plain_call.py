@@ -1,4 +1,4 @@
-"""Plain calls: what may be measured as a call, and whether it has done its work when it returns."""
+"""Checks for a plain call: a function without arguments that has completed its work when it returns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ __all__ = ["checked_call", "is_plain_call", "kind_of", "refuse_unstarted"]
 
 
 def is_plain_call(value: object) -> bool:
-    """Whether this may be meant as a call without arguments.
+    """Return True if the value can be a call without arguments.
 
-    A model is none: it wants a batch. Nor is a class of models, which can be called, but only makes one.
+    A model is not one, because it needs a batch. A class of models is not one, because a call only creates a
+    model.
     """
     is_class = isinstance(value, type) and issubclass(value, nn.Module)
     return callable(value) and not is_class and not isinstance(value, nn.Module)
 
 
 def kind_of(value: object) -> str:
-    """What was given instead, for the reader of an error: "Tiny, a class of nn.Module"."""
+    """Return a description of a value for an error message, such as "Tiny, a class of nn.Module"."""
     if isinstance(value, type):
         return f"{value.__name__}, a class of nn.Module" if issubclass(value, nn.Module) else value.__name__
     name = type(value).__name__
@@ -28,21 +29,21 @@ def kind_of(value: object) -> str:
 
 
 def refuse_unstarted(result: object, key: str = "call") -> None:
-    """Raise TypeError if a call returned a generator or an awaitable: nothing of its body has run yet.
+    """Raise TypeError if a call returned a generator or an awaitable, because its body has not run yet.
 
     Args:
-        result: of the call.
-        key: for the error.
+        result: value that the call returned.
+        key: name of the argument in the error message.
 
     Raises:
-        TypeError: it is one.
+        TypeError: the result is a generator or an awaitable.
     """
     match result:
         case Generator():
             wanted = "one that goes through it, such as lambda: list(...)"
         case Awaitable():
             if isinstance(result, Coroutine):
-                result.close()  # or Python warns that nobody awaited it
+                result.close()  # otherwise Python warns that the coroutine was never awaited
             wanted = "one that waits for it, such as lambda: asyncio.run(...)"
         case AsyncGenerator():
             wanted = "one that goes through it, in a coroutine that asyncio.run(...) waits for"
@@ -53,22 +54,22 @@ def refuse_unstarted(result: object, key: str = "call") -> None:
 
 
 def checked_call(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`call`, refused where its work is not done when it returns and the device is idle.
+    """Return `call` with a check that its work is complete when it returns and the device is idle.
 
-    Of work on a GPU that no clock waits for, only that is seen which goes on when the call returns.
+    If no clock waits for the GPU, the check detects only work that still runs when the call returns.
 
     Args:
-        call: what is to be timed.
-        device: that the clock waits for.
+        call: function to be timed.
+        device: device that the clock waits for.
 
     Raises:
-        TypeError: from the call: it returned a generator or a coroutine.
-        ValueError: from the call: the device is the CPU, and work on a GPU goes on.
+        TypeError: raised by the returned call if `call` returned a generator or a coroutine.
+        ValueError: raised by the returned call if the device is the CPU and work on a GPU is still running.
     """
 
     def checked() -> None:
         if _has_gpu_beside(device):
-            torch.cuda.synchronize()  # what others have launched
+            torch.cuda.synchronize()  # wait for work that was launched before this call
         refuse_unstarted(call())
         if _has_gpu_beside(device) and not torch.cuda.current_stream().query():
             raise ValueError(

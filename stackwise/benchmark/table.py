@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ComparisonTable"]
 
-# In Markdown: what a column is called, and how its values are written.
+# Title and format of each column in Markdown.
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "architecture": ("architecture", str),
     "workload": ("workload", str),
@@ -55,18 +55,18 @@ _KEYS = ("architecture", "workload")
 
 @dataclass(frozen=True, repr=False)
 class ComparisonTable:
-    """One row for each architecture and workload; what was not measured or is not known is None, never 0.
+    """Table with one row for each architecture and workload. Unknown and unmeasured values are None, never 0.
 
     `str(table)` is its Markdown, which a notebook shows. `len(table)`, iteration over rows,
-    `table["speed_up"]` (a column) and `table.where(architecture="llama")` work as one knows them from data
-    frames; `to_pandas` gives one.
+    `table["speed_up"]` (a column) and `table.where(architecture="llama")` work as with a data frame.
+    `to_pandas` returns a DataFrame.
 
     Attributes:
-        rows: all with the same keys, in the same order.
-        baseline: the architecture that `speed_up` compares with.
-        settings: what was asked for.
-        environment: the machine's fingerprint.
-        names: of the columns, where there are no rows that tell them.
+        rows: mappings with the same keys in the same order.
+        baseline: architecture that `speed_up` refers to.
+        settings: settings of the comparison.
+        environment: fingerprint of the machine.
+        names: column names of a table without rows.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -81,7 +81,7 @@ class ComparisonTable:
 
     @property
     def columns(self) -> list[str]:
-        """Names, in their order."""
+        """Names of the columns in order."""
         return list(self.rows[0] if self.rows else self.names)
 
     def __str__(self) -> str:
@@ -102,16 +102,16 @@ class ComparisonTable:
         return iter(self.rows)
 
     def __getitem__(self, column: str) -> list[Any]:
-        """The values of one column; KeyError where there is none of that name."""
+        """Return the values of one column. Raise KeyError if the column does not exist."""
         if column not in self.columns:
             raise KeyError(f"{column!r}; columns: {', '.join(self.columns)}")
         return [row[column] for row in self.rows]
 
     def where(self, **values: Any) -> ComparisonTable:
-        """The rows that have these values in these columns; none is a table without rows.
+        """Return a table of the rows with these values in these columns. It may have no rows.
 
         Raises:
-            ValueError: a column that there is not.
+            ValueError: unknown column.
         """
         for column in values:
             check_choice("column", column, self.columns)
@@ -119,7 +119,7 @@ class ComparisonTable:
         return ComparisonTable(rows, self.baseline, self.settings, self.environment, tuple(self.columns))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return {
             "baseline": self.baseline,
             "settings": self.settings,
@@ -128,10 +128,10 @@ class ComparisonTable:
         }
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame.
+        """Return a pandas DataFrame.
 
         Raises:
-            ImportError: pandas is not there.
+            ImportError: pandas is not installed.
         """
         try:
             pandas = import_module("pandas")
@@ -140,12 +140,14 @@ class ComparisonTable:
         return pandas.DataFrame([dict(row) for row in self.rows], columns=self.columns)
 
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
-        """A table for people: of the columns that say something, or of those named.
+        """Return a Markdown table.
 
-        How the work was done is told where it was not done alike within a workload.
+        Args:
+            columns: names of the columns. None: all columns with a value, without `execution` if all rows of
+                each workload have the same execution.
 
         Raises:
-            ValueError: a column that there is not.
+            ValueError: unknown column.
         """
         for column in columns or ():
             check_choice("column", column, [*self.columns, "speed_up_interval"])
@@ -160,7 +162,7 @@ class ComparisonTable:
 
     @property
     def _is_done_in_several_ways(self) -> bool:
-        """Whether in some workload one row was executed unlike another."""
+        """True if the rows of some workload differ in their execution."""
         ways: dict[Any, Any] = {}
         return any(
             ways.setdefault(row.get("workload"), row.get("execution")) != row.get("execution")
@@ -168,7 +170,7 @@ class ComparisonTable:
         )
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """All columns, None as an empty field; also written to `path` where there is one."""
+        """Return all columns as CSV, with empty fields for None. If `path` is set, also write it there."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         writer.writeheader()
@@ -176,25 +178,28 @@ class ComparisonTable:
         return _written(text.getvalue(), path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Rows, baseline, settings and environment; also written to `path` where there is one."""
+        """Return rows, baseline, settings and environment as JSON.
+
+        If `path` is set, also write it to that file.
+        """
         return _written(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", path)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Read what `to_json` wrote."""
+        """Read a file of `to_json`."""
         stored = parse_json(Path(path).read_bytes())
         return cls(tuple(stored["rows"]), stored["baseline"], stored["settings"], stored["environment"])
 
     def plot(self, path: str | Path, column: str = "speed_up") -> Path:
-        """Draw one column, a panel for each workload and a bar for each architecture.
+        """Draw one column, with a panel for each workload and a bar for each architecture.
 
         Args:
-            path: ends in .svg or .png.
-            column: of numbers. "speed_up" is drawn with its intervals.
+            path: file name with the extension .svg or .png.
+            column: column with numbers. "speed_up" is drawn with its intervals.
 
         Raises:
-            ImportError: matplotlib is not there: pip install 'stackwise[report]'.
-            ValueError: another ending, a column that there is not, or one without any number.
+            ImportError: matplotlib is not installed: pip install 'stackwise[report]'.
+            ValueError: another file extension, an unknown column, or a column without numbers.
         """
         path = Path(path)
         require(path.suffix in (".svg", ".png"), "path", str(path), "a name ending in .svg or .png")
@@ -204,7 +209,7 @@ class ComparisonTable:
             drawing = import_module("matplotlib.figure")
         except ImportError as error:
             raise ImportError("plot needs matplotlib: pip install 'stackwise[report]'") from error
-        # Not pyplot's figure: it would stay in memory, and pyplot would look for a window.
+        # A figure of pyplot would stay in memory, and pyplot would look for a window.
         figure = drawing.Figure(figsize=(8, self._plot_height()), layout="constrained")
         self._draw(figure, column)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Token streams: how a model continues a prompt, one token after the other.
+"""Token streams: the continuation of a prompt by a model, token by token.
 
 Shapes: B batch, T prompt, V vocabulary.
 """
@@ -33,19 +33,19 @@ __all__ = [
 
 LOOPS = ("common", "own")
 ALL_AGAIN = "all tokens again"
-_TRIAL = 3  # positions
+_TRIAL = 3  # number of positions of the trial call
 OnToken = Callable[[Tensor], object]
 Run = Callable[[Tensor, int, OnToken], None]
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """A way to continue prompts.
+    """Method of continuing prompts.
 
     Attributes:
-        run: (prompt (B, T), number of new tokens, on_token) -> None; calls `on_token` with each column of
-            tokens as soon as the model has given it. Each run starts from the prompt alone.
-        told: which way this is, for people.
+        run: (prompt (B, T), number of new tokens, on_token) -> None. It calls `on_token` with each column of
+            tokens as soon as the model has returned it. Each run starts from the prompt.
+        told: description of the method for users.
     """
 
     run: Run
@@ -53,20 +53,22 @@ class TokenStream:
 
 
 def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool = False) -> TokenStream:
-    """How `model` is made to continue a prompt, by the most likely token each, so that all do the same.
+    """Return the method by which `model` continues a prompt. Each token is the most likely one (greedy).
+
+    Greedy selection ensures that all models do the same work.
 
     Args:
-        spec: of the model.
-        model: in eval mode.
-        loop: "common": the same loop for every model, with the cache that it keeps; where it keeps none,
-            all tokens are computed again for each new one. Logits are computed for the last position alone
-            where the model can be asked for it, see `of_last`. "own": what the model itself offers, a method
-            `stream(prompt, max_new_tokens=)` or transformers' `generate`. A run of it raises RuntimeError
-            where the model gives fewer or more tokens than were asked for.
-        compiled: own loop: ask `stream` for `compile=True`.
+        spec: spec of the model.
+        model: the model in eval mode.
+        loop: "common": the same loop for every model, with the model's cache. A model without a cache
+            recomputes all tokens for each new one. Logits are computed only for the last position if the
+            model supports it, see `of_last`. "own": the model's method `stream(prompt, max_new_tokens=)` or
+            transformers' `generate`. A run of it raises RuntimeError if the model returns fewer or more
+            tokens than requested.
+        compiled: call `stream` with `compile=True`. Only for the loop "own".
 
     Raises:
-        ValueError: a loop of its own that the model does not have, or that cannot be compiled.
+        ValueError: the model has no own loop, or its own loop cannot be compiled.
     """
     if loop == "common":
         last = of_last(spec, model)
@@ -87,20 +89,24 @@ def token_stream(spec: ModelSpec, model: nn.Module, loop: str, *, compiled: bool
 
 
 def missing_cache(spec: ModelSpec) -> str:
-    """Return why a model without `decode` is not used with a cache, in a few words."""
+    """Return the reason why a model without `decode` is not used with a cache, in a few words."""
     return "no cache was found" if spec.cache_problem else "the model keeps no cache"
 
 
 def empty_cache(model: nn.Module, batch_size: int, capacity: int) -> Any:
-    """A cache with room for `capacity` tokens, of a model that takes it at once; None: it grows by itself.
+    """Return a cache with room for `capacity` tokens. None: the model has no preallocated cache.
 
-    Such a model has a method `new_cache(batch_size, capacity)`; one that takes other arguments is not called.
+    The cache is created by the model's method `new_cache(batch_size, capacity)`. If the method has another
+    signature, it is not called.
     """
     return cache_maker(model)(batch_size, capacity)
 
 
 def cache_maker(model: nn.Module) -> Callable[[int, int], Any]:
-    """`empty_cache` of this model, for what is timed: the method is looked at here, and not in a call."""
+    """Return `empty_cache` of this model as a function, for timed code.
+
+    The method is inspected only once, here.
+    """
     make: Callable[[int, int], Any] | None = getattr(unwrapped(model), "new_cache", None)
     if not callable(make):
         return lambda *_: None
@@ -112,22 +118,22 @@ def cache_maker(model: nn.Module) -> Callable[[int, int], Any]:
 
 
 def of_last(spec: ModelSpec, model: nn.Module) -> ModelSpec | None:
-    """`spec` with calls that compute the logits of each row's last position alone; None: the model has none.
+    """Return `spec` with calls that compute logits only for the last position of each row. None: unsupported.
 
-    Where only the next token is wanted, the head of all positions is work that nobody asked for. Models of
-    transformers take `logits_to_keep`; others have methods `hidden`, with the arguments of `forward`, and
-    `head`, of which `forward` is made, where that is not compiled. What is found is tried before it is relied
-    on.
+    If only the next token is needed, the head of all other positions is unnecessary work. Models of
+    transformers take `logits_to_keep`. Other models have the methods `hidden`, with the arguments of
+    `forward`, and `head`, which together are `forward`. These two are not used if the call of the model is
+    compiled. Each candidate is tested before it is used.
 
     Args:
-        spec: of the model.
-        model: in eval mode.
+        spec: spec of the model.
+        model: the model in eval mode.
     """
     return next((each for each in _asking(spec, model) if _is_last_of(each, spec, model)), None)
 
 
 def _asking(spec: ModelSpec, model: nn.Module) -> Iterator[ModelSpec]:
-    """The spec with each way of asking for the last position that the model seems to have."""
+    """Yield the spec with each method of requesting the last position that the model seems to support."""
     decode = spec.decode
 
     def asked(ask: Callable[..., Any]) -> ModelSpec:
@@ -139,14 +145,14 @@ def _asking(spec: ModelSpec, model: nn.Module) -> Iterator[ModelSpec]:
 
     if "logits_to_keep" in forward_parameters(model):
         yield asked(_keeping_one)
-    # What is compiled is the call of the whole, which these two would go past.
+    # `hidden` and `head` would bypass the compiled call of the model.
     compiled = unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None
     if not compiled and all(callable(getattr(model, name, None)) for name in ("hidden", "head")):
         yield asked(_head_of_last)
 
 
 class _Asked:
-    """A model that is called by `ask`, whoever calls it."""
+    """Wrapper of a model that passes every call to `ask`."""
 
     def __init__(self, model: nn.Module, ask: Callable[..., Any]) -> None:
         self._model, self._ask = model, ask
@@ -168,7 +174,7 @@ def _head_of_last(model: Any, *inputs: Any, **more: Any) -> Any:
 
 @torch.no_grad()
 def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
-    """Whether a call of `asked` gives the last of the logits that one of `spec` gives, but for rounding."""
+    """Return True if a call of `asked` returns the last of the logits of `spec`, up to rounding."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = cast(spec.batch(1, min(_TRIAL, spec.max_length or _TRIAL), device=device), model)
 
@@ -180,7 +186,7 @@ def _is_last_of(asked: ModelSpec, spec: ModelSpec, model: nn.Module) -> bool:
     whole = logits(spec)[:, -1:]
     try:
         last = logits(asked)
-    except Exception as error:  # any failure but this one is an answer: it is not asked so
+    except Exception as error:  # any other failure means that the model does not support this method
         if is_out_of_memory(error):
             raise
         return False
@@ -196,7 +202,7 @@ def _cached(spec: ModelSpec, model: nn.Module) -> Run:
 
     @torch.no_grad()
     def run(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
-        # The last token is never fed back.
+        # The last token is never an input, so it needs no room.
         cache = make_cache(prompt_BT.shape[0], prompt_BT.shape[1] + n_new - 1)
         fed = prompt_BT
         for _ in range(n_new):
@@ -220,14 +226,15 @@ def _again(spec: ModelSpec, model: nn.Module) -> Run:
 
 
 def _most_likely(logits_BTV: Tensor, width: int) -> Tensor:
-    """The token (B, 1) that follows; a head may be wider than the embedding, which takes no more."""
+    """Return the next token (B, 1). A head may be wider than the embedding, so wider ids are excluded."""
     return logits_BTV[:, -1:, :width].argmax(-1)
 
 
 def _counted(run: Run, name: str) -> Run:
-    """`run` of a model's own method, refused where it gives fewer or more tokens than were asked for.
+    """Return `run` of a model's own method with a check of the number of tokens.
 
-    Its time would be that of other work: an end that the model has found, say.
+    If the model returns fewer or more tokens than requested, for example because of an end token, its time is
+    that of different work. The call then raises RuntimeError.
     """
 
     def counted(prompt_BT: Tensor, n_new: int, on_token: OnToken) -> None:
@@ -258,20 +265,20 @@ def _streamed(model: Any, compiled: bool) -> Run:
 
 
 class _Streamer:
-    """What transformers' `generate` hands its tokens to, the prompt first."""
+    """Receiver for the tokens of transformers' `generate`, which sends the prompt first."""
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token = on_token
         self.begun = False
 
     def put(self, value: Tensor) -> None:
-        """The prompt (B, T), then tokens (B,)."""
+        """Receive the prompt (B, T) or the next tokens (B,)."""
         if self.begun:
             self.on_token(value)
         self.begun = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no cleanup is needed."""
 
 
 def _generated(model: Any) -> Run:
@@ -279,12 +286,12 @@ def _generated(model: Any) -> Run:
         own = model.generation_config
         settings = copy.deepcopy(own)
         settings.update(do_sample=False, num_beams=1, max_new_tokens=n_new, max_length=None)
-        # All models write as many tokens as were asked for, whatever these are.
+        # All models generate the requested number of tokens, so no token stops a generation.
         settings.eos_token_id, settings.pad_token_id = None, 0
         streamer = _Streamer(on_token)
         mask = torch.ones_like(prompt_BT)
-        # `generate` takes from the model's own what is None in what it is given. It is changed in place: a
-        # model that wraps another may only show that one's.
+        # `generate` replaces None in its settings by the value of the model's own config. The config is
+        # changed in place, because a model that wraps another one may only expose the inner config.
         eos_token_id, max_length = own.eos_token_id, own.max_length
         own.eos_token_id = own.max_length = None
         try:

@@ -1,4 +1,4 @@
-"""How much does a call compute and move, and what share of the device is that?"""
+"""FLOPs and bytes of a call, and the utilization of the device."""
 
 from stackwise.benchmark.flops.closed_form import FlopCount, convention_flops_per_token, model_flops
 from stackwise.benchmark.flops.counted import CountedFlops, count_flops

@@ -1,13 +1,13 @@
 """FLOPs of a transformer in closed form: forward, backward, recomputed, and with a cache.
 
-An addition and a multiplication are two operations; only products of matrices are counted, as is usual.
-Of attention there are two counts. "visible" has the pairs of query and key that may see each other: what the
-model needs. "all" does not discount causality, as the convention 6 N + 12 L H Q T of Chowdhery et al. (2022,
-arXiv:2204.02311, appendix B) does not, and as most published utilisations therefore do not; a window it does.
+An addition and a multiplication are two operations. As usual, only matrix products are counted. Attention has
+two counts. "visible" has the pairs of query and key that may see each other, which the model requires. "all"
+ignores causality, but not a window. It is used by the convention 6 N + 12 L H Q T of Chowdhery et al. (2022,
+arXiv:2204.02311, appendix B), and therefore by most published utilizations.
 
-Shapes: B batch, T positions of a pass, S positions with those of the cache, H query heads, K key/value heads,
-D head size, R rank of a latent, N and P the parts of a latent head without and with position, V its value
-size, M features, F frequencies.
+Shapes: B batch, T positions of a pass, S positions including the cache, H query heads, K key/value heads, D
+head size, R rank of a latent, N and P the parts of a latent head without and with position, V its value size,
+M features, F frequencies.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Flops:
     """Operations of one pass over a batch.
 
     Attributes:
-        weights: products with weights.
-        visible: of attention, between queries and keys that may see each other.
-        all_pairs: of attention, with what causality hides computed and thrown away.
+        weights: operations of products with weights.
+        visible: operations of attention between queries and keys that may see each other.
+        all_pairs: operations of attention including the pairs that causality hides, whose results are
+            discarded.
     """
 
     weights: int
@@ -64,14 +65,14 @@ class Flops:
         )
 
     def times(self, factor: int) -> Flops:
-        """As often."""
+        """Return the operations multiplied by `factor`."""
         return Flops(factor * self.weights, factor * self.visible, factor * self.all_pairs)
 
     def total(self, pairs: Pairs = "all") -> int:
-        """With attention as `pairs` says.
+        """Return the total with the attention count `pairs`.
 
         Raises:
-            ValueError: neither "all" nor "visible".
+            ValueError: `pairs` is neither "all" nor "visible".
         """
         check_choice("pairs", pairs, ("all", "visible"))
         return self.weights + (self.all_pairs if pairs == "all" else self.visible)
@@ -87,11 +88,11 @@ class FlopCount:
     Attributes:
         mode: "forward", "train", "prefill" or "decode".
         batch_size: B.
-        seq_len: T; in "decode" the tokens that are in the cache.
-        tokens: that the call handles: B T, or B in "decode".
-        forward: of the forward pass.
-        backward: of the backward pass; none but in "train".
-        recomputed: of what the backward pass computes a second time.
+        seq_len: T; for "decode", the number of tokens in the cache.
+        tokens: number of tokens of the call: B T, or B for "decode".
+        forward: operations of the forward pass.
+        backward: operations of the backward pass. Zero except in "train".
+        recomputed: operations that the backward pass repeats.
     """
 
     mode: str
@@ -103,22 +104,22 @@ class FlopCount:
     recomputed: Flops = NOTHING
 
     def model(self, pairs: Pairs = "all") -> int:
-        """What the model asks for, recomputation apart: over seconds and peak it is MFU."""
+        """Return the operations that the model requires, without recomputation. MFU is derived from them."""
         return (self.forward + self.backward).total(pairs)
 
     def hardware(self, pairs: Pairs = "all") -> int:
-        """What is computed, recomputation included: over seconds and peak it is HFU.
+        """Return the operations that are computed, including recomputation. HFU is derived from them.
 
-        A kernel that skips what causality hides computes "visible" ones.
+        A kernel that skips the pairs hidden by causality computes the "visible" count.
         """
         return (self.forward + self.backward + self.recomputed).total(pairs)
 
     def per_token(self, pairs: Pairs = "all") -> float:
-        """`model` for each token."""
+        """Return `model` per token."""
         return self.model(pairs) / self.tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the totals."""
+        """Return plain values, including the totals."""
         totals = {f"model_{pairs}": self.model(pairs) for pairs in ("all", "visible")}
         return asdict(self) | totals
 
@@ -133,27 +134,27 @@ def model_flops(
     recompute: Recompute = "none",
     fused: bool = False,
 ) -> FlopCount | None:
-    """FLOPs of one call; None where the sizes of the model are not known, never a guess.
+    """Return the FLOPs of one call. None: the sizes of the model are unknown. They are never estimated.
 
-    `read_shape(model).reason` says why they are not. Frozen weights whose part in the backward pass is not
-    known make only "train" None.
+    `read_shape(model).reason` is the reason. If frozen weights have an unknown effect on the backward pass,
+    only "train" is None.
 
     Args:
-        model: a Rack, a transformers model of a known family, any model with a method `transformer_shape()`;
-            or the shape itself.
+        model: a Rack, a transformers model of a known family, a model with a method `transformer_shape()`, or
+            a TransformerShape.
         batch_size: B.
-        seq_len: T; in "decode" how many tokens are in the cache already, so that the one that is decoded sees
-            them and itself.
+        seq_len: T; for "decode", the number of tokens in the cache. The decoded token sees them and itself.
         mode: "forward"; "train", a forward and a backward pass without the optimizer; "prefill"; "decode",
-            one token in each row.
-        logits: whether the head is computed for "all" positions or for the "last" one of each row. None: for
-            the last in "prefill", else for all.
-        recompute: "blocks": the backward pass computes the layers a second time, the head apart. PyTorch's
-            checkpoint does so but for the last product of each, whose result nothing needs.
-        fused: whether attention keeps no scores and computes them again in the backward pass.
+            one token per row.
+        logits: positions for which the head is computed: "all", or "last" for the last one of each row. None:
+            "last" for "prefill", "all" otherwise.
+        recompute: "blocks": the backward pass repeats the forward pass of all layers, without the head.
+            PyTorch's checkpoint does so, except for the last product of each layer, whose result is not
+            needed.
+        fused: True if attention does not store its scores and recomputes them in the backward pass.
 
     Raises:
-        ValueError: another mode, or sizes that are no positive integers.
+        ValueError: invalid mode, or sizes that are not positive integers.
     """
     check_choice("mode", mode, MODES)
     check_choice("recompute", recompute, ("none", "blocks"))
@@ -185,10 +186,10 @@ def forward_flops(
     context: int = 0,
     logits: Literal["all", "last"] = "all",
 ) -> Flops:
-    """Of a forward pass over T positions that follow `context` others in a cache.
+    """Return the operations of a forward pass over T positions after `context` positions in a cache.
 
     Raises:
-        ValueError: sizes that are no positive integers.
+        ValueError: sizes that are not positive integers.
     """
     check_sizes(batch_size=batch_size, seq_len=seq_len)
     check_sizes(0, context=context)
@@ -207,13 +208,13 @@ def forward_flops(
 def backward_flops(
     shape: TransformerShape, *, batch_size: int, seq_len: int, logits: Literal["all", "last"] = "all"
 ) -> Flops:
-    """Of a backward pass from a loss to every weight, nothing recomputed.
+    """Return the operations of a backward pass from a loss to every weight, without recomputation.
 
-    A product has two derivatives, each as large a product: with respect to a weight that is frozen, or
-    to what was drawn once and is fixed, there is none.
+    A product has two derivatives, each of which is a product of the same size. A frozen weight or a fixed
+    random projection has no derivative.
 
     Raises:
-        ValueError: sizes that are no positive integers; `n_frozen` that is not known.
+        ValueError: sizes that are not positive integers, or an unknown `n_frozen`.
     """
     if shape.n_frozen is None:
         raise ValueError("n_frozen: got None; allowed: an integer >= 0")
@@ -233,19 +234,21 @@ def convention_flops_per_token(
     embeddings: bool = False,
     recompute: bool = False,
 ) -> float:
-    """Training FLOPs for each token as papers state them: 6 N + 12 L H Q T, and 8 N + 16 L H Q T recomputed.
+    """Return the training FLOPs per token in the convention of papers: 6 N + 12 L H Q T.
 
-    Without `embeddings` and `recompute` the same as `model_flops(..., mode="train").per_token("all")`.
+    With recomputation, it is 8 N + 16 L H Q T. Without `embeddings` and `recompute`, the result is that of
+    `model_flops(..., mode="train").per_token("all")`.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         seq_len: T.
-        embeddings: whether N has the tables that are only looked up. PaLM's has, torchtitan's has not; a head
-            that is the embedding's own weight is in N either way.
-        recompute: with a second forward pass of everything, the head included, as in figures of HFU.
+        embeddings: True if N includes the tables that are only looked up, as in PaLM, but not in torchtitan.
+            A head that shares the weight of the embedding is always part of N.
+        recompute: True to include a second forward pass of the entire model with its head, as in figures of
+            HFU.
 
     Raises:
-        ValueError: a length that is no positive integer; `n_frozen` other than 0.
+        ValueError: a length that is not a positive integer, or `n_frozen` other than 0.
     """
     if shape.n_frozen != 0:
         raise ValueError(f"n_frozen: got {shape.n_frozen!r}; allowed: 0, as in the convention all trains")
@@ -256,17 +259,17 @@ def convention_flops_per_token(
 
 
 def n_pairs(n_queries: int, context: int, *, causal: bool, window: int | None) -> tuple[int, int]:
-    """Pairs of a query and a key that it may see, and the same without the discount for causality.
+    """Return the pairs of a query and a key that it may see, and the same number without causality.
 
     Args:
         n_queries: T.
-        context: keys before the first query's own.
-        causal: whether a query sees no later key.
-        window: W, as in `SoftmaxShape`; None: none.
+        context: number of keys before the key of the first query.
+        causal: True if a query sees no later key.
+        window: W, as in `SoftmaxShape`. None: no window.
     """
     T, S = n_queries, context + n_queries
     if causal:
-        # Query t sees context + t + 1 keys; from some query on, W of them.
+        # Query t sees context + t + 1 keys, up to a maximum of W.
         growing = T if window is None else min(T, max(0, window - context))
         visible = growing * context + growing * (growing + 1) // 2
         if window is None:
@@ -280,7 +283,7 @@ def n_pairs(n_queries: int, context: int, *, causal: bool, window: int | None) -
 
 
 def _projections(attention: AttentionShape, d_model: int, n_queries: int, context: int) -> int:
-    """Multiplications with weights, in one row."""
+    """Return the number of multiplications with weights in one row."""
     weights = attention.n_weights(d_model)
     if isinstance(attention, CrossShape):
         of_memory = attention.n_weights_of_memory
@@ -292,7 +295,7 @@ def _projections(attention: AttentionShape, d_model: int, n_queries: int, contex
 
 
 def _attention(attention: AttentionShape, n_queries: int, context: int) -> Flops:
-    """Operations between queries and keys, in one row."""
+    """Return the operations between queries and keys in one row."""
     match attention:
         case SoftmaxShape():
             width = 2 * attention.head_dim
@@ -315,9 +318,10 @@ def _of_pairs(visible: int, every: int, n_heads: int, width: int) -> Flops:
 
 
 def _kernel(attention: KernelShape, n_queries: int) -> Flops:
-    """Features, and products with sums over the keys; in chunks, pairs within each besides.
+    """Return the operations of features and of products with sums over the keys.
 
-    "visible" is the recurrent form: what is kept is added to, then read.
+    In chunks, "all" adds the pairs within each chunk. "visible" is the recurrent form, which updates and then
+    reads a state.
     """
     H, K, D, M = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.n_features
     linear = 2 * n_queries * ((H + K) * D * attention.n_frequencies + K * M * D + H * M * (D + 1))
@@ -326,7 +330,10 @@ def _kernel(attention: KernelShape, n_queries: int) -> Flops:
 
 
 def _without_derivative(attention: KernelShape, n_queries: int) -> Flops:
-    """What of the backward pass is not there: frequencies are fixed, the first sums zero, the last unread."""
+    """Return the operations that the backward pass lacks.
+
+    Frequencies are fixed, the first sums are zero, and the last sums are not read.
+    """
     H, K, D, M = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.n_features
     features = 2 * n_queries * (H + K) * D * attention.n_frequencies
     lengths = list(_chunks(attention, n_queries))
@@ -337,14 +344,14 @@ def _without_derivative(attention: KernelShape, n_queries: int) -> Flops:
 
 
 def _chunks(attention: KernelShape, n_queries: int) -> Iterator[int]:
-    """Lengths of the squares that a causal pass is computed in; none where it is not."""
+    """Yield the lengths of the squares in which a causal pass is computed. Nothing for other passes."""
     if attention.causal and attention.chunk is not None:
         for start in range(0, n_queries, attention.chunk):
             yield min(attention.chunk, n_queries - start)
 
 
 def _scores(shape: TransformerShape, seq_len: int) -> Flops:
-    """The products of queries and keys of one row, which a fused backward pass computes again."""
+    """Return the products of queries and keys of one row, which a fused backward pass recomputes."""
     total = NOTHING
     for attention in (each for layer in shape.layers for each in layer.attention):
         match attention:

@@ -1,9 +1,9 @@
-"""CountedFlops: what torch's FlopCounterMode counts in a call, what it leaves out, and that with names.
+"""CountedFlops: operations of a call as counted by torch's FlopCounterMode, and names of uncounted ones.
 
-It counts operations that run, so what is recomputed counts again, and of attention all pairs of query and
-key, also those that causality or a window hides. In torch's own count (2.13) attention on the CPU is not
-(pytorch#195460), nor is a matrix times a vector; here both are. That of a grouped convolution backward is
-too high there, and is not here.
+It counts the operations that run. Recomputed operations therefore count twice, and attention counts all pairs
+of query and key, including those that causality or a window hides. Torch's own count (2.13) lacks attention
+on the CPU (pytorch#195460) and products of a matrix and a vector; both are added here. Its count for the
+backward pass of a grouped convolution is too high; it is corrected here.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head size, N and M of a matrix.
 """
@@ -25,7 +25,7 @@ from torch.utils.module_tracker import ModuleTracker
 __all__ = ["CountedFlops", "count_flops", "operation_flops"]
 
 _aten = torch.ops.aten
-# Products that no formula is known for here. What is not torch's own is reported whatever it is called.
+# Products without a formula in this module. Operations outside of torch's namespaces are always reported.
 _WITHOUT_FORMULA = (
     "_cdist_backward",
     "_cdist_forward",
@@ -70,17 +70,17 @@ _OF_TORCH = ("aten", "prim", "prims", "profiler", "inductor", "c10d", "_c10d_fun
 
 @dataclass(frozen=True)
 class CountedFlops:
-    """Operations of one call; an addition and a multiplication are two.
+    """Operations of one call. An addition and a multiplication are two operations.
 
     Attributes:
-        total: of all that is counted.
-        by_operation: by name of the operation, the most first.
-        by_dtype: by the dtype of what is multiplied, as autocast has cast it, the most first.
-        uncounted: operations that ran and multiply, or may, and are no part of `total`: fused kernels of
-            other packages, quantised and sparse products, recurrent layers in one piece.
-        recomputed: of `total`, those of forward passes inside of a backward pass, as checkpoint makes them.
-            Not told apart is what a fused kernel or the backward of an autograd.Function computes again by
-            itself, nor anything of a backward pass with create_graph=True.
+        total: number of counted operations.
+        by_operation: counts by name of the operation, in descending order.
+        by_dtype: counts by dtype of the factors, after autocast, in descending order.
+        uncounted: names of operations that multiply, or may multiply, and are not in `total`: fused kernels
+            of other packages, quantised and sparse products, and fused recurrent layers.
+        recomputed: part of `total` from forward passes within a backward pass, such as those of checkpoint.
+            It does not include recomputation within a fused kernel or within the backward of an
+            autograd.Function, or any of a backward pass with create_graph=True.
     """
 
     total: int
@@ -90,21 +90,23 @@ class CountedFlops:
     recomputed: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         by_dtype = {str(dtype).removeprefix("torch."): n for dtype, n in self.by_dtype.items()}
         return asdict(self) | {"by_dtype": by_dtype, "uncounted": list(self.uncounted)}
 
 
 def count_flops(call: Callable[[], object]) -> CountedFlops:
-    """Count one call, in a pass that is not timed: each operation goes through Python.
+    """Count the operations of one call.
 
-    What is compiled is counted as the operations that it is compiled from.
+    It must not be timed, because each operation is dispatched through Python.
+
+    A compiled call is counted by the operations that it is compiled from.
 
     Args:
-        call: without arguments; a backward pass that it makes is counted as well.
+        call: function without arguments. Its backward pass, if any, is also counted.
 
     Raises:
-        TypeError: the call has an operation that torch does not run under a counter, as flex_attention.
+        TypeError: the call has an operation that torch cannot run under a counter, such as flex_attention.
     """
     seen = _Seen()
     counter = FlopCounterMode(display=False, custom_mapping=dict(_FORMULAS))
@@ -119,7 +121,7 @@ def count_flops(call: Callable[[], object]) -> CountedFlops:
 
 
 def operation_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of one operation as it is dispatched: products and attention; 0 of all else."""
+    """Return the FLOPs of one dispatched operation: a product or attention. 0 for all other operations."""
     packet = function._overloadpacket
     if packet in _FORMULAS:
         return int(_FORMULAS[packet](*args, **kwargs, out_val=result))
@@ -129,7 +131,7 @@ def operation_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations that run and that no formula counts; of the others the dtypes, and what is repeated."""
+    """Record of the operations of a call: uncounted ones, counts by dtype, and recomputed ones."""
 
     supports_higher_order_operators = True
 
@@ -137,22 +139,22 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.uncounted: set[str] = set()
         self.by_dtype: Counter[torch.dtype] = Counter()
-        # By backward pass: operations with a graph of their own, and whether there are any without.
+        # For each backward pass: the operations with gradients enabled, and a mark if any ran without.
         self._with_graph: Counter[int] = Counter()
         self._without_graph: set[int] = set()
 
     @property
     def recomputed(self) -> int:
-        """Operations of forward passes inside of a backward pass.
+        """Number of operations of forward passes within a backward pass.
 
-        A backward pass makes a graph of its own only where it computes forward again, or with create_graph
-        of everything.
+        A backward pass has operations with gradients only if it repeats a forward pass, or, with
+        create_graph, for all of its operations.
         """
         return sum(n for backward, n in self._with_graph.items() if backward in self._without_graph)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(function, "_overloadpacket", function)
-        backward = torch._C._current_graph_task_id()  # -1: there is none
+        backward = torch._C._current_graph_task_id()  # -1: no backward pass is running
         if not torch.is_grad_enabled():
             self._without_graph.add(backward)
         if packet not in _FORMULAS and packet not in flop_registry:
@@ -171,7 +173,10 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoModules(ModuleTracker):
-    """All is of the call as a whole: to tell modules apart, torch hooks gradients, and refuses a leaf's."""
+    """Module tracker without effect, because only the total of a call is needed.
+
+    To separate modules, torch's tracker hooks gradients, and it refuses those of a leaf.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +186,7 @@ class _NoModules(ModuleTracker):
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:
-    """As torch marks a formula that takes tensors instead of their shapes."""
+    """Mark a formula as one that takes tensors instead of their shapes, in torch's format."""
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula
 
@@ -193,13 +198,13 @@ def _summed_products(_added: Tensor, left_BNM: Tensor, right_BMP: Tensor, *_: An
 
 @_raw
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Two products for each pair of a query (B, H, T, D) and a key (B, K, S, D)."""
+    """Return two products for each pair of a query (B, H, T, D) and a key (B, K, S, D)."""
     return _pairs(q, k) * (q.shape[-1] + v.shape[-1])
 
 
 @_raw
 def _attention_backward(_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores again, then the derivatives of both products."""
+    """Return the operations of the recomputed scores and of the derivatives of both products."""
     return _pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -222,9 +227,10 @@ def _convolution_backward(
     wanted: Sequence[bool],
     **_: Any,
 ) -> int:
-    """As many for the gradient of the input, and again for that of the weight, as forward.
+    """Return the forward count once for the gradient of the input and once for that of the weight.
 
-    Torch's own formula of the second (2.13) leaves out that a channel meets only those of its group.
+    Torch's own formula for the weight (2.13) ignores that a channel is only combined with channels of its
+    group.
     """
     positions = prod((x if transposed else gradient).shape[2:])
     return 2 * len(x) * positions * weight.numel() * sum(wanted[:2])

@@ -1,4 +1,4 @@
-"""DecodeBytes: what a decoding step has to move, exactly: weights, and what earlier tokens left behind."""
+"""DecodeBytes: exact number of bytes that a decoding step must move, for weights and for the cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["DecodeBytes", "decode_bytes"]
 
 @dataclass(frozen=True)
 class DecodeBytes:
-    """Bytes that one decoding step moves at least, activations apart.
+    """Minimum bytes that one decoding step moves, without activations.
 
     Attributes:
-        weights: read once for all rows.
-        cache_read: what earlier tokens left and this one may see.
-        cache_written: what this token leaves.
+        weights: bytes of weights, which are read once for all rows.
+        cache_read: bytes of earlier tokens in the cache that the new token may see.
+        cache_written: bytes that the new token adds to the cache.
     """
 
     weights: int
@@ -38,11 +38,11 @@ class DecodeBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Total number of bytes."""
         return self.weights + self.cache_read + self.cache_written
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the total."""
+        """Return plain values, including the total."""
         return asdict(self) | {"total": self.total}
 
 
@@ -53,23 +53,23 @@ def decode_bytes(
     seq_len: int,
     dtype: torch.dtype | None = None,
 ) -> DecodeBytes | None:
-    """Bytes that decoding one token in each row moves at least; None where they are not known.
+    """Return the minimum bytes for decoding one token per row. None: unknown.
 
-    Weights are read once, of tables that are only looked up one row for each token; not those that have made
-    keys and values of another sequence before. Not known are sizes that `read_shape` does not find, and which
-    experts several rows go through.
+    Weights are read once. Of tables that are only looked up, one row per token is read. Projections of the
+    keys and values of another sequence are not read, because they ran before. The bytes are unknown if
+    `read_shape` does not find the sizes, or if several rows use experts.
 
     Args:
-        model: as in `model_flops`. Of a shape all weights are in `dtype`; of a model they are as they are,
-            quantised ones included, with biases and norms. Of floating-point buffers vectors count, and the
-            numbers that kernel attention has drawn; of others, such as a cache, a mask or a table of angles,
-            nobody says how much is read.
+        model: as in `model_flops`. For a shape, all weights are in `dtype`. For a model, weights count in
+            their own dtype, quantised ones included, with biases and norms. Floating-point buffers count if
+            they are vectors or random projections of kernel attention. For other buffers, such as a cache, a
+            mask or a table of angles, the number of bytes read is unknown.
         batch_size: B.
-        seq_len: tokens in the cache already.
-        dtype: of the cache; None: that of the model's first parameter.
+        seq_len: number of tokens in the cache.
+        dtype: dtype of the cache. None: that of the model's first parameter.
 
     Raises:
-        ValueError: a shape without `dtype`; sizes that are no positive integers.
+        ValueError: a shape without `dtype`, or sizes that are not positive integers.
     """
     check_sizes(batch_size=batch_size)
     check_sizes(0, seq_len=seq_len)
@@ -90,7 +90,7 @@ def decode_bytes(
     read = written = 0
     for attention in _attention(shape):
         match attention:
-            case KernelShape():  # every token changes all of it
+            case KernelShape():  # every token changes all sums
                 sums = attention.cache_bytes(batch_size, seq_len, dtype)
                 read, written = read + sums, written + sums
             case CrossShape():
@@ -103,10 +103,13 @@ def decode_bytes(
 
 
 def _weights(model: nn.Module, shape: TransformerShape, batch_size: int, unread: int) -> int | None:
-    """Bytes of parameters and buffers that one token in each row reads: not `unread`, nor all experts."""
+    """Return the bytes of parameters and buffers that are read for one token per row.
+
+    `unread` weights and unused experts are excluded.
+    """
     tables = {id(table) for table in looked_up(model)}
     total = 0
-    for parameter in model.parameters():  # each once, also where several modules share it
+    for parameter in model.parameters():  # shared parameters appear once
         nbytes = _nbytes(parameter)
         total += batch_size * (nbytes // len(parameter)) if id(parameter) in tables else nbytes
     drawn = _drawn(shape)
@@ -116,7 +119,7 @@ def _weights(model: nn.Module, shape: TransformerShape, batch_size: int, unread:
     unread += shape.n_weights - shape.n_active
     if unread:
         widths = {parameter.element_size() for parameter in matrices(model)}
-        if len(widths) > 1:  # how wide those that are not read are, is not told
+        if len(widths) > 1:  # the width of the unread matrices is unknown
             return None
         total -= unread * widths.pop()
     return total
@@ -127,7 +130,7 @@ def _weights_of_memory(shape: TransformerShape) -> int:
 
 
 def _drawn(shape: TransformerShape) -> set[int]:
-    """How many numbers an attention by features multiplies with and does not train."""
+    """Return the numbers of elements of the fixed random projections of kernel attention."""
     kernels = [each for each in _attention(shape) if isinstance(each, KernelShape)]
     return {each.n_kv_heads * each.head_dim * each.n_frequencies for each in kernels}
 
@@ -137,7 +140,10 @@ def _attention(shape: TransformerShape) -> list[AttentionShape]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Of what a tensor is made of: one of a quantised class calls itself as large as what it stands for."""
+    """Return the size of a tensor's storage.
+
+    A quantised tensor reports the size of the tensor it represents.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return tensor.nbytes

@@ -1,6 +1,6 @@
-"""Measured peak: the best rate of large products and of streams through memory that this device showed.
+"""Measured peak rates: the fastest large products and memory streams observed on this device.
 
-What a CPU can do depends on its cores, its clock and what else runs; no table has it.
+The rates of a CPU depend on its cores, its clock and other processes, so no table contains them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from stackwise.support.random_state import seeded
 
 __all__ = ["measure_peak", "measured_peak", "product_rate", "stream_rate"]
 
-# Rows of the products that are tried whatever their rate, and how far it goes on where it still rises by more
-# than the least that counts.
+# Sizes of the products that are always measured. If the rate still rises by more than _RISE, larger sizes
+# follow, up to _LARGEST.
 _SIZES = (512, 1024, 2048)
 _LARGEST, _RISE = 65536, 0.01
-# In which `torch.mm` is as fast as the device: of float8 it is not, where it multiplies it at all.
+# Dtypes in which `torch.mm` reaches the speed of the device. It does not for float8, if it supports it at
+# all.
 _MULTIPLIED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MEMORY = Path("/proc/meminfo")
-_LEAST_STREAM = 1 << 27  # bytes, where the size of the last cache is not told
+_LEAST_STREAM = 1 << 27  # bytes, if the size of the last-level cache is unknown
 
 
 def measured_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> PeakRate:
-    """`measure_peak` of one dtype; once in a process for each device, dtype and number of threads."""
+    """Return the result of `measure_peak` for one dtype.
+
+    It is measured once per process for each device, dtype, number of threads and TF32 setting.
+    """
     device = torch.device(device)
     return _measured(str(device), dtype, torch.get_num_threads(), multiplies_in_tf32(device))
 
@@ -43,7 +47,7 @@ def measured_peak(device: torch.device | str = "cpu", dtype: torch.dtype = torch
 def _measured(
     device: str,
     dtype: torch.dtype,
-    threads: int,  # noqa: ARG001  # part of the key
+    threads: int,  # noqa: ARG001  # part of the key of the cache
     tf32: bool,  # noqa: ARG001
 ) -> PeakRate:
     return measure_peak(device, [dtype])
@@ -55,21 +59,21 @@ def measure_peak(
     *,
     seconds: float = 0.5,
 ) -> PeakRate:
-    """The best rates that were seen, as STREAM and LINPACK report theirs, with the threads that torch has.
+    """Return the best observed rates, as in STREAM and LINPACK, with torch's current number of threads.
 
-    Of a machine that others use at the same time they are what was left. A utilisation above 1 says that more
-    was left when the model ran. Products are made larger until that makes them no faster, or until one takes
-    longer than is allowed, or no longer fits: `conditions` says which sizes were tried, and in `still_rising`
-    of which dtypes the rate still rose. float32 that torch rounds to TF32 now is told as "tf32". Other dtypes
-    than float64, float32, float16 and bfloat16 are left out: their rate stays unknown.
+    If other processes use the machine, the rates are lower. A utilization above 1 means that the machine was
+    less busy when the model ran. Products are enlarged until the rate no longer rises, one product exceeds
+    the time limit, or the memory is insufficient. `conditions` has the sizes, and in `still_rising` the
+    dtypes whose rate was still rising. float32 is reported as "tf32" if torch currently rounds it to TF32.
+    Only float64, float32, float16 and bfloat16 are measured. The rates of other dtypes stay unknown.
 
     Args:
-        device: where.
-        dtypes: of the products.
-        seconds: that each dtype and the memory are tried for, at least.
+        device: device to measure.
+        dtypes: dtypes of the products.
+        seconds: minimum time for each dtype and for the memory.
 
     Raises:
-        ValueError: no dtype, no positive number of seconds.
+        ValueError: no dtype, or seconds that are not positive.
     """
     device = torch.device(device)
     require(len(dtypes) > 0, "dtypes", list(dtypes), "at least one torch.dtype")
@@ -97,7 +101,7 @@ def measure_peak(
 
 
 def _product_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[dict[int, float], bool]:
-    """Rates by size, in the order in which they were tried, and whether that of the last was still rising."""
+    """Return the rates by size in the order of measurement, and True if the last rate was still rising."""
     rates: dict[int, float] = {}
     size = _SIZES[0]
     while True:
@@ -113,7 +117,10 @@ def _product_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> 
 
 
 def _fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether two factors, their product and what they are drawn as in float32 take half of what is free."""
+    """Return True if a product fits into half of the free memory.
+
+    It needs two factors, their product, and the float32 random numbers of the factors.
+    """
     wanted = (3 * dtype.itemsize + 2 * torch.float32.itemsize) * size**2
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -123,7 +130,7 @@ def _fits(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 
 def _free_host_bytes() -> int:
-    """What the system can give (proc(5), MemAvailable); where it does not say, nothing."""
+    """Return the available memory (MemAvailable of proc(5)). 0: not reported."""
     if not _MEMORY.exists():
         return 0
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", _MEMORY.read_text(), re.MULTILINE)
@@ -131,13 +138,13 @@ def _free_host_bytes() -> int:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, size: int, *, seconds: float = 0.1) -> float:
-    """Operations per second of the fastest product of two square matrices of random normals.
+    """Return the operations per second of the fastest product of two square matrices of random normals.
 
     Args:
-        device: where.
-        dtype: of both and of the result.
-        size: rows and columns.
-        seconds: to go on for, at least.
+        device: device to measure.
+        dtype: dtype of the factors and of the result.
+        size: number of rows and columns.
+        seconds: minimum duration.
     """
     check_sizes(size=size)
     with seeded(0, device):
@@ -148,15 +155,15 @@ def product_rate(device: torch.device, dtype: torch.dtype, size: int, *, seconds
 
 
 def stream_rate(device: torch.device, n_bytes: int, *, seconds: float = 0.1) -> float:
-    """Bytes per second of the fastest of a read, a copy and a scaled sum of float32 vectors of `n_bytes`.
+    """Return the bytes per second of the fastest of a read, a copy and a scaled sum of float32 vectors.
 
-    As in STREAM (McCalpin 1995) a byte counts where it is read and where it is written; what a cache fetches
-    to write into it does not.
+    As in STREAM (McCalpin 1995), a byte counts when it is read and when it is written. Bytes that a cache
+    fetches before a write do not count.
 
     Args:
-        device: where.
-        n_bytes: of each vector, more than any cache holds.
-        seconds: to go on for, at least, each of the three.
+        device: device to measure.
+        n_bytes: size of each vector, larger than any cache.
+        seconds: minimum duration of the three together.
     """
     check_sizes(4, n_bytes=n_bytes)
     with seeded(0, device):
@@ -172,7 +179,7 @@ def stream_rate(device: torch.device, n_bytes: int, *, seconds: float = 0.1) -> 
 
 
 def _fastest(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest call, the first left out."""
+    """Return the seconds of the fastest call, without the first one."""
     call()
     best, until = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < until:
@@ -181,7 +188,7 @@ def _fastest(call: Callable[[], object], device: torch.device, seconds: float) -
 
 
 def _stream_bytes(device: torch.device) -> int:
-    """Four times the last cache, as STREAM asks for."""
+    """Return four times the size of the last-level cache, as STREAM requires."""
     if device.type == "cuda":
         return max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 28)
     return max(4 * (last_level_cache_bytes(device) or 0), _LEAST_STREAM)

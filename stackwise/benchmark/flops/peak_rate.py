@@ -1,7 +1,7 @@
-"""PeakRate: what a device can do at best, as its maker publishes it or as it was measured here.
+"""Peak rates of a device, published by its manufacturer or measured on this machine.
 
-A utilisation is a fraction of it. Where nothing is published there is none: a rate taken from another device
-would make a number that looks like one of this.
+Utilization is a fraction of the peak. If no rate is published, none is assumed: the rate of another device
+would give a misleading utilization.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["PeakRate", "multiplies_in_tf32", "peak_flops", "published_peak", "ra
 
 @dataclass(frozen=True)
 class PeakRate:
-    """The rates of one device.
+    """Peak rates of one device.
 
     Attributes:
-        device: its name.
-        source: "published" by its maker, or "measured".
-        flops: operations per second of dense products, by name of the dtype: "bfloat16"; "float32" without,
-            and "tf32" with tensor cores that round its factors.
-        bandwidth: bytes per second to and from its memory; None: not known.
-        conditions: of what was measured: threads, sizes.
+        device: name of the device.
+        source: "published" by the manufacturer, or "measured".
+        flops: operations per second of dense products by name of the dtype, such as "bfloat16". "float32" is
+            without tensor cores, and "tf32" with tensor cores that round the factors.
+        bandwidth: bytes per second to and from the device memory. None: unknown.
+        conditions: conditions of a measurement, such as threads and sizes.
     """
 
     device: str
@@ -35,17 +35,17 @@ class PeakRate:
     conditions: dict[str, Any]
 
     def flops_of(self, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-        """Operations per second in `dtype`; None where they are not known.
+        """Return the operations per second in `dtype`. None: unknown.
 
         Args:
-            dtype: of what is multiplied.
-            tf32: whether float32 is rounded to TF32, as `torch.set_float32_matmul_precision("high")` allows.
+            dtype: dtype of the factors.
+            tf32: True if float32 is rounded to TF32, as `torch.set_float32_matmul_precision("high")` allows.
         """
         name = rate_name(dtype, tf32=tf32)
         return None if name is None else self.flops.get(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "device": self.device,
             "source": self.source,
@@ -66,7 +66,7 @@ _NAMES = {
 
 
 def rate_name(dtype: torch.dtype, *, tf32: bool = False) -> str | None:
-    """The key in `PeakRate.flops` of what multiplies in `dtype`; None: it has none. Else as `flops_of`."""
+    """Return the key of `dtype` in `PeakRate.flops`. None: it has no key. Arguments as in `flops_of`."""
     return "tf32" if tf32 and dtype == torch.float32 else _NAMES.get(dtype)
 
 
@@ -79,7 +79,10 @@ def _rates(
     float32: float | None = None,
     float16: float | None = None,
 ) -> tuple[dict[str, float], float | None]:
-    """10^12 operations and 10^9 bytes per second as plain numbers; `half` is of bfloat16 and float16."""
+    """Return rates in units of 1 from 10^12 operations and 10^9 bytes per second.
+
+    `half` is the rate of bfloat16 and float16.
+    """
     given = {
         "bfloat16": half,
         "float16": half if float16 is None else float16,
@@ -91,9 +94,9 @@ def _rates(
     return flops, None if bandwidth is None else bandwidth * 1e9
 
 
-# Dense products with float32 accumulation and memory bandwidth, from data sheets and architecture papers of
-# NVIDIA, which state twice the operations for sparse matrices, and AMD. The first match is taken; a rate
-# that is not stated, or differently in two places, is left out.
+# Dense products with float32 accumulation, and memory bandwidth. The sources are data sheets and architecture
+# papers of NVIDIA, which state twice the operations for sparse matrices, and AMD. The first match is used.
+# Rates that are missing or contradictory in the sources are omitted.
 _PUBLISHED: tuple[tuple[str, tuple[dict[str, float], float | None]], ...] = (
     (r"\bB200\b", _rates(2250.0, 8000.0, float8=4500.0)),
     (r"\bH200 NVL\b", _rates(835.5, 4800.0, float8=1671.0)),
@@ -120,23 +123,24 @@ _PUBLISHED: tuple[tuple[str, tuple[dict[str, float], float | None]], ...] = (
 
 
 def published_peak(device: torch.device | str) -> PeakRate | None:
-    """What the maker of a GPU publishes; None of one that is not in the table, and of a CPU.
+    """Return the published peak rates of a GPU. None: a CPU, or a GPU that is not in the table.
 
-    `measured_peak` measures instead.
+    `measured_peak` is the alternative.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if " MIG " in f"{name} ":  # a part of the device, with a part of its rates
+    if " MIG " in f"{name} ":  # a partition of the device, with a part of its rates
         return None
     found = next((rates for pattern, rates in _PUBLISHED if re.search(pattern, name)), None)
     return None if found is None else PeakRate(name, "published", *found, {})
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:
-    """Whether torch rounds float32 to TF32 in products on this device now, which `flops_of` must be told."""
-    # Torch cannot say what `set_float32_matmul_precision` was told once this one was set: this one counts.
+    """Return True if torch currently rounds float32 to TF32 in products on this device, for `flops_of`."""
+    # The value of `set_float32_matmul_precision` cannot be read after `fp32_precision` was set, so only the
+    # latter is read.
     if device.type != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -145,6 +149,6 @@ def multiplies_in_tf32(device: torch.device) -> bool:
 def peak_flops(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, *, tf32: bool = False
 ) -> float | None:
-    """Published dense operations per second of a GPU; None where none are known, as for a CPU."""
+    """Return the published dense operations per second of a GPU. None: unknown, as for a CPU."""
     peak = published_peak(device)
     return None if peak is None else peak.flops_of(dtype, tf32=tf32)

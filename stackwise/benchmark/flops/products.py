@@ -1,4 +1,4 @@
-"""Products: the dtype that a call multiplies in, which is not that of the weights under autocast."""
+"""Products of a call: the dtype of most of them, which under autocast differs from that of the weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ALMOST_ALL = 0.99
 
 @dataclass(frozen=True)
 class Products:
-    """What is known of the products of a call.
+    """Properties of the matrix products of a call.
 
     Attributes:
-        dtype: of most of them.
-        notes: what a reader must know of the others.
-        recomputes: whether a backward pass makes some of them a second time; None: not known.
+        dtype: most frequent dtype of the products.
+        notes: notes for the reader about other products.
+        recomputes: True if a backward pass repeats products. None: unknown.
     """
 
     dtype: torch.dtype
@@ -32,13 +32,13 @@ class Products:
 
 
 def products_of(call: Callable[[], object], model: nn.Module) -> Products:
-    """As seen in one more call; where it multiplies nothing that is counted, the dtype of the weights.
+    """Return the products of one more call. Without counted products, use the dtype of the weights.
 
-    A call that was measured is sound: where it cannot be made under a counter, that is a note.
+    The call has been measured, so it is correct. If it cannot run under a counter, a note reports it.
     """
     try:
         counted = count_flops(call)
-    except Exception as error:  # whatever torch's counter makes of an operation that it does not know
+    except Exception as error:  # any error of torch's counter for an unknown operation
         dtype = weights_dtype(model)
         why = f"the products could not be counted ({type(error).__name__})"
         return Products(dtype, (f"{why}: the peak rate is that of the weights, {_name(dtype)}",))

@@ -1,4 +1,4 @@
-"""Roofline: the least time that work can take, by what it computes and moves (Williams et al. 2009)."""
+"""Roofline: minimum time of work from its operations and bytes (Williams et al. 2009)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Roofline", "decode_floor", "roofline"]
 
 @dataclass(frozen=True)
 class Roofline:
-    """A floor under the time of a call.
+    """Minimum time of a call.
 
     Attributes:
-        flops: operations.
-        moved: bytes.
-        compute_seconds: that the operations take at the peak rate.
-        memory_seconds: that the bytes take at the peak bandwidth.
+        flops: number of operations.
+        moved: number of bytes.
+        compute_seconds: time of the operations at the peak rate.
+        memory_seconds: time of the bytes at the peak bandwidth.
     """
 
     flops: int
@@ -35,30 +35,30 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The longer of the two: neither can be faster, and both may go on at once."""
+        """Maximum of both times. Computation and memory traffic may overlap, so it is a lower bound."""
         return max(self.compute_seconds, self.memory_seconds)
 
     @property
     def bound(self) -> Literal["compute", "memory"]:
-        """Which of the two it is."""
+        """Resource that limits the time."""
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
 
     @property
     def intensity(self) -> float:
-        """Operations for each byte."""
+        """Operations per byte."""
         return self.flops / self.moved
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self) | {"seconds": self.seconds, "bound": self.bound, "intensity": self.intensity}
 
 
 def roofline(flops: int, moved: int, *, peak: float, bandwidth: float) -> Roofline:
-    """The floor of any work.
+    """Return the roofline of any work.
 
     Args:
-        flops: operations.
-        moved: bytes.
+        flops: number of operations.
+        moved: number of bytes.
         peak: operations per second.
         bandwidth: bytes per second.
 
@@ -79,18 +79,18 @@ def decode_floor(
     dtype: torch.dtype,
     tf32: bool = False,
 ) -> Roofline | None:
-    """The least time of decoding one token in each row; None where sizes or rates are not known.
+    """Return the minimum time of decoding one token per row. None: unknown sizes or rates.
 
     Args:
         model: as in `model_flops`.
         batch_size: B.
-        seq_len: tokens in the cache already.
-        peak: of the device, published or measured.
-        dtype: that is computed in, and of the cache.
-        tf32: whether float32 may be rounded to TF32.
+        seq_len: number of tokens in the cache.
+        peak: peak rates of the device, published or measured.
+        dtype: dtype of the computation and of the cache.
+        tf32: True if float32 may be rounded to TF32.
 
     Raises:
-        ValueError: sizes that are no positive integers.
+        ValueError: sizes that are not positive integers.
     """
     flops = model_flops(model, batch_size=batch_size, seq_len=seq_len, mode="decode")
     moved = decode_bytes(model, batch_size=batch_size, seq_len=seq_len, dtype=dtype)

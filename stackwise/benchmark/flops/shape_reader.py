@@ -1,4 +1,4 @@
-"""ShapeReading: the TransformerShape of a model, as its settings say and its weights confirm; or why none."""
+"""ShapeReading: TransformerShape of a model from its configuration, verified by its weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ALIKE, _BY_LAYER, _NONE = "alike", "by layer", "none"
 
 @dataclass(frozen=True)
 class ShapeReading:
-    """What was found.
+    """Result of reading a shape.
 
     Attributes:
-        shape: None where it is not known.
-        reason: why it is not; None where it is.
+        shape: shape of the model. None: unknown.
+        reason: reason why the shape is unknown. None if it is known.
     """
 
     shape: TransformerShape | None
@@ -43,18 +43,18 @@ class ShapeReading:
 
 
 class _UnknownError(Exception):
-    """Why there is no shape."""
+    """Error with the reason why a shape is unknown."""
 
 
 def read_shape(model: nn.Module | TransformerShape) -> ShapeReading:
-    """The sizes of a Rack, of a transformers model of a known family, or of what has `transformer_shape()`.
+    """Return the sizes of a Rack, of a transformers model of a known family, or from `transformer_shape()`.
 
-    They are read from the model's configuration and held to its weights: where the matrices that they tell of
-    have not as many numbers as the model's, nothing is known. So neither adapters nor a changed layer are
-    overlooked.
+    The sizes are read from the model's configuration and verified: if the number of weights in matrices
+    differs from that of the model, the shape is unknown. Adapters and modified layers are therefore detected.
 
     Args:
-        model: also compiled, or in DistributedDataParallel; a TransformerShape is its own.
+        model: a model, which may be compiled or in DistributedDataParallel, or a TransformerShape, which is
+            returned unchanged.
     """
     if isinstance(model, TransformerShape):
         return ShapeReading(model, None)
@@ -66,20 +66,23 @@ def read_shape(model: nn.Module | TransformerShape) -> ShapeReading:
 
 
 def looked_up(model: nn.Module) -> list[nn.Parameter]:
-    """Tables of which only the rows of tokens, positions or types are read: embeddings that are no head."""
+    """Return the tables of which only single rows are read: embeddings that are not also a head."""
     heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return _unique(weight for weight in tables if id(weight) not in heads)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that multiply: all of two dimensions or more that are not only looked up, each once."""
+    """Return the parameters that multiply: at least two dimensions, not only looked up, each once."""
     tables = {id(table) for table in looked_up(model)}
     return [p for p in _unique(model.parameters()) if p.ndim > 1 and id(p) not in tables]
 
 
 def weights_dtype(model: nn.Module) -> torch.dtype:
-    """The one that most weights have, but for those of 8 bits, in which few compute; else float32."""
+    """Return the most frequent dtype of the floating-point weights. Default: float32.
+
+    8-bit dtypes are ignored, because they are rarely used for computation.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for p in model.parameters():
         if p.is_floating_point() and p.dtype.itemsize > 1:
@@ -88,7 +91,7 @@ def weights_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _told(model: nn.Module) -> TransformerShape:
-    """As the model's settings have it."""
+    """Return the shape from the model's configuration."""
     offered = getattr(model, "transformer_shape", None)
     if callable(offered):
         shape = offered()
@@ -113,12 +116,15 @@ def _told(model: nn.Module) -> TransformerShape:
     try:
         return _FAMILIES[family](model, config)
     except (AttributeError, TypeError, ValueError) as error:
-        # The configuration is another's, who may give the name of a family to what is not like it.
+        # A third-party configuration may use the name of a family for another architecture.
         raise _UnknownError(f"the configuration is not that of a {family!r}: {error}") from error
 
 
 def _check_causal(config: Any) -> None:
-    """Refuse a decoder that sees later positions in some kernels and versions of transformers, not in all."""
+    """Raise _UnknownError for a decoder that sees later positions only in some versions of transformers.
+
+    The direction also depends on the attention kernel.
+    """
     for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         value = getattr(config, key, causal)
         if bool(value) is not causal:
@@ -126,19 +132,20 @@ def _check_causal(config: Any) -> None:
 
 
 def _confirmed(shape: TransformerShape, model: nn.Module) -> TransformerShape:
-    """The shape, if the model's matrices have as many numbers; with what of them is frozen."""
+    """Return the shape with its frozen weights. Raise _UnknownError if the number of weights differs."""
     of_model = matrices(model)
     found = sum(p.numel() for p in of_model)
     if found != shape.n_weights:
         raise _UnknownError(
             f"the matrices of {type(model).__name__} have {found} weights; by its settings {shape.n_weights}"
         )
-    # The head of a tied table counts with the head; what is left are tables that are only looked up.
+    # A tied table is counted as the head, so only tables that are looked up remain.
     shape = replace(shape, embedding_weights=sum(table.numel() for table in looked_up(model)))
     frozen = sum(p.numel() for p in of_model if not p.requires_grad)
     if not frozen:
         return replace(shape, n_frozen=0)
-    # With an embedding that trains a gradient goes through all layers; else it ends somewhere above.
+    # If an embedding is trained, the gradient passes through all layers. Otherwise it stops at an unknown
+    # layer.
     inputs = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     passes = any(weight.requires_grad for weight in inputs) and shape.n_active == shape.n_weights
     return replace(shape, n_frozen=frozen if passes else None)
@@ -149,7 +156,7 @@ def _unique(parameters: Iterable[nn.Parameter | Tensor]) -> list[nn.Parameter]:
 
 
 def _blocks(model: nn.Module) -> list[BlockConfig]:
-    """The configurations of the Blocks of a Rack, in their order; none of anything else."""
+    """Return the configurations of the Blocks of a Rack in order. Empty for other models."""
     stacks = getattr(model, "stacks", None)
     if not isinstance(stacks, nn.ModuleList):
         return []
@@ -188,14 +195,17 @@ def _block_attention(block: BlockConfig) -> AttentionShape:
         case "elu":
             features, frequencies = head_dim, 0
         case "gaussian" | "laplacian":
-            frequencies = features // 2  # each gives a cosine and a sine
+            frequencies = features // 2  # one cosine and one sine per frequency
         case "favor":
             pass
     return KernelShape(block.n_heads, n_kv_heads, head_dim, features, frequencies, causal, RACK_CHUNK)
 
 
 def _decoder(windows: str, feedforward: Callable[[Any, int], Any]) -> Callable[[nn.Module, Any], Any]:
-    """Families of one attention with separate or fused projections, causal, in every layer."""
+    """Return a reader for families with one type of causal attention in all layers.
+
+    The projections may be separate or fused.
+    """
 
     def shape(model: nn.Module, config: Any) -> TransformerShape:
         n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
@@ -203,7 +213,7 @@ def _decoder(windows: str, feedforward: Callable[[Any, int], Any]) -> Callable[[
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
         layers = []
         for i, window in enumerate(_windows(config, windows, n_layers)):
-            # What transformers keeps for the next token is what that may see, itself apart.
+            # transformers caches the tokens that the next token may see, without that token itself.
             kept = None if window is None else window - 1
             attention = SoftmaxShape(n_heads, n_kv_heads, head_dim, True, window, kept)
             layers.append(LayerShape((attention,), feedforward(config, i)))
@@ -288,7 +298,7 @@ def _bert(model: nn.Module, config: Any) -> TransformerShape:
     n_heads, width = config.num_attention_heads, config.hidden_size
     attention = SoftmaxShape(n_heads, n_heads, width // n_heads, causal=False)
     layer = LayerShape((attention,), FeedForwardShape(config.intermediate_size, n_matrices=2))
-    # Its head for masked tokens has one more matrix, from width to width.
+    # The head for masked tokens has an additional matrix (width, width).
     return _whole(model, width, [layer] * config.num_hidden_layers, config.vocab_size, before_head=width**2)
 
 

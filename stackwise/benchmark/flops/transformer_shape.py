@@ -1,8 +1,8 @@
-"""TransformerShape: the sizes of a transformer that its FLOPs and the bytes of its cache follow from.
+"""TransformerShape: sizes of a transformer that determine its FLOPs and the bytes of its cache.
 
 Shapes: B batch, S positions in a cache, C model width, H query heads, K key/value heads, D head size, R rank
-of a latent, N and P the parts of a latent head without and with position, V its value size, M features,
-E experts.
+of a latent, N and P the parts of a latent head without and with position, V its value size, M features, E
+experts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SoftmaxShape:
 
     Attributes:
         n_heads: H.
-        n_kv_heads: K, which divides H.
+        n_kv_heads: K, a divisor of H.
         head_dim: D.
-        causal: whether a query sees no later key.
-        window: W; a query sees its own position and the W - 1 before it, and as many after it where it is not
-            causal. None: all.
-        cached_tokens: how many tokens its cache keeps at most; None: all of them.
+        causal: True if a query sees no later key.
+        window: W. A query sees its own position and the W - 1 positions before it; without causality, also W
+            - 1 positions after it. None: no window.
+        cached_tokens: maximum number of tokens in the cache. None: no limit.
     """
 
     n_heads: int
@@ -54,15 +54,15 @@ class SoftmaxShape:
         _check_window(self.window, self.cached_tokens)
 
     def n_weights(self, d_model: int) -> int:
-        """Of the projections of queries, keys, values and output."""
+        """Return the number of weights of the projections of queries, keys, values and output."""
         return 2 * d_model * (self.n_heads + self.n_kv_heads) * self.head_dim
 
     def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
-        """2 B S K D numbers, S as many of `tokens` as are kept."""
+        """Return the bytes of 2 B S K D numbers. S is the number of cached tokens."""
         return batch_size * _kept(tokens, self.cached_tokens) * self.token_bytes(dtype)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that one token of one row leaves."""
+        """Return the bytes that one token of one row adds to the cache."""
         return 2 * self.n_kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -72,16 +72,16 @@ class LatentShape:
 
     Attributes:
         n_heads: H.
-        rank: R, of the latent that all keys and values are expanded from.
+        rank: R, the rank of the latent that all keys and values are expanded from.
         nope_dim: N.
         rope_dim: P.
         value_dim: V.
-        q_rank: of the latent that queries are expanded from; None: there is none.
-        causal: whether a query sees no later key.
+        q_rank: rank of the latent that queries are expanded from. None: no such latent.
+        causal: True if a query sees no later key.
         window: as in `SoftmaxShape`.
         cached_tokens: as in `SoftmaxShape`.
-        absorbs: whether a pass over a cache moves the expansion to queries and outputs, so that all heads
-            read the latent itself; else every pass expands all that is cached.
+        absorbs: True if a pass over a cache applies the expansion to queries and outputs, so that all heads
+            read the latent itself. False: every pass expands the entire cache.
     """
 
     n_heads: int
@@ -103,7 +103,7 @@ class LatentShape:
         _check_window(self.window, self.cached_tokens)
 
     def n_weights(self, d_model: int) -> int:
-        """Of all projections, down, up and out."""
+        """Return the number of weights of all projections: down, up and output."""
         queries = self.n_heads * (self.nope_dim + self.rope_dim)
         from_width = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
         out = self.n_heads * self.value_dim * d_model
@@ -111,15 +111,15 @@ class LatentShape:
 
     @property
     def n_expanding(self) -> int:
-        """Weights that expand a latent to the keys and values of all heads: R H (N + V)."""
+        """Number of weights that expand a latent to the keys and values of all heads: R H (N + V)."""
         return self.rank * self.n_heads * (self.nope_dim + self.value_dim)
 
     def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
-        """B S (R + P) numbers: the latent and the one key with position."""
+        """Return the bytes of B S (R + P) numbers: the latent and the one key with position."""
         return batch_size * _kept(tokens, self.cached_tokens) * self.token_bytes(dtype)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that one token of one row leaves."""
+        """Return the bytes that one token of one row adds to the cache."""
         return (self.rank + self.rope_dim) * dtype.itemsize
 
 
@@ -129,13 +129,14 @@ class KernelShape:
 
     Attributes:
         n_heads: H.
-        n_kv_heads: K, which divides H.
+        n_kv_heads: K, a divisor of H.
         head_dim: D.
-        n_features: M, for each head.
-        n_frequencies: fixed numbers that each of the D of a query or key is multiplied by; 0: features take
+        n_features: M, per head.
+        n_frequencies: number of fixed factors for each of the D numbers of a query or key. 0: features need
             no product.
-        causal: whether a query sees no later key.
-        chunk: positions that are computed as a square at once in the causal case; None: one after the other.
+        causal: True if a query sees no later key.
+        chunk: number of positions that are computed as a square in the causal case. None: one position at a
+            time.
     """
 
     n_heads: int
@@ -155,13 +156,14 @@ class KernelShape:
         _check_heads(self.n_heads, self.n_kv_heads)
 
     def n_weights(self, d_model: int) -> int:
-        """Of the projections of queries, keys, values and output; what is drawn and fixed is none."""
+        """Return the number of weights of the projections. Fixed random projections are not weights."""
         return 2 * d_model * (self.n_heads + self.n_kv_heads) * self.head_dim
 
     def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:  # noqa: ARG002
-        """B K (M D + M + 1) numbers, whatever `tokens` is: sums of values and of weights, and their scale.
+        """Return the bytes of B K (M D + M + 1) numbers, independent of `tokens`.
 
-        In float32 at least: a sum in bfloat16 stops growing after a few hundred terms.
+        The numbers are sums of values, sums of weights, and their scale. The dtype is at least float32,
+        because a sum in bfloat16 stops growing after a few hundred terms.
         """
         wide = torch.promote_types(dtype, torch.float32)
         numbers = self.n_features * (self.head_dim + 1) + 1
@@ -170,14 +172,14 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class CrossShape:
-    """Softmax attention to the tokens of another sequence, all of which every query sees.
+    """Softmax attention to all tokens of another sequence.
 
     Attributes:
         n_heads: H.
-        n_kv_heads: K, which divides H.
+        n_kv_heads: K, a divisor of H.
         head_dim: D.
-        memory_len: how many tokens the other sequence has.
-        memory_width: width of what its keys and values are projected from.
+        memory_len: number of tokens of the other sequence.
+        memory_width: width of the inputs of its keys and values.
     """
 
     n_heads: int
@@ -192,16 +194,16 @@ class CrossShape:
         _check_heads(self.n_heads, self.n_kv_heads)
 
     def n_weights(self, d_model: int) -> int:
-        """Of queries and output, and of keys and values."""
+        """Return the number of weights of the projections of queries, output, keys and values."""
         return 2 * d_model * self.n_heads * self.head_dim + self.n_weights_of_memory
 
     @property
     def n_weights_of_memory(self) -> int:
-        """Weights that multiply the other sequence, once for all that is generated from it."""
+        """Number of weights that are applied to the other sequence, once per generation."""
         return 2 * self.memory_width * self.n_kv_heads * self.head_dim
 
     def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:  # noqa: ARG002
-        """2 B K D numbers for each token of the other sequence, whatever `tokens` is."""
+        """Return the bytes of 2 B K D numbers per token of the other sequence, independent of `tokens`."""
         return batch_size * self.memory_len * 2 * self.n_kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -210,11 +212,11 @@ AttentionShape = SoftmaxShape | LatentShape | KernelShape | CrossShape
 
 @dataclass(frozen=True)
 class FeedForwardShape:
-    """A feed-forward part that every token goes through.
+    """Feed-forward part that is applied to every token.
 
     Attributes:
-        d_ff: its width.
-        n_matrices: 2, or 3 with a gate.
+        d_ff: width.
+        n_matrices: number of matrices: 2, or 3 with a gate.
     """
 
     d_ff: int
@@ -225,7 +227,7 @@ class FeedForwardShape:
         require(self.n_matrices in (2, 3), "n_matrices", self.n_matrices, "2, 3")
 
     def n_weights(self, d_model: int) -> int:
-        """All of them."""
+        """Return the number of weights."""
         return self.n_matrices * d_model * self.d_ff
 
     n_active = n_weights
@@ -233,14 +235,14 @@ class FeedForwardShape:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A router and experts, of which every token goes through some.
+    """Router and experts, of which each token uses some.
 
     Attributes:
         d_ff: width of an expert.
         n_experts: E.
-        n_routed: experts that a token goes through.
-        shared_d_ff: width of what every token goes through besides; 0: nothing.
-        n_matrices: of an expert: 2, or 3 with a gate.
+        n_routed: number of experts per token.
+        shared_d_ff: width of the additional part that every token uses. 0: no such part.
+        n_matrices: number of matrices per expert: 2, or 3 with a gate.
     """
 
     d_ff: int
@@ -258,11 +260,11 @@ class ExpertsShape:
         )
 
     def n_weights(self, d_model: int) -> int:
-        """Of the router and of all experts."""
+        """Return the number of weights of the router and of all experts."""
         return self._of(d_model, self.n_experts)
 
     def n_active(self, d_model: int) -> int:
-        """Of the router, and of the experts that one token goes through."""
+        """Return the number of weights of the router and of the experts that one token uses."""
         return self._of(d_model, self.n_routed)
 
     def _of(self, d_model: int, n_experts: int) -> int:
@@ -272,17 +274,17 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer: its attention, of which there may be several, and its feed-forward part."""
+    """One layer: one or several attention parts, and a feed-forward part."""
 
     attention: tuple[AttentionShape, ...]
     feedforward: FeedForwardShape | ExpertsShape | None
 
     def n_weights(self, d_model: int) -> int:
-        """Of all matrices."""
+        """Return the number of weights of all matrices."""
         return self._attention(d_model) + (self.feedforward.n_weights(d_model) if self.feedforward else 0)
 
     def n_active(self, d_model: int) -> int:
-        """Of the matrices that one token goes through."""
+        """Return the number of weights of the matrices that one token uses."""
         return self._attention(d_model) + (self.feedforward.n_active(d_model) if self.feedforward else 0)
 
     def _attention(self, d_model: int) -> int:
@@ -291,17 +293,17 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes of a transformer. Biases, norms and positions are no matrices and are not in it.
+    """Sizes of a transformer. Biases, norms and positions are not matrices and are not included.
 
     Attributes:
         d_model: C.
-        layers: in their order.
-        head_weights: of the matrices behind the last layer: C times the vocabulary for a language model,
-            whether the embedding's own or not; 0: there are none.
-        embedding_weights: of tables that are looked up and multiply nothing. A table that is the head as well
-            is counted there.
-        n_frozen: weights of matrices that get no gradient, though one passes through all of them; None: not
-            known.
+        layers: layers in order.
+        head_weights: weights of the matrices after the last layer. For a language model, C times the
+            vocabulary, shared with the embedding or not. 0: no head.
+        embedding_weights: weights of tables that are only looked up. A table that is also the head is counted
+            as the head.
+        n_frozen: weights of matrices without a gradient, if the gradient still passes through all of them.
+            None: unknown.
     """
 
     d_model: int
@@ -332,23 +334,23 @@ class TransformerShape:
         causal: bool = True,
         window: int | None = None,
     ) -> TransformerShape:
-        """Layers of softmax attention that are all alike, an embedding and a head.
+        """Return a shape of equal layers with softmax attention, an embedding and a head.
 
         Args:
-            n_layers: how many.
+            n_layers: number of layers.
             d_model: C.
             n_heads: H.
             d_ff: width of the feed-forward part.
             vocab_size: rows of the embedding and outputs of the head.
-            n_kv_heads: K; None: H.
-            head_dim: D; None: C / H.
-            n_matrices: of the feed-forward part, 3 with a gate.
-            tied: whether the head is the embedding's own weight.
+            n_kv_heads: K. None: H.
+            head_dim: D. None: C / H.
+            n_matrices: number of matrices of the feed-forward part, 3 with a gate.
+            tied: True if the head shares the weight of the embedding.
             causal: see `SoftmaxShape`.
-            window: see `SoftmaxShape`; its cache then keeps that many tokens.
+            window: see `SoftmaxShape`. It is also the maximum number of tokens in the cache.
 
         Raises:
-            ValueError: a size that is no positive integer; heads that do not divide.
+            ValueError: a size that is not a positive integer, or numbers of heads that do not divide.
         """
         check_sizes(n_layers=n_layers, d_model=d_model, n_heads=n_heads, vocab_size=vocab_size)
         if head_dim is None:
@@ -362,19 +364,19 @@ class TransformerShape:
 
     @property
     def n_weights(self) -> int:
-        """Of all matrices, with the head and without tables that are only looked up."""
+        """Number of weights of all matrices, with the head and without tables that are only looked up."""
         return self.head_weights + sum(layer.n_weights(self.d_model) for layer in self.layers)
 
     @property
     def n_active(self) -> int:
-        """Of the matrices that one token goes through: fewer than `n_weights` where there are experts."""
+        """Number of weights of the matrices that one token uses. With experts, it is below `n_weights`."""
         return self.head_weights + sum(layer.n_active(self.d_model) for layer in self.layers)
 
     def cache_bytes(self, *, batch_size: int, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of what `tokens` tokens in each of `batch_size` rows leave behind for those to come.
+        """Return the bytes of a cache with `tokens` tokens in each of `batch_size` rows.
 
         Raises:
-            ValueError: no positive `batch_size`, or `tokens` below 0.
+            ValueError: `batch_size` is not positive, or `tokens` is below 0.
         """
         check_sizes(batch_size=batch_size)
         check_sizes(0, tokens=tokens)
@@ -382,7 +384,7 @@ class TransformerShape:
         return sum(kind.cache_bytes(batch_size, tokens, dtype) for kind in kinds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the sums."""
+        """Return plain values, including the sums."""
         return {
             "d_model": self.d_model,
             "layers": [

@@ -1,4 +1,4 @@
-"""Utilization: how much of a device's best rate a call used: MFU, HFU, MBU; None where it is not known."""
+"""Utilization of a device by a call: MFU, HFU and MBU. None: unknown."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Utilization", "hfu", "mbu", "mfu", "utilization"]
 
 @dataclass(frozen=True)
 class Utilization:
-    """Fractions of a peak.
+    """Fractions of a peak rate.
 
-    One above 1 is not cut: it says that the peak is not that of the device that ran, or not of its dtype.
+    A value above 1 is not limited to 1. It means that the peak rate belongs to another device or dtype.
 
     Attributes:
-        mfu: model FLOPs; all pairs of attention, as published figures have it.
+        mfu: model FLOPs with all pairs of attention, as in published figures.
         mfu_visible: model FLOPs without the pairs that causality hides.
-        hfu: FLOPs with what is recomputed.
-        mbu: bytes moved; of decoding only.
-        notes: why one of them is None.
+        hfu: FLOPs including recomputation.
+        mbu: moved bytes, for decoding only.
+        notes: reasons for values of None.
     """
 
     mfu: float | None
@@ -39,7 +39,7 @@ class Utilization:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self) | {"notes": list(self.notes)}
 
 
@@ -57,23 +57,23 @@ def utilization(
     recompute: Recompute = "none",
     n_devices: int = 1,
 ) -> Utilization:
-    """Of one call that took `seconds`.
+    """Return the utilization of one call.
 
     Args:
         model: as in `model_flops`.
         mode: as in `model_flops`.
         batch_size: as in `model_flops`.
         seq_len: as in `model_flops`.
-        seconds: of the call.
-        peak: of one device, published or measured.
-        dtype: that was computed in.
-        tf32: whether float32 was rounded to TF32.
+        seconds: duration of the call.
+        peak: peak rates of one device, published or measured.
+        dtype: dtype of the computation.
+        tf32: True if float32 was rounded to TF32.
         logits: as in `model_flops`.
         recompute: as in `model_flops`.
-        n_devices: that shared the work.
+        n_devices: number of devices that shared the work.
 
     Raises:
-        ValueError: as `model_flops`; no positive seconds.
+        ValueError: as in `model_flops`, or seconds that are not positive.
     """
     count = model_flops(
         model, batch_size=batch_size, seq_len=seq_len, mode=mode, logits=logits, recompute=recompute
@@ -109,17 +109,17 @@ def utilization(
 def mfu(
     flops: FlopCount | None, seconds: float, peak: float | None, *, pairs: Pairs = "all", n_devices: int = 1
 ) -> float | None:
-    """Model FLOPs utilisation; None where FLOPs or peak are not known.
+    """Return the model FLOPs utilization. None: unknown FLOPs or peak rate.
 
     Args:
-        flops: of a call.
-        seconds: that it took.
+        flops: operations of a call.
+        seconds: duration of the call.
         peak: operations per second of one device.
-        pairs: "all" as published figures have it, "visible" without what causality hides.
-        n_devices: that shared the call.
+        pairs: "all", as in published figures, or "visible", without the pairs that causality hides.
+        n_devices: number of devices that shared the call.
 
     Raises:
-        ValueError: seconds or peak that are not above 0.
+        ValueError: seconds or peak rate not above 0.
     """
     return _share(None if flops is None else flops.model(pairs), seconds, peak, n_devices)
 
@@ -127,14 +127,17 @@ def mfu(
 def hfu(
     flops: FlopCount | None, seconds: float, peak: float | None, *, pairs: Pairs = "all", n_devices: int = 1
 ) -> float | None:
-    """Hardware FLOPs utilisation: as `mfu`, with what is recomputed."""
+    """Return the hardware FLOPs utilization: as `mfu`, but including recomputation."""
     return _share(None if flops is None else flops.hardware(pairs), seconds, peak, n_devices)
 
 
 def mbu(
     moved: DecodeBytes | int | None, seconds: float, bandwidth: float | None, *, n_devices: int = 1
 ) -> float | None:
-    """Memory bandwidth utilisation: bytes that a call has to move over what memory could; else as `mfu`."""
+    """Return the memory bandwidth utilization: required bytes as a share of the possible bytes.
+
+    Other arguments and errors are as in `mfu`.
+    """
     amount = moved.total if isinstance(moved, DecodeBytes) else moved
     return _share(amount, seconds, bandwidth, n_devices)
 

@@ -1,4 +1,4 @@
-"""How much memory does a call take, and does each step leave some behind?"""
+"""Peak memory of a call, and growth of memory from step to step."""
 
 from stackwise.benchmark.memory.fresh_process import FreshPeak, FreshProcessError, fresh_peak_memory
 from stackwise.benchmark.memory.growth import MemoryGrowth

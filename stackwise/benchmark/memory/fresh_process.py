@@ -1,4 +1,4 @@
-"""A fresh process: the peak memory of a call where nothing else has ever been in memory."""
+"""Peak memory of a call in a fresh process, in which no other work has used memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ __all__ = ["FreshPeak", "FreshProcessError", "fresh_peak_memory"]
 
 _FACTORY = "a function at the top of a module, or 'MODULE:FACTORY' or 'path/to/file.py:FACTORY'"
 _LAST_LINES = 5
-_is_importing = False  # in the process that answers: it has not got what it is to call yet
+_is_importing = False  # true in the new process until the call has been created
 
 
 class FreshProcessError(RuntimeError):
-    """The process did not come to the end of the call: what it raised, or how it ended."""
+    """Error of the new process: the exception that it raised, or its exit status."""
 
 
 @dataclass(frozen=True)
 class FreshPeak:
-    """Peak memory of a call in a process of its own.
+    """Peak memory of a call in a separate process.
 
     Attributes:
-        peak: of the call; `peak.before` is what the process held once the call was set up.
-        lifetime: the most bytes that were ever resident in the process, with its imports and what set the
-            call up; None where nobody says.
+        peak: peak memory of the call. `peak.before` is the memory of the process when the call had been set
+            up.
+        lifetime: maximum resident bytes over the life of the process, including imports and setup. None: not
+            reported.
     """
 
     peak: PeakMemory
@@ -50,7 +51,7 @@ class FreshPeak:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the process is to do."""
+    """Request to the new process."""
 
     module: str
     file: str | None
@@ -66,23 +67,22 @@ def fresh_peak_memory(
     device: torch.device | str = "cpu",
     seconds: float = 120.0,
 ) -> FreshPeak:
-    """Call `factory(*arguments)()` in a new interpreter, and take the peak memory of the call itself.
+    """Call `factory(*arguments)()` in a new interpreter and return the peak memory of the call.
 
-    Only so does the peak of a call on the CPU depend on nothing but the call: a process that has done other
-    things keeps memory, and finds room in it. The interpreter is a new one, not a fork: it imports the
-    module of `factory` anew, under the environment and the import path of this process, with as many
-    threads. What it prints is shown only with an error.
+    On the CPU, only a fresh process makes the peak independent of earlier work, which leaves free memory in
+    the process. The interpreter is new, not a fork. It imports the module of `factory` with the environment,
+    the import path and the number of threads of this process. Its output is shown only in an error.
 
     Args:
-        factory: sets up what is measured, and returns it as a function without arguments.
-        *arguments: of `factory`; what pickle takes.
-        device: whose memory is looked at.
-        seconds: after which the process, and what it started, is killed.
+        factory: function that sets up the measured work and returns it as a function without arguments.
+        *arguments: arguments of `factory`. They must be picklable.
+        device: device for the peak memory.
+        seconds: time limit, after which the process and its child processes are killed.
 
     Raises:
-        ValueError: another process could not find `factory`, or pickle does not take an argument.
-        FreshProcessError: the process raised, ended by itself, or took too long; or this is that process,
-            which still imports the module: each would start another.
+        ValueError: another process cannot find `factory`, or an argument is not picklable.
+        FreshProcessError: the process raised, exited or exceeded the time limit. Also raised in the new
+            process while it imports the module, because each process would start another.
     """
     if _is_importing:
         raise FreshProcessError(
@@ -118,7 +118,7 @@ def fresh_peak_memory(
 
 
 def _place_of(factory: Callable[..., Any] | str) -> tuple[str, str | None, str]:
-    """Module, file and name under which another process finds `factory`."""
+    """Return the module, file and name by which another process finds `factory`."""
     if isinstance(factory, str):
         module, separator, name = factory.rpartition(":")
         require(bool(separator and module and name), "factory", factory, _FACTORY)
@@ -133,7 +133,7 @@ def _place_of(factory: Callable[..., Any] | str) -> tuple[str, str | None, str]:
 
 
 def _run(folder: Path, seconds: float) -> int | None:
-    """The status of a process that answers the request in `folder`; None: it had to be killed."""
+    """Return the exit status of a process that handles the request in `folder`. None: it was killed."""
     paths = [path or str(Path.cwd()) for path in sys.path]
     command = "import sys; from stackwise.benchmark.memory.fresh_process import main; main(sys.argv[1])"
     with (folder / "log").open("wb") as log:
@@ -151,12 +151,12 @@ def _run(folder: Path, seconds: float) -> int | None:
         return None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its own group, with all that it started
+            os.killpg(process.pid, signal.SIGKILL)  # its process group, with all child processes
             process.wait()
 
 
 def main(folder: str) -> None:
-    """What the other process does."""
+    """Handle the request in `folder`. This is the entry point of the new process."""
     global _is_importing
     _is_importing = True
     request = pickle.loads((Path(folder) / "request").read_bytes())  # noqa: S301  our own bytes
@@ -186,7 +186,10 @@ def _measured(request: _Request) -> FreshPeak:
 
 
 def _found(request: _Request) -> Any:
-    """The factory, by its module, else from the file: scripts, and tests, have modules of another name."""
+    """Return the factory from its module, or from its file if the module has another name.
+
+    Scripts and tests have another module name in the new process.
+    """
     if request.module not in ("", "__main__"):
         try:
             module = importlib.import_module(request.module)

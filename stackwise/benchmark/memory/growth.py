@@ -1,4 +1,4 @@
-"""MemoryGrowth: what there is more of after each step, and whether that is growth."""
+"""MemoryGrowth: trends of bytes and objects over steps, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["GrowingPlace", "GrowingType", "MemoryGrowth"]
 
 Verdict = Literal["flat", "grows", "fragments"]
 
-# Free memory that the C library keeps rises by whole pages while blocks of many sizes come and go.
+# Free memory of the C library rises by pages when blocks of many sizes are allocated and freed.
 _HOST_FREE_TOLERANCE = 64 * 1024
 
 
 @dataclass(frozen=True)
 class GrowingType:
-    """Objects of one type, of which there are more after each quarter of the steps.
+    """Type whose number of objects rises in each quarter of the steps.
 
     Attributes:
-        name: of the type, or "autograd NAME" of nodes in a graph.
-        count_per_step: how many more.
-        bytes_per_step: how much more they are themselves: of tensors the storages, of lists their slots.
+        name: name of the type, or "autograd NAME" for nodes of a graph.
+        count_per_step: additional objects per step.
+        bytes_per_step: additional bytes of these objects per step: storages of tensors, slots of lists.
     """
 
     name: str
@@ -37,13 +37,13 @@ class GrowingType:
 
 @dataclass(frozen=True)
 class GrowingPlace:
-    """A line of code whose Python objects stay.
+    """Line of code that allocates Python objects which are not freed.
 
     Attributes:
-        file: its path.
-        line: its number.
-        code: its text; "" where the file cannot be read.
-        count_per_step: how many objects more: for a tensor the object that Python sees.
+        file: path of the file.
+        line: line number.
+        code: text of the line. "" if the file cannot be read.
+        count_per_step: additional objects per step. For a tensor, its Python object counts.
     """
 
     file: str
@@ -57,30 +57,30 @@ class GrowingPlace:
 
 @dataclass(frozen=True)
 class MemoryGrowth:
-    """What a step leaves behind, each time that it is made.
+    """Growth of memory per step.
 
-    A trend that is None was not read: nothing on this machine tells it.
+    A trend of None could not be read on this machine.
 
     Attributes:
-        steps: that were looked at.
-        warmup: steps before them.
-        tolerance: bytes per step below which nothing is held against the step.
-        host: bytes that the C library has given out: tensors on the CPU, graphs of autograd.
-        python: bytes that Python's allocators have given out since they are traced; in part the same. Rises
-            too while what was there before is replaced.
-        blocks: of at most 512 bytes, that Python's allocators have given out.
-        device: bytes that tensors hold on the CUDA device.
-        host_free: bytes that the C library keeps without having given them out.
-        device_free: bytes of the CUDA device that torch's allocator keeps without a tensor in them.
-        tensors: how many there are.
-        nodes: of autograd's graph, within reach of a tensor.
-        objects: that the garbage collector knows.
-        callables: those of them that can be called: functions, closures, modules.
-        hooks: callbacks that are registered with modules, tensors and optimizers that were there before.
-        cyclic_bytes: median of the bytes that each step leaves to the garbage collector, which was run after
-            every step; without it they stay until it runs by itself.
-        types: that grow, the largest first.
-        places: lines of code whose objects stay, those of most objects first.
+        steps: number of measured steps.
+        warmup: number of steps before them.
+        tolerance: bytes per step below which a rise is ignored.
+        host: bytes allocated by the C library: tensors on the CPU, graphs of autograd.
+        python: bytes allocated by Python's allocators since tracing started. They partly overlap with `host`.
+            They also rise while older objects are replaced.
+        blocks: number of allocated blocks of at most 512 bytes in Python's allocators.
+        device: bytes of tensors on the CUDA device.
+        host_free: free bytes that the C library has reserved.
+        device_free: bytes of the CUDA device that torch's allocator has reserved without a tensor in them.
+        tensors: number of tensors.
+        nodes: number of nodes in autograd's graph that are reachable from a tensor.
+        objects: number of objects that the garbage collector tracks.
+        callables: number of these objects that can be called: functions, closures, modules.
+        hooks: number of callbacks registered with modules, tensors and optimizers that existed before.
+        cyclic_bytes: median bytes per step that only the garbage collector can free. It ran after every step.
+            Otherwise they stay until it runs automatically.
+        types: growing types, largest growth first.
+        places: lines of code with objects that are not freed, most objects first.
     """
 
     steps: int
@@ -103,7 +103,7 @@ class MemoryGrowth:
 
     @property
     def reasons(self) -> list[str]:
-        """Why the verdict is not "flat", one a line; [] where it is."""
+        """Reasons for a verdict other than "flat", one per line. Empty if it is "flat"."""
         found = []
         for where, rise in (("the device", self.device), ("the host", self.host), ("Python", self._python)):
             if rise is not None and rise.exceeds(self.tolerance):
@@ -147,11 +147,12 @@ class MemoryGrowth:
 
     @property
     def _python(self) -> Trend | None:
-        """What is traced, where objects or small blocks get more as steadily; of large ones the host tells.
+        """Trend of traced bytes, if the number of objects or of small blocks rises too. None otherwise.
 
-        What interpreter and libraries note of each place in the code that they come by gets more for hundreds
-        of steps, ever more slowly. Bytes alone say nothing, where the host tells nothing either: of a
-        window that was full before, more and more is traced, with each object that it replaces.
+        The rise of small blocks must be steady: interpreter and libraries store data for each executed place
+        in the code, which grows for hundreds of steps at a decreasing rate. Large objects are visible in
+        `host`. Traced bytes are no evidence by themselves, even if `host` is unknown: a sliding window that
+        was full before tracing adds traced bytes with each object that it replaces.
         """
         steady = self.blocks.exceeds(0) and not self.blocks.fades
         return self.python if steady or self.objects.exceeds(0) else None
@@ -170,25 +171,25 @@ class MemoryGrowth:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether more is in use or alive each step, "grows"; only more reserved, "fragments"; or neither."""
+        """Verdict: "grows" (more is in use per step), "fragments" (only more is reserved) or "flat"."""
         if not self.reasons:
             return "flat"
         return "fragments" if self._fragmentation == self.reasons else "grows"
 
     @property
     def bytes_per_step(self) -> float:
-        """The largest rise of bytes in use: on the device, the host, or in Python."""
+        """Largest rise of bytes in use per step: on the device, on the host, or in Python."""
         rises = [rise.per_step for rise in (self.device, self.host, self._python) if rise is not None]
         return max(rises, default=0.0)
 
     @property
     def tensors_per_step(self) -> float:
-        """How many tensors more are alive after a step."""
+        """Number of additional tensors per step."""
         return self.tensors.per_step
 
     @property
     def objects_per_step(self) -> float:
-        """How many objects more there are after a step that the garbage collector knows."""
+        """Number of additional objects per step that the garbage collector tracks."""
         return self.objects.per_step
 
     def __str__(self) -> str:
@@ -209,7 +210,7 @@ class MemoryGrowth:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         told = {
             name: value.to_dict() if isinstance(value, Trend) else value for name, value in values.items()

@@ -1,4 +1,4 @@
-"""A step that is made again and again, to see whether it holds more each time, and what it holds."""
+"""Repeated steps that show if memory grows, and which objects grow."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _COUNTED = ("tensors", "nodes", "objects", "callables", "hooks")
 
 
 def check_growth(*, steps: int = STEPS, warmup: int = WARMUP, tolerance: float = TOLERANCE) -> None:
-    """Refuse what `memory_growth` would refuse, without a step.
+    """Raise ValueError for arguments that `memory_growth` refuses, without a step.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: the message names the argument, its value and the allowed values.
     """
     check_sizes(LEAST_STEPS, steps=steps)
     require(steps <= _MOST_STEPS, "steps", steps, f"an integer from {LEAST_STEPS} to {_MOST_STEPS}")
@@ -66,33 +66,33 @@ def memory_growth(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> MemoryGrowth:
-    """Make a step many times, and see what there is more of after each.
+    """Run a step many times and return the trends of memory and objects.
 
-    The step is made `steps` times while bytes are read, and as often again while objects are counted; each
-    time the garbage collector is run first. What rises is judged
-    by its trend, not by its ends: the rise has to go on to the last quarter of the steps, and to exceed the
-    tolerance with 99 % certainty. A cache that fills up within the first half of the steps, and a buffer
-    that is emptied at least once in half of them, are not growth. One tensor, or one node of autograd's
-    graph, more in each step is growth, however small it is; so is one hook, one function or anything else
-    that can be called, more after each step without exception. Numbers and records that a run keeps of
-    itself are not, below the tolerance.
+    The step runs `steps` times while bytes are read, and `steps` more times while objects are counted.
+    Garbage is collected after each step. A rise is judged by its trend: it must continue in the last quarter
+    of the steps and exceed the tolerance with 99 % confidence. A cache that fills up within the first half of
+    the steps is not growth, nor is a buffer that is emptied at least once within half of the steps. One
+    additional tensor or node of autograd's graph per step is growth, independent of its size. One additional
+    hook, function or other callable is growth if its number rises after every step without exception. Numbers
+    and records of a run, such as a history, are not growth below the tolerance.
 
-    Python's allocations are traced the second time (tracemalloc), which slows a step down: this is no timing.
-    What a step returns is dropped. Objects that `gc.freeze` had set aside are thawed.
+    During the second pass, Python's allocations are traced (tracemalloc), which slows the step down. Do not
+    use it for timing. Results of the step are dropped. Objects that `gc.freeze` had frozen are unfrozen.
 
     Args:
-        step: what is made again and again; of a TrainerSpec a run, each step with another batch.
-        steps: that are looked at, 8 to 1000, and made twice. Few steps see only what grows in each of them.
-        warmup: steps before them: what is made once, such as the optimizer's state, is no growth.
-        tolerance: bytes per step, for what a run may note of itself, such as a history of losses.
-        device: whose memory is looked at beside the host's.
-        seed: of the run that is made of a TrainerSpec.
+        step: function to repeat. For a TrainerSpec, the steps of a run, each with another batch.
+        steps: number of measured steps per pass, 8 to 1000. A small number detects only growth in every step.
+        warmup: number of steps before the measurement. Objects that are created only once, such as the
+            optimizer state, are not growth.
+        tolerance: bytes per step that are allowed for records of a run, such as a history of losses.
+        device: device whose memory is read in addition to the host's.
+        seed: seed of the run of a TrainerSpec.
 
     Raises:
-        TypeError: `step` is a model or its class, or at its first call makes a model or a training instead
-            of a step, a generator or a coroutine: nothing would be trained, and nothing grow.
+        TypeError: `step` is a model or its class, or its first call returns a model, a training run, a
+            generator or a coroutine instead of running a step.
         ValueError: a number out of range.
-        RuntimeError: on CUDA, there is no such device.
+        RuntimeError: the CUDA device does not exist.
     """
     check_growth(steps=steps, warmup=warmup, tolerance=tolerance)
     device = torch.device(device)
@@ -125,7 +125,7 @@ def memory_growth(
 
 
 def _refuse_made(result: object) -> None:
-    """Refuse a step whose first call has made what was to be trained, or what would have to run first."""
+    """Raise TypeError if the first call of a step returned the object to be trained, or unstarted work."""
     refuse_unstarted(result, "step")
     if isinstance(result, nn.Module | ModelSpec | TrainerSpec | TrainingRun):
         run = ", a TrainingRun" if isinstance(result, TrainingRun) else ""
@@ -133,7 +133,7 @@ def _refuse_made(result: object) -> None:
 
 
 def _make(call: Callable[[], object]) -> None:
-    """One step, and nothing else: an object was made by it where this line is in its traceback."""
+    """Run one step. Objects of the step have this line in their traceback, so keep this function's layout."""
     call()
 
 
@@ -152,10 +152,11 @@ def _steps_of(spec: TrainerSpec, device: torch.device, seed: int) -> Callable[[]
 
 @contextmanager
 def collected_by_hand() -> Iterator[Earlier]:
-    """Inside, garbage is collected when it is asked for, and only among new objects.
+    """Context in which garbage is collected only on request, and only among new objects.
 
-    Gives what there was before. What was frozen already is not afterwards: one could not tell
-    the two apart, and an object that stays frozen may never be collected.
+    It yields the objects that existed before. Objects that were already frozen are unfrozen afterwards,
+    because they cannot be distinguished from the newly frozen ones, and a frozen object may never be
+    collected.
     """
     collects = gc.isenabled()
     gc.collect()
@@ -172,7 +173,7 @@ def collected_by_hand() -> Iterator[Earlier]:
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """Inside, Python's allocations are traced."""
+    """Context in which Python's allocations are traced."""
     starts = not tracemalloc.is_tracing()
     if starts:
         tracemalloc.start(_FRAMES)
@@ -184,7 +185,7 @@ def _traced() -> Iterator[None]:
 
 
 class _Held:
-    """Bytes that are held after each step, in memory that is there before the first."""
+    """Bytes in use after each step, stored in memory that is allocated before the first step."""
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self._device = device
@@ -194,7 +195,7 @@ class _Held:
         self._values = {name: array("q", bytes(8 * steps)) for name in (*self._names, "blocks", "cyclic")}
 
     def read(self, index: int) -> None:
-        """Look at what is held after step `index`."""
+        """Read the bytes in use after step `index`."""
         uncollected = bytes_now(self._device)
         gc.collect()
         self._values["blocks"][index] = sys.getallocatedblocks()
@@ -206,7 +207,7 @@ class _Held:
             self._values["cyclic"][index] = getattr(uncollected, name) - getattr(now, name)
 
     def trends(self) -> dict[str, Trend | None]:
-        """Of bytes in use, of those that an allocator keeps beyond them, and of Python's small blocks."""
+        """Return the trends of used bytes, of free bytes of the allocators, and of Python's small blocks."""
         found: dict[str, Trend | None] = {"blocks": trend(self._values["blocks"])}
         for name in ("host", "device"):
             found[name] = found[f"{name}_free"] = None
@@ -217,24 +218,25 @@ class _Held:
         return found
 
     def cyclic(self) -> int:
-        """The median of what a step left to the collector."""
+        """Return the median bytes per step that only the garbage collector could free."""
         return max(0, round(median(self._values["cyclic"])))
 
 
 class _Alive:
-    """Objects that are alive after each step; what is kept of them is left out of the bytes that are read."""
+    """Live objects after each step. The memory of these records is subtracted from the traced bytes."""
 
     def __init__(self, earlier: Earlier, steps: int) -> None:
         self._earlier = earlier
         self._values = {name: array("q", bytes(8 * steps)) for name in ("python", *_COUNTED)}
-        # Where quarters end. What grows is named from these; as text they are no objects to be counted.
+        # Last steps of the quarters. Growing types are derived from their counts, which are stored as text,
+        # so that they add no objects.
         self._ends = [steps * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
         self._kept = [""] * len(self._ends)
         self._snapshots: list[tracemalloc.Snapshot] = []
         self._own = 0
 
     def read(self, index: int) -> None:
-        """Look at what is alive after step `index`."""
+        """Count the live objects after step `index`."""
         gc.collect()
         self._values["python"][index] = tracemalloc.get_traced_memory()[0] - self._own
         seen = census(self._earlier)
@@ -248,7 +250,7 @@ class _Alive:
         outer = index in (self._ends[0], self._ends[-1])
         seen = census(
             self._earlier, names=True, sizes=outer
-        )  # makes Python's views of storages, which are not ours
+        )  # creates Python's views of storages, which belong to the tensors
         before = tracemalloc.get_traced_memory()[0]
         self._kept[self._ends.index(index)] = json.dumps([seen.counts, seen.sizes])
         if outer:
@@ -256,11 +258,11 @@ class _Alive:
         self._own += tracemalloc.get_traced_memory()[0] - before
 
     def trends(self) -> dict[str, Trend]:
-        """Of the bytes of Python's allocators, and of the numbers of objects."""
+        """Return the trends of the bytes of Python's allocators and of the numbers of objects."""
         return {name: trend(values) for name, values in self._values.items()}
 
     def types(self) -> tuple[GrowingType, ...]:
-        """Those whose number rises from each end of a quarter to the next, or whose bytes rise in all."""
+        """Return the types whose number rises in each quarter, or whose bytes rise over all quarters."""
         distance = self._ends[-1] - self._ends[0]
         counts, sizes = zip(*map(json.loads, self._kept), strict=True)
         found = []
@@ -277,7 +279,7 @@ class _Alive:
         return tuple(objects[:_NAMED] + nodes[:_NAMED])
 
     def places(self) -> tuple[GrowingPlace, ...]:
-        """Lines of which an object stays at least every second step."""
+        """Return the lines of code that add an object at least every second step."""
         first, last = self._snapshots
         distance = self._ends[-1] - self._ends[0]
         counts: Counter[tuple[str, int]] = Counter()
@@ -291,12 +293,12 @@ class _Alive:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a type says little of whose objects these are."""
+    """Return True if the name of a type does not identify the owner of its objects."""
     return "." not in name or name.partition(".")[0] in _PLAIN
 
 
 def _place(traceback: tracemalloc.Traceback) -> tuple[str, int] | None:
-    """The innermost line that is no library's; None where it was our looking that made the object."""
+    """Return the innermost line outside of libraries. None: the measurement itself created the object."""
     chosen = None
     for frame in reversed(traceback):
         file, line = frame.filename, frame.lineno
@@ -309,6 +311,6 @@ def _place(traceback: tracemalloc.Traceback) -> tuple[str, int] | None:
 
 
 def _is_library(file: str) -> bool:
-    """Whether it is torch's or Python's own: a user looks for the line that calls these."""
+    """Return True for a file of torch or Python. Users need the line that calls the library."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
     return in_python or file.startswith((_TORCH, "<"))

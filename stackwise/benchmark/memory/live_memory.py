@@ -1,4 +1,4 @@
-"""Live memory: what a process holds at this moment, in bytes and in objects."""
+"""Live memory: bytes and objects of the process at one moment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 __all__ = ["Bytes", "Census", "Earlier", "bytes_now", "census"]
 
-_PROBE = 1 << 22  # bytes, far beyond what an allocator may have in hand
+_PROBE = 1 << 22  # bytes, much more than the free memory of an allocator
 _SIZED: tuple[type, ...] = (list, dict, set, frozenset, tuple, bytearray)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What mallinfo2(3) returns."""
+    """Result of mallinfo2(3)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -35,14 +35,13 @@ class _Mallinfo2(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes held at one moment; None where nobody says.
+    """Bytes in use at one moment. None: not reported.
 
     Attributes:
-        host: given out by the C library's allocator: tensors on the CPU, autograd's graph, large Python
-            objects.
-        host_kept: that it has from the system, given out or not.
-        device: held by tensors on the CUDA device.
-        device_kept: that torch's allocator has from the device.
+        host: bytes allocated by the C library: tensors on the CPU, autograd's graph, large Python objects.
+        host_kept: bytes that the C library has from the system, allocated or free.
+        device: bytes of tensors on the CUDA device.
+        device_kept: bytes that torch's allocator has from the device.
     """
 
     host: int | None
@@ -76,7 +75,7 @@ class Census:
 
 
 def bytes_now(device: torch.device) -> Bytes:
-    """The bytes held now; on CUDA once the device is idle."""
+    """Return the current bytes. On CUDA, wait for the device first."""
     on_device, kept_on_device = None, None
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -101,7 +100,7 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _glibc_allocates() -> bool:
-    """Whether this process allocates by glibc 2.33 or later, and by no other allocator in its place."""
+    """Return True if this process uses the allocator of glibc 2.33 or later."""
     try:
         _library()
     except (AttributeError, OSError, TypeError):
@@ -114,12 +113,12 @@ def _glibc_allocates() -> bool:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What there was before, of the kinds that can grow in their place, and is frozen since.
+    """Objects that existed before and can grow in place. They are frozen.
 
     Attributes:
-        tensors: whose graph may grow: `total += loss` changes a tensor where it is.
-        registries: the dicts in which torch keeps the hooks of modules, tensors and optimizers: the same
-            function may be entered again and again.
+        tensors: tensors whose graph may grow, because `total += loss` changes a tensor in place.
+        registries: dicts with the hooks of modules, tensors and optimizers, in which the same function may be
+            registered repeatedly.
     """
 
     tensors: tuple[weakref.ref[Tensor], ...] = ()
@@ -127,7 +126,7 @@ class Earlier:
 
     @classmethod
     def now(cls) -> Earlier:
-        """What Python can reach now, or what waits for the garbage collector."""
+        """Return the objects that are currently reachable or wait for the garbage collector."""
         objects = gc.get_objects()
         of_tensors = _tensor_kinds(_kinds(objects))
         tensors = tuple(weakref.ref(each) for each in objects if id(type(each)) in of_tensors)
@@ -138,15 +137,15 @@ NOTHING_EARLIER = Earlier()
 
 
 def census(earlier: Earlier = NOTHING_EARLIER, *, names: bool = False, sizes: bool = False) -> Census:
-    """The objects that the garbage collector knows and that are not frozen.
+    """Return the numbers of objects that the garbage collector tracks and that are not frozen.
 
-    Python's views of storages and of autograd's nodes are no objects here: they are made by looking, and
-    stay as long as what they show.
+    Python's views of storages and of autograd's nodes are not counted, because this inspection creates them,
+    and they live as long as the viewed object.
 
     Args:
-        earlier: what is frozen, and looked at all the same.
-        names: whether to count by type.
-        sizes: whether to add up bytes by type.
+        earlier: frozen objects that are included.
+        names: True to count by type.
+        sizes: True to add up bytes by type.
     """
     objects = gc.get_objects()
     kinds = _kinds(objects)
@@ -173,7 +172,10 @@ def census(earlier: Earlier = NOTHING_EARLIER, *, names: bool = False, sizes: bo
 
 
 def _kinds(objects: Iterable[Any]) -> dict[int, type]:
-    """The types of objects by their ids: some cannot be hashed, and some answer isinstance with an import."""
+    """Return the types of objects by their ids.
+
+    Some types cannot be hashed, and some import a module when isinstance is called.
+    """
     return {id(kind): kind for kind in map(type, objects)}
 
 
@@ -182,7 +184,7 @@ def _tensor_kinds(kinds: dict[int, type]) -> set[int]:
 
 
 def _is_called(kind: type) -> bool:
-    """Whether its objects can be called, weak references apart, which watch others and call nothing."""
+    """Return True if objects of a type can be called. Weak references are excluded."""
     return any("__call__" in vars(base) for base in kind.__mro__) and not issubclass(kind, weakref.ref)
 
 
@@ -201,16 +203,16 @@ def _sizes(objects: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[tuple[
             key, size = storage._cdata, storage.nbytes()
         except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of other tensors
             continue
-        # A tensor that torch.compile has kept may have a symbol for its size.
+        # A tensor that torch.compile stores may have a symbolic size.
         if key not in seen and type(size) is int and tensor.device.type != "meta":
             seen.add(key)
             yield _name(type(tensor)), size
 
 
 def _graph(tensors: Iterable[Tensor]) -> set[Any]:
-    """The nodes of autograd's graph within reach of `tensors`, each once."""
+    """Return the nodes of autograd's graph that are reachable from `tensors`, each once."""
     waiting = [node for node in map(_grad_fn, tensors) if node is not None]
-    # They are kept for the whole walk: a node's Python object is made when it is asked for.
+    # The walk holds all nodes, because the Python object of a node is created on access.
     seen = set(waiting)
     while waiting:
         for node, _ in waiting.pop().next_functions:
@@ -223,7 +225,7 @@ def _graph(tensors: Iterable[Tensor]) -> set[Any]:
 def _grad_fn(tensor: Tensor) -> Any:
     try:
         return tensor.grad_fn
-    except RuntimeError:  # of a view that was changed in a way that autograd forbids
+    except RuntimeError:  # a view that was changed in a way that autograd forbids
         return None
 
 

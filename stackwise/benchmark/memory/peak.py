@@ -1,4 +1,4 @@
-"""Peak memory of a call, measured in a pass of its own."""
+"""Peak memory of a call, measured in a separate pass."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ _RESET_PEAK = "5"
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most memory that was in use at any moment of a call, in bytes. None is what cannot be read.
+    """Maximum memory in use during a call, in bytes. Values that cannot be read are None.
 
     Attributes:
-        allocated: on the CUDA device, held by tensors, the model's included; None on the CPU.
-        reserved: on the CUDA device, taken by torch's allocator, whether tensors held it or not. With
-            cudaMallocAsync an upper bound.
-        device_delta: how much less of the CUDA device was free after the call than before, whoever took it:
-            reserved memory, but also contexts, NCCL's buffers and the workspaces of libraries, and other
-            processes.
-        resident: of the whole process, in the memory of the host.
-        before: of what `in_use` counts, when the call began.
-        resident_before: of the whole process, in the memory of the host, when the call began.
-        mapped: how much more of files, of libraries above all, was in the memory of the host after the call
-            than before: the first call of a library brings it in.
+        allocated: bytes of tensors on the CUDA device, including the model. None on the CPU.
+        reserved: bytes that torch's allocator has from the CUDA device, with or without a tensor in them.
+            With cudaMallocAsync, an upper bound.
+        device_delta: decrease of the free memory of the CUDA device during the call, from any cause: reserved
+            memory, contexts, NCCL's buffers, workspaces of libraries, and other processes.
+        resident: resident memory of the process on the host.
+        before: value of `in_use` at the start of the call.
+        resident_before: resident memory of the process on the host at the start of the call.
+        mapped: increase of file-backed resident memory during the call, mostly libraries, which their first
+            call loads.
     """
 
     allocated: int | None = None
@@ -56,29 +55,29 @@ class PeakMemory:
 
     @property
     def in_use(self) -> int | None:
-        """The number that a limit is for: `allocated` on CUDA, else `resident`."""
+        """Memory that a limit applies to: `allocated` on CUDA, `resident` otherwise."""
         return self.resident if self.allocated is None else self.allocated
 
     @property
     def added(self) -> int | None:
-        """How far `in_use` rose above what was in use before."""
+        """Increase of `in_use` above its value at the start of the call."""
         return None if self.in_use is None or self.before is None else self.in_use - self.before
 
     @property
     def host_added(self) -> int | None:
-        """How far the memory of the host rose above what was resident before, files apart."""
+        """Increase of the resident memory of the host during the call, without file-backed memory."""
         if self.resident is None or self.resident_before is None:
             return None
         return max(0, self.resident - self.resident_before - max(0, self.mapped or 0))
 
     def to_dict(self) -> dict[str, int | None]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         derived = {"in_use": self.in_use, "added": self.added, "host_added": self.host_added}
         return asdict(self) | derived
 
 
 class PeakWatch:
-    """What `watch_peak` gives: `peak`, once its block has ended."""
+    """Result of `watch_peak`: `peak` is available after its block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,10 +90,10 @@ class PeakWatch:
 
     @property
     def peak(self) -> PeakMemory:
-        """The most that was in use inside the block.
+        """Maximum memory in use within the block.
 
         Raises:
-            RuntimeError: the block has not ended.
+            RuntimeError: the block is still running.
         """
         if self._peak is None:
             raise RuntimeError("peak: the block of watch_peak has not ended")
@@ -112,7 +111,7 @@ class PeakWatch:
         self._resident_before, self._mapped = process_status("VmRSS"), process_status("RssFile")
 
     def _look(self) -> None:
-        """Keep the peaks so far, which another watch is about to reset."""
+        """Store the peaks before another watch resets them."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
@@ -123,7 +122,7 @@ class PeakWatch:
 
     def _end(self) -> None:
         self._look()
-        # Of a peak that cannot be seen nobody needs to know from where it rose.
+        # If the peak is unknown, the memory before it has no use.
         before = None if self._resident is None else self._resident_before
         mapped, now = None, process_status("RssFile")
         if before is not None and now is not None and self._mapped is not None:
@@ -150,16 +149,16 @@ _WATCHES: list[PeakWatch] = []
 
 @contextmanager
 def watch_peak(device: torch.device | str = "cpu", *, collect: bool = True) -> Iterator[PeakWatch]:
-    """Inside, the most memory in use is watched.
+    """Context in which the peak memory is measured.
 
-    Garbage is collected first, and freed memory that torch or the C library still keeps is given back, so
-    that what earlier work left does not hide or raise the peak. Watches may lie within each other: what an
-    inner one resets, the outer ones have seen. A call of `torch.cuda.reset_peak_memory_stats` inside has
-    them forget what was before it.
+    Garbage is collected first, and free memory of torch and the C library is returned to the system, so that
+    earlier work neither hides nor raises the peak. Contexts may be nested: before an inner one resets the
+    peak, the outer ones store it. If `torch.cuda.reset_peak_memory_stats` is called within the context,
+    earlier peaks are lost.
 
     Args:
-        device: whose memory `in_use` is about.
-        collect: False: garbage stays, where the caller has just had it collected.
+        device: device that `in_use` refers to.
+        collect: False: skip the garbage collection, if the caller has just run it.
     """
     device = torch.device(device)
     if collect:
@@ -177,14 +176,14 @@ def watch_peak(device: torch.device | str = "cpu", *, collect: bool = True) -> I
 
 
 def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
-    """The most memory in use at any moment of one call; its time should be taken in another.
+    """Return the maximum memory in use during one call. Time the call separately.
 
-    What an earlier call kept or cached makes a difference: call it once before for the peak of a steady
-    state, and not for that of a first call. On the CPU the process counts as a whole, with all that else is
-    in it; `stackwise.benchmark.memory.fresh_peak_memory` gives a call a process of its own.
+    Caches of an earlier call affect the result. For the peak of a steady state, call it once before; for the
+    peak of a first call, do not. On the CPU, the memory of the entire process counts.
+    `stackwise.benchmark.memory.fresh_peak_memory` runs a call in a separate process.
 
     Raises:
-        TypeError: `call` is a model, a class of models, or cannot be called; or it returns a generator or a
+        TypeError: `call` is a model, a class of models, or not callable; or it returns a generator or a
             coroutine, which has not run.
     """
     if not is_plain_call(call):
@@ -195,11 +194,11 @@ def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") 
 
 
 def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """`in_use` of `peak_memory`: the most memory in use at any moment of one call.
+    """Return `in_use` of `peak_memory`: the maximum memory in use during one call.
 
-    On CUDA: bytes held by tensors, the model's included. On the CPU under Linux: resident bytes of
-    the whole process, its high-water mark reset before the call (proc(5), clear_refs). Elsewhere,
-    and where the kernel refuses the reset, None, and no call is made: no other reading is put in its place.
+    On CUDA, it is the bytes of tensors, including the model. On the CPU under Linux, it is the resident
+    memory of the process, with the high-water mark reset before the call (proc(5), clear_refs). On other
+    systems, or if the kernel refuses the reset, the result is None, and the call does not run.
     """
     if device.type != "cuda" and not _reset_high_water_mark():
         return None
@@ -209,12 +208,12 @@ def peak_memory_bytes(call: Callable[[], object], device: torch.device) -> int |
 
 
 def high_water_mark() -> int | None:
-    """The most bytes that were resident in this process (VmHWM of proc(5)); None where nobody says."""
+    """Return the maximum resident bytes of this process (VmHWM of proc(5)). None: not reported."""
     return process_status("VmHWM")
 
 
 def process_status(key: str) -> int | None:
-    """Bytes that proc(5) tells of this process under `key`, such as VmRSS; None where it does not."""
+    """Return the bytes of this process under `key` in proc(5), such as VmRSS. None: not reported."""
     if not _STATUS.exists():
         return None
     for line in _STATUS.read_text().splitlines():
@@ -224,7 +223,10 @@ def process_status(key: str) -> int | None:
 
 
 def _reset_high_water_mark() -> bool:
-    """Whether the kernel did: an outer watch's peak is forgotten unless it looked before."""
+    """Reset the kernel's high-water mark. Return True if it succeeded.
+
+    Outer watches store their peak first.
+    """
     for outer in _WATCHES:
         outer._look()
     try:

@@ -1,4 +1,4 @@
-"""The trend of a series: how much it rises a step, and whether it goes on rising."""
+"""Trend of a series: its rise per step, and the continuity of the rise."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _NORMAL_99 = 2.5758  # two-sided
 
 @dataclass(frozen=True)
 class Trend:
-    """How a series rises.
+    """Rise of a series.
 
     Attributes:
-        per_step: the median of the slopes between all pairs of steps (Theil and Sen): up to 29 % of the
-            values may be wild without moving it far.
-        low: lower end of the 99 % interval of that median (Sen 1968, from the variance of Kendall's S).
-        high: upper end.
-        floors: the least value in each quarter of the series.
-        least: the smallest rise from one value to the next.
+        per_step: median of the slopes between all pairs of steps (Theil and Sen). It is robust against up to
+            29 % of outliers.
+        low: lower end of the 99 % confidence interval of that median (Sen 1968, from the variance of
+            Kendall's S).
+        high: upper end of the interval.
+        floors: minimum of each quarter of the series.
+        least: smallest rise from one value to the next.
     """
 
     per_step: float
@@ -41,22 +42,22 @@ class Trend:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the floors rise from each quarter to the next, the last time by half of the usual or more.
+        """True if the floors rise in each quarter, and the last rise is at least half of the median rise.
 
-        Not so where something is filled and emptied again within half of the series, or fills up in its
-        first half.
+        It is False if a buffer is filled and emptied within half of the series, or fills up in its first
+        half.
         """
         rises = self._rises
         return all(rise > 0 for rise in rises) and rises[-1] >= 0.5 * median(rises)
 
     @property
     def each_step(self) -> bool:
-        """Whether every value is above the one before it."""
+        """True if every value is above the previous one."""
         return self.least > 0
 
     @property
     def fades(self) -> bool:
-        """Whether the last rise of the floors is less than three quarters of the first."""
+        """True if the last rise of the floors is less than three quarters of the first."""
         return self._rises[-1] < 0.75 * self._rises[0]
 
     @property
@@ -64,16 +65,16 @@ class Trend:
         return [after - before for before, after in pairwise(self.floors)]
 
     def exceeds(self, tolerance: float) -> bool:
-        """Whether the series goes on rising, and certainly by more than `tolerance` a step."""
+        """Return True if the series continues to rise, and the interval is above `tolerance` per step."""
         return self.goes_on and self.low > tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "floors": list(self.floors), "goes_on": self.goes_on}
 
 
 def trend(values: Sequence[float]) -> Trend:
-    """The trend of values that were read at equal distances.
+    """Return the trend of values that were read at equal distances.
 
     Raises:
         ValueError: fewer than 8 values.

@@ -1,4 +1,4 @@
-"""How long does a call take? Clocks, warm-up, what the machine does beside it, samples."""
+"""Duration of a call: clocks, warm-up, conditions of the machine, and samples."""
 
 from stackwise.benchmark.timing.cache_state import RotatingCall, rotating_inputs
 from stackwise.benchmark.timing.clock import Clock, DeviceClock, HostClock

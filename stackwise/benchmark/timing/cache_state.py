@@ -1,7 +1,7 @@
-"""Cache state: whether a call finds its data in the last-level cache, and how to see to it that it does not.
+"""Cache state: calls that find their data in the last-level cache ("warm"), and calls that do not ("cold").
 
-Called again and again on the same data, a call that reads less than the cache holds reads it from there: it
-is "warm". In a whole model the same operation finds what others have left: it is "cold".
+If a call is repeated on the same data and reads less than the size of the cache, it reads from the cache: it
+is "warm". In a complete model, the same operation finds data of other operations in the cache: it is "cold".
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from stackwise.support.tensor_tree import tensors_of
 __all__ = ["CACHE_STATES", "CacheFlush", "RotatingCall", "last_level_cache_bytes", "rotating_inputs"]
 
 CACHE_STATES = ("cold", "warm")
-# Of the cache. A sweep of exactly its size would leave what the replacement policy happens to keep.
+# Multiples of the size of the cache. After a sweep of exactly its size, the remaining data would depend on
+# the replacement policy.
 _SWEEP, _ROTATION = 2, 5
 _CORES = Path("/sys/devices/system/cpu")
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
@@ -31,10 +32,10 @@ T = TypeVar("T")
 
 
 def last_level_cache_bytes(device: torch.device) -> int | None:
-    """What all last-level caches of a device hold; None where the system does not say."""
+    """Return the total size of a device's last-level caches in bytes. None: the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
-    # Each of the cores that share a cache tells of it.
+    # Each core reports the caches that it shares, so identify a cache by level and cores.
     found = {(_of(each, "level"), _of(each, "shared_cpu_list")): each for each in _caches()}
     sizes = {key: _bytes(_of(each, "size")) for key, each in found.items()}
     last = max(sizes, default=None)
@@ -45,17 +46,17 @@ def last_level_cache_bytes(device: torch.device) -> int | None:
 
 
 class CacheFlush:
-    """Called before each sample, it leaves nothing of the call before in the last-level cache.
+    """Callable that evicts the data of the previous call from the last-level cache, before each sample.
 
-    It reads twice what the cache holds. It does not write: lines that were written are written back
-    while the next call runs, at that call's cost.
+    It reads twice the size of the cache. It does not write, because written cache lines would be written back
+    during the next call, at the cost of that call.
 
     Args:
-        device: whose cache.
-        size_bytes: what is read; None: twice the cache.
+        device: device with the cache.
+        size_bytes: number of bytes to read. None: twice the size of the cache.
 
     Raises:
-        ValueError: the size of the cache is not known, and none is given.
+        ValueError: `size_bytes` is None, and the size of the cache is unknown.
     """
 
     def __init__(self, device: torch.device, size_bytes: int | None = None) -> None:
@@ -66,23 +67,27 @@ class CacheFlush:
         self._sum = torch.empty((), device=device)
 
     def __call__(self) -> None:
-        """Read all of it. On CUDA that is launched, not waited for: it comes before what is launched next."""
+        """Read all data.
+
+        On CUDA, the read is launched before later work, and the host does not wait for it.
+        """
         torch.sum(self._data, dim=0, out=self._sum)
 
 
 class RotatingCall(Generic[T]):
-    """A call that takes the next of several inputs each time, so that it finds none of them in the cache.
+    """Call that takes the next of several inputs each time, so that the input is never in the cache.
 
-    For what is too short to be timed one by one, and inside CUDA graphs, where nothing can be flushed between
-    two calls. The inputs are cold; what else the call reads, such as weights, is as warm as it gets.
+    It is meant for calls that are too short to be timed separately, and for CUDA graphs, in which the cache
+    cannot be flushed between two calls. The inputs are cold. Other data of the call, such as weights, is as
+    warm as possible.
 
     Args:
-        call: is given one of the inputs.
-        inputs: trees of tensors, together at least five times as large as the cache of their device, as
-            `rotating_inputs` makes them.
+        call: function of one of the inputs.
+        inputs: trees of tensors, together at least five times as large as the cache of their device, such as
+            the result of `rotating_inputs`.
 
     Raises:
-        ValueError: no tensors in the inputs, or too few of them.
+        ValueError: the inputs have no tensors, or are too small.
     """
 
     def __init__(self, call: Callable[[T], object], inputs: Sequence[T]) -> None:
@@ -103,10 +108,10 @@ class RotatingCall(Generic[T]):
 
 
 def rotating_inputs(example: T, device: torch.device) -> list[T]:
-    """So many copies of a tree of tensors that together they are five times as large as the device's cache.
+    """Return copies of a tree of tensors that together are five times as large as the device's cache.
 
     Raises:
-        ValueError: there is no tensor in the example, or the size of the cache is not known.
+        ValueError: the example has no tensor, or the size of the cache is unknown.
     """
     size = sum(t.nbytes for t in tensors_of(example))
     require(size > 0, "example", example, "a tree with tensors that are not empty")
@@ -126,7 +131,7 @@ def _known_cache(device: torch.device, key: str) -> int:
 
 
 def _normals(count: int, device: torch.device) -> Tensor:
-    """Random normals: zeros would cost less power, which raises the clocks of what runs next."""
+    """Return random normals. Zeros would use less power, which raises the clocks for the next call."""
     return torch.randn(count, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
@@ -139,5 +144,5 @@ def _of(cache: Path, key: str) -> str:
 
 
 def _bytes(text: str) -> int:
-    """Of a size as the Linux kernel writes it: 32768K."""
+    """Return the number of bytes of a size in the format of the Linux kernel, such as 32768K."""
     return int(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else int(text)

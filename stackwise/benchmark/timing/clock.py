@@ -1,9 +1,8 @@
-"""Clocks: how long calls take for the host, and how long their work takes the device.
+"""Clocks: the duration of calls on the host, and the duration of their work on the device.
 
-Two clocks for one call. The host clock starts at an idle device and stops at an idle device, so that
-launches, Python and everything else that a user waits for are part of it. The device clock reads a pair of
-events on the stream, so that only the work is, and not the gaps in which the device waits for launches. On
-the CPU there is only the host's.
+The host clock starts and stops at an idle device, so it includes launches, Python and any other delay for a
+user. The device clock reads a pair of events on the stream, so it includes only the work, without the gaps in
+which the device waits for launches. On the CPU, only the host clock exists.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ __all__ = [
 ]
 
 CLOCKS = ("host", "device")
-# Seconds. An event is exact to about 0.5 us, a reading of the host's clock to about 0.1 us: of what is
-# shorter than this, several calls are timed together, and either stays within 1 % of a sample.
+# Seconds. An event is precise to about 0.5 us, a reading of the host clock to about 0.1 us. Shorter calls are
+# timed in groups, so that the error of both clocks stays within 1 % of a sample.
 SHORTEST_SAMPLE = 50e-6
-# Seconds. The device is kept busy for at most this long while the host launches what is to be timed.
+# Maximum seconds for which the device is kept busy while the host launches the timed work.
 _LONGEST_FILL = 0.1
-# Seconds of work after the last event that are more than a synchronisation takes by itself.
+# Seconds of work after the last event that exceed the duration of a synchronisation.
 _LATE = 1e-3
 _SLEEP_CYCLES = 20_000_000
 _GAPS = "gaps between launches are part of the time"
@@ -42,37 +41,37 @@ Call = Callable[[], object]
 
 
 class Clock(Protocol):
-    """What takes samples of a call."""
+    """Protocol of a clock that takes samples of a call."""
 
     @property
     def name(self) -> str:
-        """In results: "host", "device" or a name of one's own."""
+        """Name in results: "host", "device" or a user-defined name."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about the samples taken so far."""
+        """Notes for the reader about the previous samples."""
 
     def learn(self, call: Call, before: Call | None = None) -> int:
-        """Find out what the clock must know of a warm call; returns how often it was called for that."""
+        """Measure properties of a warm call that the clock needs. Return the number of calls."""
 
     def sample(self, call: Call, count: int, *, repeats: int = 1, before: Call | None = None) -> list[float]:
-        """Seconds of one call, `count` samples in their order.
+        """Return the seconds per call of `count` samples, in order.
 
         Args:
-            call: what is timed.
-            count: samples.
-            repeats: calls in one sample, which is their mean.
-            before: called before each sample, and no part of it.
+            call: function to be timed.
+            count: number of samples.
+            repeats: number of calls per sample. A sample is their mean.
+            before: function that is called before each sample, outside of the measured time.
         """
 
 
 class HostClock:
-    """Time on the host, from an idle device to an idle device again.
+    """Clock on the host, from an idle device to an idle device.
 
-    Without the two synchronisations a call on CUDA is timed at its launch, not at its work.
+    Without the two synchronisations, the time of a call on CUDA would be that of its launch, not of its work.
 
     Args:
-        device: where the calls do their work.
+        device: device that the calls run on.
     """
 
     name = "host"
@@ -82,11 +81,11 @@ class HostClock:
         self.device = device
 
     def learn(self, call: Call, before: Call | None = None) -> int:  # noqa: ARG002
-        """Nothing: this clock is the same for every call."""
+        """Do nothing: this clock is the same for every call. Return 0."""
         return 0
 
     def sample(self, call: Call, count: int, *, repeats: int = 1, before: Call | None = None) -> list[float]:
-        """Seconds of one call, as wall time; see `Clock.sample`."""
+        """Return the seconds per call as wall time; see `Clock.sample`."""
         now, waits, device = time.perf_counter_ns, self.device.type == "cuda", self.device
         again, several = range(1, repeats), repeats > 1
         seconds = []
@@ -95,8 +94,8 @@ class HostClock:
                 before()
             if waits:
                 torch.cuda.synchronize(device)
-            # Behind a long call all of this is out of the processor's caches: each operation here costs more
-            # than the clock itself, so that there are no more of them than there must be.
+            # After a long call, this code is not in the processor's caches. Each operation here costs more
+            # than the clock itself, so their number is minimal.
             start = now()
             call()
             if several:
@@ -110,20 +109,20 @@ class HostClock:
 
 
 class DeviceClock:
-    """Time on a CUDA device, between two events on its current stream.
+    """Clock on a CUDA device, between two events on its current stream.
 
-    Events are made beforehand and read after one synchronisation at the end. Before each sample the device
-    is kept busy until the host has launched all of it, so that the device never waits for a launch inside.
-    That is left out, with a note, where it cannot work: where the call itself waits for the device, and
-    where launching it takes the host more than 0.05 s. An event orders only its own stream: work on other
-    streams must be joined before the call returns, and a note says where some was not.
+    Events are created in advance and read after one synchronisation at the end. Before each sample, the
+    device is kept busy until the host has launched the sample, so that it never waits for a launch within a
+    sample. This is skipped, with a note, if it cannot work: if the call itself waits for the device, or if
+    its launch takes the host more than 0.05 s. An event orders only its own stream. Work on other streams
+    must be joined before the call returns; otherwise a note reports it.
 
     Args:
         device: a CUDA device.
-        capacity: pairs of events, and so samples between two synchronisations.
+        capacity: number of event pairs, the maximum number of samples between two synchronisations.
 
     Raises:
-        ValueError: another device, which has no events; a capacity that is no positive integer.
+        ValueError: another device, which has no events; a capacity that is not a positive integer.
     """
 
     name = "device"
@@ -137,7 +136,7 @@ class DeviceClock:
         self._notes: dict[str, None] = {}
         with torch.cuda.device(device):
             self._pairs = [(timing_event(), timing_event()) for _ in range(capacity)]
-            # An event comes to be when it is recorded first.
+            # An event is created when it is first recorded.
             for pair in self._pairs:
                 for event in pair:
                     event.record()
@@ -145,11 +144,14 @@ class DeviceClock:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about the samples taken so far."""
+        """Notes for the reader about the previous samples."""
         return tuple(self._notes)
 
     def learn(self, call: Call, before: Call | None = None) -> int:
-        """Find out how long the call takes to launch, and whether it lets the host run ahead."""
+        """Measure the launch time of the call, and check that the host can run ahead of the device.
+
+        Return the number of calls.
+        """
         self._launch_seconds = None
         if not hasattr(torch.cuda, "_sleep"):
             self._notes[f"this torch cannot keep the device busy: {_GAPS}"] = None
@@ -170,7 +172,7 @@ class DeviceClock:
         return 6
 
     def sample(self, call: Call, count: int, *, repeats: int = 1, before: Call | None = None) -> list[float]:
-        """Seconds of one call, as the device's time; see `Clock.sample`."""
+        """Return the seconds per call as device time; see `Clock.sample`."""
         seconds: list[float] = []
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
@@ -192,7 +194,7 @@ class DeviceClock:
         return seconds
 
     def _fill_cycles(self, repeats: int) -> int:
-        """How long the device is kept busy ahead of one sample; 0: it is not."""
+        """Return the number of cycles for which the device is kept busy before a sample. 0: not at all."""
         if self._launch_seconds is None:
             return 0
         seconds = 2 * self._launch_seconds * repeats + 50e-6
@@ -206,7 +208,7 @@ class DeviceClock:
         return int(seconds * self._cycles_per_second)
 
     def _launch(self, call: Call, before: Call | None, busy: float = 0.0) -> float:
-        """Seconds that the host needs to launch a call, behind `busy` seconds of other work."""
+        """Return the host's seconds for the launch of a call after `busy` seconds of other device work."""
         if before is not None:
             before()
         torch.cuda.synchronize(self.device)
@@ -228,7 +230,7 @@ class DeviceClock:
         return float(_SLEEP_CYCLES / (start.elapsed_time(end) * 1e-3))
 
     def _wait_for(self, last: torch.cuda.Event) -> None:
-        """Wait for the last event, then for the device, which has no more to do but on other streams."""
+        """Wait for the last event, then for the device. Add a note if other streams were still working."""
         last.synchronize()
         start = time.perf_counter_ns()
         torch.cuda.synchronize(self.device)
@@ -240,10 +242,10 @@ class DeviceClock:
 
 
 def create_clock(clock: str | Clock, device: torch.device) -> Clock:
-    """The clock of that name on a device, or the given one.
+    """Return the clock of that name for a device. A `Clock` is returned unchanged.
 
     Raises:
-        ValueError: another name, or "device" where the device is no CUDA device.
+        ValueError: unknown name, or "device" for a device that is not a CUDA device.
     """
     if not isinstance(clock, str):
         return clock
@@ -252,15 +254,15 @@ def create_clock(clock: str | Clock, device: torch.device) -> Clock:
 
 
 def time_call(call: Call, device: torch.device) -> float:
-    """Seconds of one call on the host clock, from an idle device to an idle device again."""
+    """Return the seconds of one call on the host clock, from an idle device to an idle device."""
     return HostClock(device).sample(call, 1)[0]
 
 
 def timing_event() -> torch.cuda.Event:
-    """An event that tells the time at which a stream came by it."""
+    """Return an event that records the time at which a stream reaches it."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _keep_busy(cycles: int) -> None:
-    """Launch a kernel that spins for so many of the device's cycles."""
+    """Launch a kernel that spins for this number of device cycles."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Conditions: how samples were taken, and on what machine; the same for every kind of measurement."""
+"""Conditions: circumstances of the samples and state of the machine, for every type of measurement."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["Conditions", "notes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a measurement says beside its samples.
+    """Conditions of a measurement, in addition to its samples.
 
     Attributes:
-        warmup: the calls before the first sample.
-        peak_memory_bytes: of one call in a pass of its own; None where it cannot be read, and of workloads
-            that were interleaved, which are in one memory.
-        execution: how the work was done, as far as the workload says: which attention kernel ran, say.
-        clock: that took the samples: "host" from idle device to idle device, "device" between two events.
-        host: the host before the first sample.
-        gpu: the GPU before the first slice of samples and after each; none where it cannot be read.
-        notes: what a reader must know.
+        warmup: calls before the first sample.
+        peak_memory_bytes: peak memory of one call in a separate pass. None if it cannot be read, and for
+            interleaved workloads, which share the memory.
+        execution: description of the execution by the workload, such as the attention kernel.
+        clock: clock of the samples: "host" from idle device to idle device, "device" between two events.
+        host: state of the host before the first sample.
+        gpu: states of the GPU before the first slice of samples and after each slice. Empty if they cannot be
+            read.
+        notes: notes for the reader.
     """
 
     warmup: WarmUp = COLD_START
@@ -38,21 +39,21 @@ class Conditions:
 
     @property
     def warmup_calls(self) -> int:
-        """Calls before the first sample."""
+        """Number of calls before the first sample."""
         return self.warmup.calls
 
     @property
     def steady(self) -> bool:
-        """Whether the warm-up ended because the time had settled, not because its own had run out."""
+        """True if the warm-up stopped because the time was steady, not because its time limit was reached."""
         return self.warmup.steady
 
     @property
     def throttled(self) -> bool:
-        """Whether the GPU's clocks were held down at any of its readings."""
+        """True if the GPU's clocks were throttled at any reading."""
         return any(state.throttled for state in self.gpu)
 
     def conditions(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "peak_memory_bytes": self.peak_memory_bytes,
             "warmup_calls": self.warmup_calls,
@@ -68,5 +69,5 @@ class Conditions:
 
 
 def notes_of(host: HostState, sensor: GpuSensor, notes: Sequence[str] = ()) -> tuple[str, ...]:
-    """What a reader must know of the machine, then the other notes."""
+    """Return the notes about the machine, followed by `notes`."""
     return tuple(note for note in (sensor.note, host.note, *notes) if note is not None)

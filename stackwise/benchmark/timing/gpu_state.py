@@ -1,6 +1,6 @@
-"""GPU state: clocks, temperature and power of an NVIDIA GPU, and what holds its clocks down.
+"""GPU state: clocks, temperature, power and throttling of an NVIDIA GPU.
 
-Read through NVML (`pip install 'stackwise[gpu]'`) between slices of a measurement, never inside one.
+It is read through NVML (`pip install 'stackwise[gpu]'`) between slices of a measurement, never within one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["READING_INTERVAL", "GpuSensor", "GpuState", "gpu_range"]
 # Seconds of samples between two readings.
 READING_INTERVAL = 0.2
 
-# Event reasons of NVML by their bits. Idle, clocks that a user has set, clocks kept in step with other GPUs
-# and a display's are no throttling.
+# Event reasons of NVML by bit. These reasons are not throttling: idle, clocks set by a user, clocks that are
+# synchronised with other GPUs, and the clocks of a display.
 _THROTTLING = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -31,15 +31,15 @@ _THROTTLING = {
 
 @dataclass(frozen=True)
 class GpuState:
-    """A GPU at one moment. What its driver does not tell is None.
+    """State of a GPU at one moment. Values that the driver does not report are None.
 
     Attributes:
-        sm_clock_mhz: of its processors.
-        memory_clock_mhz: of its memory.
-        temperature_celsius: of the chip.
-        power_watts: as the driver averages it. On A100 and H100 that is of a quarter of the time (Yang et al.
-            2023, arXiv:2312.02741).
-        throttle_reasons: what holds the clocks down, in words; none while they are free.
+        sm_clock_mhz: clock of the processors.
+        memory_clock_mhz: clock of the memory.
+        temperature_celsius: temperature of the chip.
+        power_watts: power as averaged by the driver. On A100 and H100, the average covers a quarter of the
+            time (Yang et al. 2023, arXiv:2312.02741).
+        throttle_reasons: reasons for which the clocks are lowered. Empty if they are not.
     """
 
     sm_clock_mhz: int | None
@@ -50,20 +50,20 @@ class GpuState:
 
     @property
     def throttled(self) -> bool:
-        """Whether a power cap, heat or a brake holds the clocks down; not where that cannot be read."""
+        """True if a power cap, heat or a brake lowers the clocks. False if this cannot be read."""
         return bool(self.throttle_reasons)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         reasons = self.throttle_reasons
         return asdict(self) | {"throttle_reasons": None if reasons is None else list(reasons)}
 
 
 def gpu_range(states: Sequence[GpuState]) -> dict[str, Any] | None:
-    """How far a GPU went over several readings, as plain values for JSON; None where there are none.
+    """Return the ranges of several readings as plain values for JSON. None if `states` is empty.
 
-    Of each number the least and the largest, None where no reading has it; of the reasons for throttling how
-    many readings had each.
+    For each number, the range is the minimum and the maximum, or None if no reading has it. For each reason
+    for throttling, it is the number of readings.
     """
     if not states:
         return None
@@ -77,13 +77,13 @@ def gpu_range(states: Sequence[GpuState]) -> dict[str, Any] | None:
 
 
 class GpuSensor:
-    """Reads the state of one device.
+    """Reader of the state of one device.
 
     Args:
-        device: any; of other than NVIDIA GPUs there is nothing to read.
+        device: any device. Only NVIDIA GPUs have a state.
 
     Attributes:
-        note: why a CUDA device cannot be read; None where it can, and for other devices.
+        note: reason why a CUDA device cannot be read. None if it can, and for other devices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,19 +101,20 @@ class GpuSensor:
             return
         try:
             self._nvml.nvmlInit()
-            # Not by its index: CUDA_VISIBLE_DEVICES gives CUDA another count than NVML has.
+            # The index cannot be used, because CUDA_VISIBLE_DEVICES changes the numbers of CUDA but not of
+            # NVML.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
         except (self._nvml.NVMLError, AttributeError) as error:
             self.note = f"clocks, temperature and throttling of the GPU were not read: {error}"
 
     def read(self) -> GpuState | None:
-        """The device now; None where there is nothing to read."""
+        """Return the current state of the device. None if it has none."""
         if self._handle is None:
             return None
         nvml = self._nvml
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:  # its name before driver 535
+        if reasons is None:  # name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         power = self._ask("nvmlDeviceGetPowerUsage")
         return GpuState(
@@ -127,7 +128,10 @@ class GpuSensor:
         )
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """An answer of NVML about the device; None where driver or library do not know the question."""
+        """Return an answer of NVML about the device.
+
+        None if the driver or the library does not support the query.
+        """
         question: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if question is None:
             return None

@@ -1,7 +1,7 @@
-"""Graph replay: a workload captured as a CUDA graph, a metric of its own.
+"""Graph replay: a workload captured as a CUDA graph, which is a separate metric.
 
-A replay launches everything at once, so that Python and launches cost nothing. A model that is slow for their
-sake is fast in a replay, which is why the one time never stands in for the other.
+A replay launches all kernels at once, without the cost of Python and of single launches. A model that is slow
+because of these costs is fast in a replay. The two times are therefore not interchangeable.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ _SUFFIX = "CUDA graph replay"
 
 
 def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
-    """The workload whose call replays what one call of `workload` launches, under a name that says so.
+    """Return a workload that replays the kernels of one call of `workload`, and mention it in its name.
 
-    The call must always launch the same on the same memory, must not wait for the device, and an optimizer in
-    it must be made for it (`capturable=True`). What it computes is counted in `workload.call`, since a replay
-    shows none of it; the peak of its memory is not told, since a replay asks the allocator for nothing.
+    The call must always launch the same kernels on the same memory and must not wait for the device. An
+    optimizer in it needs `capturable=True`. FLOPs are counted in `workload.call`, because a replay does not
+    show its operations. The peak memory is unknown, because a replay requests no memory from the allocator.
 
     Args:
-        workload: on a CUDA device.
-        warmup_calls: on a side stream before the capture, so that nothing is loaded or chosen inside it.
+        workload: workload on a CUDA device.
+        warmup_calls: number of calls on a side stream before the capture, so that no library is loaded and no
+            kernel is selected during the capture.
 
     Raises:
-        ValueError: a workload on another device, fewer than three calls, or a call that cannot be captured:
-            what torch says of it is the cause. Nor can one that puts something back before each call, since a
-            replay goes on where the capture did.
-        TypeError: no workload.
+        ValueError: a workload on another device, fewer than three warm-up calls, or a call that cannot be
+            captured, with the error of torch as the cause. A workload with `prepare` is also refused, because
+            a replay continues from the state of the capture.
+        TypeError: not a workload.
     """
     check_workload(workload)
     device = workload.device
@@ -70,5 +71,5 @@ def graph_replay(workload: Workload, *, warmup_calls: int = 3) -> Workload:
         call=graph.replay,
         replays=workload.call,
         execution=lambda: {**workload.execution(), "launch": _SUFFIX},
-        each_token=None,  # a replay has no moment for each token
+        each_token=None,  # a replay has no time for each token
     )

@@ -17,15 +17,15 @@ _MOST_BINS = 60
 def histogram(samples: Sequence[float]) -> dict[str, Any] | None:
     """Return counts of samples in bins of equal width, or None for fewer than five samples.
 
-    The bins end at the 99th percentile of the samples or above it, so that a few slow samples do not hide the
-    shape of all others. The width is that of Freedman and Diaconis, and there are at most 60 bins.
+    The last edge is at or above the 99th percentile of the samples, so that a few slow samples do not hide
+    the shape of the distribution. The width is that of Freedman and Diaconis, and the maximum is 60 bins.
 
     Args:
         samples: seconds.
 
     Returns:
         "edges": seconds, in increasing order. "counts": samples in each bin, one fewer than edges. "above":
-        samples beyond the last edge.
+        number of samples beyond the last edge.
     """
     values = np.asarray(samples, dtype=np.float64)
     if len(values) < _FEWEST:

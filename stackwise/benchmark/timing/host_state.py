@@ -1,4 +1,4 @@
-"""Host state: what of the host decides how fast it is, as it was when something was measured."""
+"""Host state: the properties of the host that affect its speed, at the time of a measurement."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class HostState:
-    """The host at one moment. Unlike a fingerprint it is another at the next.
+    """State of the host at one moment. Unlike a fingerprint, it changes over time.
 
     Attributes:
-        threads: that torch computes an operation with.
-        cpus: that this process may run on.
-        omp_num_threads: the environment's `OMP_NUM_THREADS`; None where it is not set.
-        wait_policy: the environment's `OMP_WAIT_POLICY`: whether threads without work spin ("ACTIVE") or
-            sleep ("PASSIVE"); None where it is not set, which lets them spin for a while. It is read when
-            torch is loaded, and never again.
-        governor: that chooses the processors' clocks; several are joined by commas; None where none is told,
-            as in a virtual machine.
-        frequency_mhz: mean of the processors' clocks now; None where none is told.
-        load: processes that were running or waiting to, on average over the last minute; None where
-            the system does not say.
+        threads: number of threads that torch uses within an operation.
+        cpus: number of CPUs that this process may use.
+        omp_num_threads: environment variable `OMP_NUM_THREADS`. None: not set.
+        wait_policy: environment variable `OMP_WAIT_POLICY`: idle threads spin ("ACTIVE") or sleep
+            ("PASSIVE"). None: not set, so idle threads spin for a while. It is read only once, when torch is
+            loaded.
+        governor: governor of the processors' clocks. Several are joined by commas. None: not reported, as in
+            a virtual machine.
+        frequency_mhz: mean of the processors' current clocks. None: not reported.
+        load: mean number of running or waiting processes over the last minute. None: not reported.
     """
 
     threads: int
@@ -42,7 +41,7 @@ class HostState:
 
     @property
     def note(self) -> str | None:
-        """That threads without work spin, which a reader of timings must know; None where they sleep."""
+        """Note that idle threads spin, which affects timings. None if they sleep."""
         if self.threads < 2 or (self.wait_policy or "").upper() == "PASSIVE":
             return None
         how = "is not set" if self.wait_policy is None else f"is {self.wait_policy!r}"
@@ -52,12 +51,12 @@ class HostState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def host_state() -> HostState:
-    """The host now. What cannot be read is None."""
+    """Return the current state of the host. Values that cannot be read are None."""
     governors = sorted({text for cpu in _cpus() if (text := _read(cpu / "cpufreq/scaling_governor"))})
     clocks = [int(text) / 1e3 for cpu in _cpus() if (text := _read(cpu / "cpufreq/scaling_cur_freq"))]
     return HostState(

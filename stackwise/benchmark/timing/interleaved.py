@@ -1,7 +1,7 @@
-"""Interleaved: several workloads measured in turns, so that what disturbs one disturbs all.
+"""Interleaved measurement of several workloads, so that a disturbance affects all of them.
 
-A machine is faster in one minute than in the next, by more than what is to be told apart. Samples of two
-workloads that were taken within one round share its minute, and the ratio of the two does not know it.
+The speed of a machine drifts from minute to minute, by more than the differences of interest. Samples of two
+workloads within one round share the drift, so it cancels in their ratio.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from stackwise.support.arguments import check_choice, check_number, check_sizes,
 
 __all__ = ["Interleaved", "Ratio", "interleave"]
 
-# Of all rounds. Where more were throttled, the others were hardly free of it.
+# Share of all rounds. If more rounds were throttled, the other rounds were probably affected too.
 _MOST_DISCARDED = 0.2
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How two workloads compare, over rounds.
+    """Ratio of the times of two workloads, over rounds.
 
     Attributes:
-        median: of the ratios within a round; None where no round counts.
-        low: end of an interval of order statistics that has the true median with a confidence of 95 %; None
-            where the rounds are too few for one (below 6).
-        high: its other end.
-        rounds: that were counted.
+        median: median of the ratios within a round. None if no round is valid.
+        low: lower end of the 95 % confidence interval of the median, from order statistics. None for fewer
+            than 6 rounds.
+        high: upper end of the interval.
+        rounds: number of valid rounds.
     """
 
     median: float | None
@@ -45,21 +45,21 @@ class Ratio:
     rounds: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Workloads that were measured in turns.
+    """Results of an interleaved measurement.
 
     Attributes:
-        measurements: of each, by name, without the samples of discarded rounds. Where every round was
-            discarded they have those samples all the same, and a note that says so.
-        rounds: seconds of a call in each round that counts: the median of its samples there, by name.
-        n_rounds: how many were run.
-        discarded: the rounds, from 0, in which the GPU's clocks were held down at any time. They count for
-            none of the workloads.
+        measurements: measurement of each workload by name, without the samples of discarded rounds. If every
+            round was discarded, they contain these samples, with a note.
+        rounds: seconds of a call in each valid round by name: the median of the samples in that round.
+        n_rounds: number of rounds that were run.
+        discarded: rounds, from 0, in which the GPU's clocks were lowered at any time. They are discarded for
+            all workloads.
     """
 
     measurements: dict[str, Measurement]
@@ -69,14 +69,16 @@ class Interleaved:
 
     @property
     def inconclusive(self) -> bool:
-        """Whether more than a fifth of the rounds were discarded."""
+        """True if more than a fifth of the rounds were discarded."""
         return len(self.discarded) > _MOST_DISCARDED * self.n_rounds
 
     def ratio(self, name: str, baseline: str) -> Ratio:
-        """Time of `name` over time of `baseline`: below 1 where `name` is faster; see `inconclusive`.
+        """Return the time of `name` divided by the time of `baseline`. See also `inconclusive`.
+
+        It is below 1 if `name` is faster.
 
         Raises:
-            ValueError: a workload that was not measured.
+            ValueError: unknown workload.
         """
         check_choice("name", name, self.rounds)
         check_choice("baseline", baseline, self.rounds)
@@ -87,15 +89,15 @@ class Interleaved:
         return Ratio(middle.value, middle.low, middle.high, len(ratios))
 
     def speed_up(self, name: str, baseline: str) -> Ratio:
-        """How many times as fast `name` is as `baseline`: time of `baseline` over time of `name`.
+        """Return the time of `baseline` divided by the time of `name`. It is above 1 if `name` is faster.
 
         Raises:
-            ValueError: a workload that was not measured.
+            ValueError: unknown workload.
         """
         return self.ratio(baseline, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "measurements": {name: each.to_dict() for name, each in self.measurements.items()},
             "rounds": {name: list(each) for name, each in self.rounds.items()},
@@ -116,27 +118,29 @@ def interleave(
     warmup_seconds: float = 2.0,
     steady_within: float = 0.005,
 ) -> Interleaved:
-    """Measure workloads in turns.
+    """Measure workloads, interleaved.
 
-    Each is warmed up by itself. In each round every one has a turn: one call that is not timed where calls
-    are shorter than a turn, since it finds the caches that another has left, then samples for `turn_seconds`,
-    at least one. The order is random, and that of every second round is the one before reversed: who comes
-    first is measured to be about 1 % faster, and over two rounds nobody does more often. The peak of
-    memory is not read: the other workloads would be in it.
+    Each workload has its own warm-up. In each round, every workload is sampled for `turn_seconds`, at least
+    once. If calls are shorter than that, one untimed call runs first, because the caches hold data of another
+    workload. The order of a round is random, and the next round reverses it: the first workload of a round
+    was measured to be about 1 % faster, and over two rounds this effect is balanced. The peak memory is not
+    read, because it would include the other workloads.
 
     Args:
-        workloads: by name, all on one device.
-        rounds: how many; an even number is balanced.
-        turn_seconds: of one turn, with what is put back or flushed between its samples.
-        seed: of the order.
+        workloads: workloads by name, all on one device.
+        rounds: number of rounds. An even number is balanced.
+        turn_seconds: seconds per workload and round, including `prepare` and cache flushes between samples.
+        seed: seed of the order.
         clock: "host" or "device" (CUDA only).
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
-        warmup_seconds: in which windows of the warm-up of one workload begin, after its first one.
-        steady_within: relative difference of two windows that counts as settled.
+        warmup_seconds: time after the first window of a warm-up in which further windows may start, per
+            workload.
+        steady_within: relative difference of two windows below which the warm-up is steady.
 
     Raises:
-        ValueError: no workloads, or on several devices; numbers out of range; what `measure` refuses.
-        TypeError: no mapping of names to workloads.
+        ValueError: no workloads, workloads on several devices, numbers out of range, or arguments that
+            `measure` refuses.
+        TypeError: not a mapping of names to workloads.
     """
     if not isinstance(workloads, Mapping):
         raise TypeError(f"workloads: got {type(workloads).__name__}; wanted a mapping of names to workloads")

@@ -1,4 +1,4 @@
-"""Measurement: raw samples of a workload, and how they were taken."""
+"""Measurement: raw samples of a workload, and the conditions under which they were taken."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from stackwise.support.arguments import check_choice, check_number, check_sizes
 
 __all__ = ["LEAST_CALLS", "Measurement", "Sampler", "call_once", "collect_new", "measure", "uncollected"]
 
-LEAST_CALLS = 5  # where nobody asks for another number
-_MOST_SAMPLES = 10_000  # at once
-# For each second that is asked for. Of 50 us, which samples take by themselves, there are half as many; more
-# of shorter ones tell no more, and all of them are kept.
+LEAST_CALLS = 5  # default
+_MOST_SAMPLES = 10_000  # per call of a clock
+# Per requested second. Samples of 50 us, the minimum of grouped calls, reach half of it. More samples of
+# shorter calls add no information, and all samples are stored.
 _MOST_PER_SECOND = 40_000
 
 
 @dataclass(frozen=True)
 class Measurement(Conditions):
-    """Times of each call of a workload, and the conditions of the measurement.
+    """Duration of each call of a workload, and the conditions of the measurement.
 
     Attributes:
-        workload: its name.
-        seconds: of a call, one per sample, in order, after warm-up.
-        tokens: handled by one call; 0: that means nothing here.
-        cache: whether each sample found the last-level cache with what the one before left there ("warm") or
-            with nothing of it ("cold").
-        calls_per_sample: calls shorter than 50 us are timed together, and a sample is their mean.
+        workload: name of the workload.
+        seconds: seconds per call of each sample, in order, after the warm-up.
+        tokens: number of tokens per call. 0: not applicable.
+        cache: state of the last-level cache before each sample: with the data of the previous call ("warm")
+            or flushed ("cold").
+        calls_per_sample: number of calls per sample. Calls shorter than 50 us are timed in groups, and a
+            sample is their mean.
     """
 
     workload: str
@@ -68,17 +69,17 @@ class Measurement(Conditions):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of a call over its median time; None of work that has none."""
+        """Tokens of a call divided by its median time. None if the work has no tokens."""
         return self.tokens / self.median if self.tokens else None
 
     def percentile(self, q: float, *, confidence: float = 0.95) -> Percentile:
-        """Percentile `q`, in percent, of the seconds of a call.
+        """Return percentile `q`, in percent, of the seconds of a call.
 
-        Its value is withheld where the samples are too few for it, and where a sample is the mean of several
-        calls, which hides the slow ones; the median is told of any.
+        Its value is None if there are too few samples, or if a sample is the mean of several calls, which
+        hides slow calls. The median is always reported.
 
         Raises:
-            ValueError: as `stackwise.benchmark.timing.percentile` does.
+            ValueError: invalid arguments of `stackwise.benchmark.timing.percentile`.
         """
         found = percentile(self.seconds, q, confidence=confidence)
         if self.calls_per_sample > 1 and q != 50:
@@ -87,21 +88,21 @@ class Measurement(Conditions):
 
     @property
     def p50(self) -> Percentile:
-        """The median with its interval."""
+        """Median with its confidence interval."""
         return self.percentile(50)
 
     @property
     def p95(self) -> Percentile:
-        """What 95 of 100 calls stay below; withheld below 200 samples."""
+        """95th percentile of the seconds of a call. Its value is None below 200 samples."""
         return self.percentile(95)
 
     @property
     def p99(self) -> Percentile:
-        """What 99 of 100 calls stay below; withheld below 1000 samples."""
+        """99th percentile of the seconds of a call. Its value is None below 1000 samples."""
         return self.percentile(99)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON. Samples are not among them, but their histogram is."""
+        """Return plain values for JSON, without the samples, but with their histogram."""
         return {
             "workload": self.workload,
             "median_seconds": self.median,
@@ -119,25 +120,24 @@ class Measurement(Conditions):
 
 
 class Sampler:
-    """A workload, warmed up on a clock, of which samples can be taken.
+    """Warmed-up workload from which samples are taken on a clock.
 
     Args:
-        workload: what to call.
+        workload: workload to call.
         clock: "host", "device", or a Clock.
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
-        warmup_seconds: in which windows of the warm-up begin, after its first one.
-        steady_within: relative difference of two windows that counts as settled.
-        calls_per_sample: calls that are timed together; None: one, and as many as take 50 us where
-            that is longer.
+        warmup_seconds: time after the first window of the warm-up in which further windows may start.
+        steady_within: relative difference of two windows below which the warm-up is steady.
+        calls_per_sample: number of calls that are timed together. None: as many as needed to reach 50 us.
 
     Attributes:
-        warmup: how the warm-up went.
-        calls_per_sample: calls that are timed together.
-        period_seconds: from one sample to the next, about, with what happens between them.
+        warmup: result of the warm-up.
+        calls_per_sample: number of calls that are timed together.
+        period_seconds: approximate time from one sample to the next, including the work between samples.
 
     Raises:
-        ValueError: another clock or cache state, one that the workload's device does not have, numbers out of
-            range, or several calls a sample in a cache that is flushed before each sample.
+        ValueError: an invalid clock or cache state, or one that the workload's device does not have; numbers
+            out of range; or several calls per sample with a cache that is flushed before each sample.
     """
 
     def __init__(
@@ -167,15 +167,15 @@ class Sampler:
         self.period_seconds = self.warmup.period_seconds * self.calls_per_sample
 
     def take(self, count: int) -> list[float]:
-        """Seconds of a call, `count` samples."""
+        """Return the seconds per call of `count` samples."""
         assert not self._closed, "its cache is no longer flushed"
         return self._clock.sample(
             self._workload.call, count, repeats=self.calls_per_sample, before=self._before
         )
 
     def peak_memory_bytes(self) -> int | None:
-        """The peak of memory in one more call, after which no sample can be taken; None: not known."""
-        # What flushes the cache would be part of it.
+        """Return the peak memory of one more call. No sample can be taken after it. None: unknown."""
+        # Free the memory of the cache flush, which would be part of the peak.
         self._flush, self._closed = None, True
         if self._workload.replays is not None:
             return None
@@ -192,7 +192,7 @@ class Sampler:
         notes: Sequence[str] = (),
         peak_memory_bytes: int | None = None,
     ) -> Measurement:
-        """The samples that were taken, with all that is known of how."""
+        """Return a measurement of these samples with all conditions."""
         workload = self._workload
         return Measurement(
             workload=workload.name,
@@ -211,7 +211,10 @@ class Sampler:
 
     @property
     def _before(self) -> Call | None:
-        """What happens before each sample, outside of its time: the flush last, so that it is not undone."""
+        """Function to run before each sample, outside of its time.
+
+        The flush is last, so that its effect remains.
+        """
         prepare, flush = self._workload.prepare, self._flush
         if prepare is None or flush is None:
             return prepare or flush
@@ -224,7 +227,7 @@ class Sampler:
 
     @property
     def _by_itself(self) -> str:
-        """Why calls cannot be timed together; empty where they can."""
+        """Reason why calls cannot be timed in groups. Empty if they can."""
         if self._workload.prepare is not None:
             return "something is put back before each call"
         return "only the first of several would find a cold cache" if self._flush is not None else ""
@@ -235,7 +238,7 @@ class Sampler:
         made = clock.learn(call, self._before)
         if not made:
             return warmup
-        # What it knows now changes what it reads.
+        # The clock may read different times after `learn`.
         start = time.perf_counter()
         fastest = min(clock.sample(call, 3, before=self._before))
         period = (time.perf_counter() - start) / 3
@@ -268,29 +271,29 @@ def measure(
 ) -> Measurement:
     """Warm up until the time is steady, then time each call of a workload.
 
-    The warm-up ends when in two windows of calls in a row nothing was compiled, no memory was taken from the
-    device, and their fastest calls agree within `steady_within`, or with the window in which
-    `warmup_seconds` end; which of both is part of the result. Between slices of 0.2 s, and not inside,
-    garbage is collected, and a GPU's clocks and temperature are read; the peak of memory is, in a call of its
-    own, at the end.
+    The warm-up is steady if two consecutive windows of calls agree: nothing was compiled, no memory was taken
+    from the device, and the fastest calls differ by at most `steady_within`. Otherwise the warm-up ends with
+    the window in which `warmup_seconds` have passed. The result reports the outcome. Between slices of 0.2 s,
+    never within one, garbage is collected, and the clocks and temperature of a GPU are read. The peak memory
+    is read in a separate call at the end.
 
     Args:
-        workload: what to call.
-        min_seconds: samples are taken for at least this long, with what is put back or flushed between them,
-            or until there are 40,000 for each of these seconds, which is a note,
-        min_calls: and at least this many.
-        warmup_seconds: in which windows of the warm-up begin, after its first one, which also compiles. The
-            last of them, of three calls at least, is finished; 0: there is no second.
-        steady_within: relative difference of two windows that counts as settled.
+        workload: workload to call.
+        min_seconds: minimum time of sampling, including `prepare` and cache flushes between samples. Sampling
+            stops earlier, with a note, at 40,000 samples per second of `min_seconds`.
+        min_calls: minimum number of samples.
+        warmup_seconds: time after the first window of the warm-up, which also compiles, in which further
+            windows may start. The last window, of at least three calls, is completed. 0: only one window.
+        steady_within: relative difference of two windows below which the warm-up is steady.
         clock: "host", "device" (CUDA only), or a Clock.
         cache: "warm", or "cold": the last-level cache is flushed before each sample.
-        calls_per_sample: calls that are timed together, so that a sample is their mean; None: one, and as
-            many as take 50 us where that is longer.
+        calls_per_sample: number of calls that are timed together, so that a sample is their mean. None: as
+            many as needed to reach 50 us.
 
     Raises:
-        ValueError: another clock or cache state, one that the workload's device does not have, numbers out
-            of range, or a workload on the CPU that leaves work on a GPU.
-        TypeError: no workload, or one whose call returns a generator or a coroutine, which has not run.
+        ValueError: an invalid clock or cache state, or one that the workload's device does not have; numbers
+            out of range; or a workload on the CPU that leaves work on a GPU.
+        TypeError: not a workload, or a call that returns a generator or a coroutine, which has not run.
     """
     check_workload(workload)
     check_number("min_seconds", min_seconds, "a number >= 0", lambda value: value >= 0)
@@ -311,7 +314,7 @@ def measure(
         gpu = [sensor.read()]
         start, passed = time.perf_counter(), 0.0
         while len(samples) < least or (passed < min_seconds and len(samples) < most):
-            # The period of the first slice is a guess, so that it is as short as may be.
+            # The period of the first slice is a guess, so the first slice is as short as possible.
             period = passed / len(samples) if samples else sampler.period_seconds
             rest = min(_ratio(min_seconds - passed, period), most - len(samples)) if samples else 0
             wanted = max(least - len(samples), rest)
@@ -329,11 +332,11 @@ def measure(
 
 
 def call_once(workload: Workload) -> Measurement:
-    """One timed call without warm-up: that it runs is shown, how fast it is, is not.
+    """Time one call without warm-up. It shows that the workload runs, not its speed.
 
     Raises:
         ValueError: a workload on the CPU that leaves work on a GPU.
-        TypeError: no workload, or one whose call returns a generator or a coroutine, which has not run.
+        TypeError: not a workload, or a call that returns a generator or a coroutine, which has not run.
     """
     check_workload(workload)
     if workload.prepare is not None:
@@ -350,7 +353,7 @@ def call_once(workload: Workload) -> Measurement:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect garbage now, and inside only where `collect_new` is called."""
+    """Collect garbage at the start. Within the context, collect it only when `collect_new` is called."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -362,10 +365,10 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_new() -> None:
-    """Collect what the calls since the last collection have left; what was there before is not looked at."""
+    """Collect the garbage of the calls since the last collection. Older objects are not inspected."""
     gc.collect(1)
 
 
 def _ratio(seconds: float, each: float) -> int:
-    """How many samples take so long."""
+    """Return the number of samples that take this time, rounded up."""
     return math.ceil(seconds / max(each, 1e-9))

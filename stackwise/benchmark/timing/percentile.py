@@ -1,9 +1,9 @@
-"""Percentile: what so many of all samples stay below, and how far it can be known.
+"""Percentiles of samples, with confidence intervals.
 
-The interval is between two of the samples themselves and holds for every distribution: how many samples fall
-below the true percentile follows a binomial distribution (Hahn & Meeker, Statistical Intervals, 1991, section
-5.2; David & Nagaraja, Order Statistics, 2003, section 7.1). It takes samples to be independent; where slow
-calls come in bursts it is too narrow.
+Both ends of an interval are samples, and it holds for every distribution: the number of samples below the
+true percentile follows a binomial distribution (Hahn & Meeker, Statistical Intervals, 1991, section 5.2;
+David & Nagaraja, Order Statistics, 2003, section 7.1). It assumes independent samples. If slow calls occur in
+bursts, it is too narrow.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from stackwise.support.arguments import check_number
 
 __all__ = ["Percentile", "least_count", "percentile"]
 
-# A percentile is told where at least so many samples are expected beyond it: their number then varies by a
-# third, and its interval at 95 % ends before the outermost sample. For p99 that is 1000 samples, for p95 200.
+# A percentile is reported if at least this number of samples is expected beyond it. Their number then varies
+# by a third, and the interval at 95 % does not reach the outermost sample. For p99 this requires 1000
+# samples, for p95 200.
 _BEYOND = 10
 
 
@@ -29,13 +30,14 @@ class Percentile:
     """One percentile of samples.
 
     Attributes:
-        q: which one, in percent.
-        value: interpolated between two neighbours; None where `count` is below `least_count(q)`.
-        low: the sample that is not above the true percentile, with the confidence asked for; None with
-            `value`, and where no sample is low enough to say so.
-        high: the sample that is not below it; likewise.
-        count: of the samples.
-        confidence: of the interval.
+        q: percentile in percent.
+        value: percentile, interpolated between two adjacent samples. None if `count` is below
+            `least_count(q)`.
+        low: lower end of the confidence interval, one of the samples. None if `value` is None, or if no
+            sample is low enough for the confidence level.
+        high: upper end of the confidence interval, with the same rules.
+        count: number of samples.
+        confidence: confidence level of the interval.
     """
 
     q: float
@@ -46,30 +48,30 @@ class Percentile:
     confidence: float = 0.95
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def least_count(q: float) -> int:
-    """The fewest samples of which percentile `q` is told.
+    """Return the minimum number of samples for which percentile `q` is reported.
 
-    Ten are to be expected beyond it, on its shorter side. Half of all samples are beyond the median however
-    few there are, so that it is told of any.
+    At least ten samples must be expected beyond it, on its shorter side. The median is always reported,
+    because half of all samples are beyond it.
     """
     return 1 if q == 50 else math.ceil(round(_BEYOND * 100 / min(q, 100 - q), 6))
 
 
 def percentile(samples: Sequence[float], q: float, *, confidence: float = 0.95) -> Percentile:
-    """Percentile `q` of samples, with an interval of order statistics.
+    """Return percentile `q` of samples, with a confidence interval from order statistics.
 
     Args:
-        samples: in any order and unit.
-        q: in percent, as in numpy: 99 is the value that 99 % stay below.
-        confidence: that the true percentile is between `low` and `high`.
+        samples: samples in any order and unit.
+        q: percentile in percent, as in numpy: 99 % of the samples are below percentile 99.
+        confidence: probability that the true percentile is between `low` and `high`.
 
     Raises:
-        ValueError: no samples; `q` from 0 to 1, which is rather a fraction, or beyond 99.999;
-            a confidence that is not between 0 and 1.
+        ValueError: no samples; `q` below 1, which is probably a fraction, or above 99.999; a confidence that
+            is not between 0 and 1.
     """
     check_number("q", q, "a number from 1 to 99.999, in percent", lambda value: 1 <= value <= 99.999)
     check_number("confidence", confidence, "a number between 0 and 1", lambda value: 0 < value < 1)
@@ -91,7 +93,9 @@ def percentile(samples: Sequence[float], q: float, *, confidence: float = 0.95) 
 
 
 def _ranks(count: int, fraction: float, risk: float) -> tuple[int, int]:
-    """The ranks, from 1, between which the percentile is; it is outside with at most `risk` on either side.
+    """Return the ranks, from 1, of the interval.
+
+    The percentile is outside with at most `risk` on either side.
 
     The sample of rank r is above the percentile if fewer than r samples are below it.
     """

@@ -1,4 +1,4 @@
-"""Warm-up: calls before the first sample, until nothing but the call itself is left to be timed."""
+"""Warm-up: calls before the first sample, until compilation and allocation no longer affect the time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MOST_CALLS = 1000
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How a warm-up went.
+    """Result of a warm-up.
 
     Attributes:
-        calls: made.
-        seconds: taken, compilation included.
-        steady: whether it ended because the time of a call had settled.
-        reason: why it ended otherwise; None where it was steady.
-        call_seconds: of the fastest call of its last window, on the clock; 0 where there was none.
-        period_seconds: from one call of that window to the next, with what came between them.
+        calls: number of calls.
+        seconds: total time, including compilation.
+        steady: True if the warm-up stopped because the time of a call was steady.
+        reason: reason why it was not steady. None if it was.
+        call_seconds: fastest call of the last window on the clock. 0 without a window.
+        period_seconds: time from one call of that window to the next, including the work between them.
     """
 
     calls: int
@@ -42,7 +42,7 @@ class WarmUp:
     period_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -58,23 +58,23 @@ def warm_up(
     within: float = 0.005,
     before: Call | None = None,
 ) -> WarmUp:
-    """Call until the time has settled.
+    """Call until the time is steady.
 
-    In windows of at least three calls and about 10 ms. It has settled when in two windows in a row nothing
-    was compiled, CUDA's allocator took no new memory from the device, and their fastest calls agree. The
-    fastest, since what else runs on a machine only ever slows a call down.
+    Calls are grouped into windows of at least three calls and about 10 ms. The time is steady if in two
+    consecutive windows nothing was compiled, CUDA's allocator took no memory from the device, and the fastest
+    calls agree. The fastest call is used, because other processes can only slow a call down.
 
     Args:
-        call: what is warmed up.
-        device: where it does its work.
-        clock: that times it.
-        seconds: after the first window, which also compiles and loads, in which further ones begin. The
-            last of them is finished; 0: there is no second.
-        within: relative difference of two windows that counts as settled.
-        before: called before each call, and not timed.
+        call: function to warm up.
+        device: device that the call runs on.
+        clock: clock that times the call.
+        seconds: time after the first window, which also compiles and loads, in which further windows may
+            start. The last window is completed. 0: only one window.
+        within: relative difference of two windows below which the time is steady.
+        before: function that is called before each call, outside of the measured time.
 
     Raises:
-        ValueError: `seconds` or `within` is no number >= 0, or on the CPU the call leaves work on a GPU.
+        ValueError: `seconds` or `within` is not a number >= 0, or the call on the CPU leaves work on a GPU.
         TypeError: the call returns a generator or a coroutine, which has not run.
     """
     check_number("warmup_seconds", seconds, "a number >= 0", lambda value: value >= 0)
@@ -82,7 +82,7 @@ def warm_up(
     start = time.perf_counter()
     deadline, calls, size = math.inf, 0, _LEAST_CALLS
     fastest, reason = math.inf, ""
-    timed = checked_call(call, device)  # in the first window alone: later ones are held to the samples
+    timed = checked_call(call, device)  # only the first window: later ones must be comparable with samples
     while True:
         compiled, reserved, began = _compilations(), _reserved_bytes(device), time.perf_counter()
         window = min(clock.sample(timed, size, before=before))
@@ -108,13 +108,16 @@ def warm_up(
 
 
 def _compilations() -> int:
-    """Frames that torch.compile has looked at so far; without the compiler loaded none."""
+    """Return the number of frames that torch.compile has inspected so far.
+
+    0 if the compiler is not loaded.
+    """
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters["frames"]["total"]) if "frames" in counters else 0
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What CUDA's allocator has taken from the device so far, no matter what it has given back."""
+    """Return the bytes that CUDA's allocator has taken from the device so far, including returned bytes."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.allocated", 0))

@@ -1,4 +1,4 @@
-"""What is timed: a pass, a step, a prompt, a token or a text of a model, a step of a loop, any callable."""
+"""Workloads to be timed: work of a model, a step of a training loop, or any callable."""
 
 from stackwise.benchmark.workload.of_model import MODES, check_shape, model_workload
 from stackwise.benchmark.workload.of_trainer import trainer_workload

@@ -1,4 +1,4 @@
-"""A spec whose calls are compiled, each apart from all others."""
+"""Compiled specs: the calls of a spec, compiled independently of other compilations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 
 def compiled_spec(spec: ModelSpec, compile: bool | str) -> ModelSpec:  # noqa: A002
-    """The spec whose calls are compiled, if that was asked for."""
+    """Return the spec with compiled calls if `compile` is set."""
     if not compile:
         return spec
     mode = None if compile is True else str(compile)
@@ -29,7 +29,10 @@ def compiled_spec(spec: ModelSpec, compile: bool | str) -> ModelSpec:  # noqa: A
 
 
 def compile_now(call: Callable[[], object]) -> str:
-    """Make the call that compiles, and say what came of it: a compiler may be off without a word."""
+    """Make the call that compiles, and return the number of graphs.
+
+    The compiler may be off without a message.
+    """
     from torch._dynamo.utils import counters
 
     before = counters["stats"]["unique_graphs"]
@@ -39,10 +42,10 @@ def compile_now(call: Callable[[], object]) -> str:
 
 
 def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-    """`function` compiled for fixed shapes, apart from whatever else was compiled of it.
+    """Return `function` compiled for fixed shapes, independent of other compilations of it.
 
-    The compiler keeps few graphs for each code object and runs what is beyond them as it is, without a
-    word; so each workload has a code object of its own.
+    The compiler stores a limited number of graphs per code object and runs further ones uncompiled, without a
+    message. Each workload therefore has its own code object.
     """
 
     def call(*arguments: Any) -> Any:

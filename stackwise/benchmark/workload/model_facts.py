@@ -1,4 +1,4 @@
-"""What a model tells of the work that was timed: its kernels, its bytes, whether it still trains."""
+"""Facts about a timed model: its kernels, its bytes, its recomputation and its weights after training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["execution", "held_bytes", "recomputed_by", "weight_notes"]
 
 
 def execution(model: nn.Module) -> dict[str, str]:
-    """What a model says of its last call: its own `execution()`, or the attention of a transformers model."""
+    """Return the model's description of its last call.
+
+    It is the result of its method `execution()`, or the attention implementation of a transformers model.
+    """
     model = unwrapped(model)
     tell = getattr(model, "execution", None)
     if callable(tell):
@@ -26,11 +29,10 @@ def execution(model: nn.Module) -> dict[str, str]:
 
 
 def recomputed_by(model: nn.Module) -> Recompute | None:
-    """What the backward pass of a model computes again: nothing, every layer, or what nobody tells.
+    """Return the layers that the backward pass recomputes: "none", "blocks" (every layer), or None (unknown).
 
-    Models of transformers have a switch on each layer. Whoever replaces the `forward` of a module, as
-    recomputation from outside does, may compute anything. A `forward` that calls checkpoint by itself is not
-    seen from here.
+    Models of transformers have a switch on each layer. If the `forward` of a module is replaced, as external
+    recomputation does, anything may be recomputed. A `forward` that calls checkpoint itself is not detected.
     """
     modules = list(unwrapped(model).modules())
     layers = [module for module in modules if hasattr(type(module), "gradient_checkpointing")]
@@ -41,22 +43,22 @@ def recomputed_by(model: nn.Module) -> Recompute | None:
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the size in bytes of weights and buffers; with an optimizer also of gradients and its state.
+    """Return the size in bytes of weights and buffers. With an optimizer, add gradients and optimizer state.
 
-    A lower bound: the memory of a tensor subclass, such as a quantised weight, need not be what its shape and
-    dtype say, and is not counted.
+    It is a lower bound: tensor subclasses, such as quantised weights, are not counted, because their memory
+    may differ from their shape and dtype.
     """
     weights = list(model.parameters())
     held: list[Any] = [*weights, *model.buffers()]
     if optimizer is not None:
-        held += [p for p in weights if p.requires_grad]  # of the size of its gradient
+        held += [p for p in weights if p.requires_grad]  # same size as the gradient
         states = [state for _, _, state in states_of(optimizer) if isinstance(state, Mapping)]
         held += [value for state in states for value in state.values()]
     return sum(each.nbytes for each in held if type(each) in (Tensor, nn.Parameter))
 
 
 def weight_notes(model: nn.Module) -> tuple[str, ...]:
-    """Whether a model that was trained still has weights to train."""
+    """Return a note if weights of a trained model are not finite."""
     broken = list(_not_finite(model))
     if not broken:
         return ()
@@ -65,7 +67,7 @@ def weight_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _not_finite(model: nn.Module) -> Iterator[str]:
-    """Names of floating-point parameters with an infinity or a NaN."""
+    """Yield the names of floating-point parameters with an infinity or a NaN."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             yield name

@@ -1,4 +1,4 @@
-"""A model at work: a forward pass, a training step, a prefill, a token or a text.
+"""Workloads of a model: a forward pass, a training step, a prefill, a token or a generation.
 
 Shapes: B batch, T positions.
 """
@@ -63,38 +63,41 @@ def model_workload(
     loop: str = "common",
     seed: int = 0,
 ) -> Workload:
-    """A model at work. Inputs are random, and the same at each call; so, except in training, is the state.
+    """Return a workload of a model. Its inputs are random and the same in each call.
+
+    Each call starts from the same state, except in training.
 
     - "forward": logits of all B x T positions, in eval mode without gradients.
-    - "train": forward and backward pass and the update of `spec.optimizer`. Each call goes on from the
-      weights that the one before has left. Weights that are not finite afterwards are told in the notes; of
-      the optimizer that a spec has by itself, `eps` is raised to what the dtype can hold.
-    - "prefill": a prompt of T tokens into an empty cache, and the logits of the last. A model that cannot be
-      asked for these alone computes those of all T, and `execution` says so.
-    - "decode": one more token of each row, at a context of T tokens. The cache is put back before each call
-      and outside of its time. A model that keeps no cache computes all T + 1 positions again; of one that
-      keeps what cannot be put back, `notes` say so.
-    - "generate": a prompt of T tokens, then `new_tokens` of the most likely tokens, from an empty cache.
+    - "train": forward and backward pass and the update of `spec.optimizer`. Each call continues from the
+      weights of the previous call. If weights are not finite afterwards, the notes report it. In the default
+      optimizer of a spec, `eps` is raised to a value that the dtype can represent.
+    - "prefill": a prompt of T tokens into an empty cache, and the logits of its last position. If the model
+      cannot compute only these, it computes the logits of all T, and `execution` reports it.
+    - "decode": one more token per row, at a context of T tokens. The cache is restored before each call,
+      outside of the measured time. A model without a cache recomputes all T + 1 positions. If a model stores
+      state that cannot be restored, `notes` report it.
+    - "generate": a prompt of T tokens, then `new_tokens` greedy tokens, from an empty cache.
 
     Args:
-        spec: the model; anything that `ModelSpec.of` understands.
-        mode: one of these.
+        spec: model; anything that `ModelSpec.of` accepts.
+        mode: one of the modes above.
         batch_size: B.
         seq_len: T.
-        new_tokens: of "generate".
-        device: where to run: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: "float32", "bfloat16", "float16" or "float64", of weights and inputs; None: as they are made.
-        compile: compile the model for these shapes; a string is the mode of torch.compile. The first
-            call, which compiles, is made here.
-        loop: of "generate": "common", the same loop for all models, or "own", that of the model; see
+        new_tokens: number of new tokens per row, for "generate".
+        device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: "float32", "bfloat16", "float16" or "float64", for weights and inputs. None: unchanged.
+        compile: compile the model for these shapes; a string is the mode of torch.compile. The first call,
+            which compiles, takes place in this function.
+        loop: loop of "generate": "common", the same loop for all models, or "own", the loop of the model; see
             `token_stream`.
-        seed: of weights and inputs.
+        seed: seed of weights and inputs.
 
     Raises:
-        ValueError: another mode, dtype, loop or way to compile; sizes that are no positive integers or
-            beyond the model; a seed that is none; a device that this machine does not have; a model that has
-            no next token: one that is not causal, or takes vectors; of "train" one without a weight to train.
-        FactoryError, InferenceError, TypeError: as of `ModelSpec.of`.
+        ValueError: invalid mode, dtype, loop or compile mode; sizes that are not positive integers or too
+            large for the model; an invalid seed; a device that this machine does not have; a continuation
+            with a model that has no next token, because it is not causal or takes vectors; training without a
+            trainable weight.
+        FactoryError, InferenceError, TypeError: as in `ModelSpec.of`.
     """
     check_shape(
         mode=mode,
@@ -112,7 +115,7 @@ def model_workload(
     model = spec.create(device, seed).eval()
     if dtype is not None:
         model = model.to(DTYPES[dtype])
-    # Where one token follows, the head of all others is no part of the work.
+    # If only the next token is needed, the head of all other positions is not part of the work.
     last = of_last(spec, model) if mode == "prefill" or (mode == "decode" and spec.decode is None) else None
     timed = compiled_spec(last or spec, compile if mode != "generate" else False)
     model.train(mode == "train")
@@ -187,10 +190,10 @@ def check_shape(
     loop: str = "common",
     seed: int = 0,
 ) -> None:
-    """Refuse what `model_workload` would refuse whatever the model, without building anything.
+    """Raise ValueError for arguments that `model_workload` refuses for every model. No model is built.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: the message names the argument, its value and the allowed values.
     """
     check_choice("mode", mode, MODES)
     check_sizes(batch_size=batch_size, seq_len=seq_len, new_tokens=new_tokens)
@@ -202,13 +205,14 @@ def check_shape(
     sound = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**63
     require(sound, "seed", seed, "an integer from 0 to 2**63 - 1")
     if mode == "generate" and compile:
-        # The common loop grows by a token at each step, which would be compiled anew.
+        # The input of the common loop grows by a token at each step, and each length would be compiled
+        # separately.
         require(loop == "own", "loop", loop, "'own', where mode is 'generate' and compile is on")
         require(compile is True, "compile", compile, "True or False, where mode is 'generate'")
 
 
 def _check_continues(spec: ModelSpec, mode: str, seq_len: int, n_new: int) -> None:
-    """Refuse to continue what has no next token, or no room for it."""
+    """Raise ValueError if the model has no next token, or no room for the new tokens."""
     if mode in _CONTINUES:
         require(spec.causal is not False, "mode", mode, f"'forward', 'train': {spec.name} is not causal")
     if mode == "generate":
@@ -241,11 +245,11 @@ def _train(
 
 
 def _optimizer(spec: ModelSpec, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, str]]:
-    """That of the spec, and what was changed of it, for people.
+    """Return the optimizer of the spec, and a description of its changed settings.
 
-    In float16 the 1e-8 of AdamW is 0, as is the mean of small squares: weights would be NaN after a step.
-    What is added instead is the gradient whose square just gets lost in that mean, so that no step is longer
-    than one of a gradient that does not.
+    In float16, the 1e-8 of AdamW is 0, and so is the mean of small squared gradients. Weights would be NaN
+    after a step. `eps` is therefore raised to the size of a gradient that is just lost in that mean by its
+    square. No step is then longer than that of a gradient that is not lost.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     require(bool(trainable), "model", spec.name, "in mode 'train', a model with a parameter that trains")
@@ -262,7 +266,7 @@ def _optimizer(spec: ModelSpec, model: nn.Module) -> tuple[torch.optim.Optimizer
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """Above 0; there is nothing between."""
+    """Return the smallest positive number of a dtype."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
@@ -283,15 +287,15 @@ def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
 def _decode(
     spec: ModelSpec, timed: ModelSpec, model: nn.Module, inputs: Tensor
 ) -> tuple[Callable[[], None], RewoundCache | None, bool]:
-    """A call as `timed` makes it, the cache to put back, and whether each call then does the same.
+    """Return a call of `timed`, the cache to restore, and True if repeated calls return the same logits.
 
-    All but the last input are in the cache.
+    The cache contains all inputs except the last position.
     """
     decode, timed_decode = spec.decode, timed.decode
     if decode is None or timed_decode is None:
         return _forward(timed, model, inputs), None, True
     inputs = _cast(spec, model, inputs)
-    # Contiguous before the clock starts: the calls would copy them otherwise.
+    # Copy before the measurement. Each call would otherwise copy them to make them contiguous.
     context, last = inputs[:, :-1].contiguous(), inputs[:, -1:].contiguous()
 
     def step(cache: Any) -> None:
@@ -334,11 +338,11 @@ def _each_token(stream: TokenStream, prompt: Tensor, new_tokens: int) -> Callabl
 
 
 def _ignored(token_B: Tensor) -> None:
-    """Of a generation that is timed as a whole."""
+    """Ignore the tokens of a generation that is timed as one call."""
 
 
 def _cast(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Tensor:
-    """Vectors in the dtype of the weights; ids as they are."""
+    """Return vectors in the dtype of the weights, and token ids unchanged."""
     if spec.inputs == "tokens":
         return inputs
     return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))

@@ -1,4 +1,4 @@
-"""A training step of anybody's loop as a workload."""
+"""Workload of a training step of a user-defined training loop."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def trainer_workload(
     seq_len: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """A training step of anybody's loop, on one batch and wherever the loop has put its model.
+    """Return a workload of a user-defined training step on one batch, on the devices that the loop uses.
 
-    Of a model on several devices the batch is where its first parameter is. A clock waits for that device,
-    and the step itself for the others, as part of its time.
+    If the model is on several devices, the batch is on the device of its first parameter. The clock waits for
+    that device. The step waits for the other devices, as part of its time.
 
     Args:
-        spec: the training step.
-        batch_size: B; None: the spec's.
-        seq_len: T; None: the spec's.
-        seed: of weights and batch.
+        spec: training step.
+        batch_size: B. None: the batch size of the spec.
+        seq_len: T. None: the length of the spec.
+        seed: seed of weights and batch.
 
     Raises:
-        ValueError: sizes that are no positive integers, a seed that is none, a loop on another device than a
-            CPU or CUDA.
+        ValueError: sizes that are not positive integers, an invalid seed, or a device that is neither a CPU
+            nor a CUDA device.
     """
     batch_size = spec.batch_size if batch_size is None else batch_size
     seq_len = spec.seq_len if seq_len is None else seq_len

@@ -1,4 +1,4 @@
-"""Workload: something to time, and how well it uses its device."""
+"""Workload: a call to be timed, and the utilization of its device."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ _COUNTED = ("forward", "train", "prefill", "decode")
 
 @dataclass(frozen=True)
 class Workload:
-    """Something to time.
+    """Call to be timed.
 
     Attributes:
-        name: in reports.
-        call: does the work once.
-        device: where it runs.
-        tokens: how many one call handles; 0 where that means nothing.
-        execution: asked after a call, how the work was done: the kernels that were chosen, say.
-        prepare: puts back what a call has changed. Called before each call and outside of its time; a call
-            that was not prepared prepares itself. None: a call changes nothing that the next one sees, or,
-            of "train", goes on where the last one was.
-        model: what is called, for those who count its work; None: not known.
-        mode: one of MODES; None: something else.
-        batch_size: rows; 0: not known.
-        seq_len: positions in each, of decode those that the cache holds; 0: not known.
-        new_tokens: of generate, how many follow in each row; else 0.
-        each_token: of generate, the call, which hands each column of tokens to its argument as soon as it is
-            there; else None.
-        counted: whether a call computes what closed forms tell of its mode. Not where all tokens are computed
-            again for each new one, nor in a loop of others, which may accumulate, freeze or cast.
-        recompute: of train, what the backward pass computes a second time: "none", or "blocks", every layer;
-            None: not known. "none" is not believed where a call is seen to do so.
-        logits: of prefill, whether the head is computed for "all" positions or for the "last" one of each
-            row; None: as is usual in its mode.
-        prepare_alone: in place of `prepare`, before a call whose memory is looked at: nothing is held then to
-            put back later. None: as `prepare`.
-        held_bytes: what a call cannot do without: weights and buffers, and in training gradients and the
-            optimizer's state. Asked after a call.
-        notes: asked after the calls, what a reader must know of them.
-        replays: the call that `call` does again without Python, as a CUDA graph does: its operations are
-            counted in this one, and nobody sees its memory. None: `call` does its own work.
+        name: name in reports.
+        call: function that does the work once.
+        device: device that the call runs on.
+        tokens: number of tokens per call. 0: not applicable.
+        execution: function that describes the execution, such as the selected kernels. It is called after
+            `call`.
+        prepare: function that restores the state that a call changes. It is called before each call, outside
+            of the measured time. If it is not called, `call` restores the state itself. None: calls do not
+            affect each other, or, in training, each call continues from the previous one.
+        model: model that is called, from which the work is computed. None: unknown.
+        mode: one of MODES. None: other work.
+        batch_size: number of rows. 0: unknown.
+        seq_len: positions per row; for "decode", positions in the cache. 0: unknown.
+        new_tokens: number of new tokens per row for "generate", 0 otherwise.
+        each_token: for "generate", the call with a callback that receives each column of tokens as soon as it
+            is available. None otherwise.
+        counted: True if a call does the work that the closed forms state for its mode. False if all tokens
+            are recomputed for each new one, and for a user-defined loop, which may accumulate, freeze or
+            cast.
+        recompute: layers that the backward pass of a training step recomputes: "none" or "blocks" (every
+            layer). None: unknown. "none" has no effect if a call is observed to recompute.
+        logits: for "prefill", the positions for which the head is computed: "all", or "last" for the last
+            position of each row. None: the default of the mode.
+        prepare_alone: function that replaces `prepare` before a call whose memory is measured. It stores no
+            copy for a later restore. None: same as `prepare`.
+        held_bytes: function that returns the minimum memory of a call: weights and buffers, and in training
+            gradients and optimizer state. It is called after `call`.
+        notes: function that returns notes for the reader of the results. It is called after the measurement.
+        replays: call that `call` repeats without Python, as a CUDA graph does. Operations are counted in this
+            call, and the peak memory is unknown. None: `call` is not a replay.
 
     Raises:
-        ValueError: a device that no clock waits for.
+        ValueError: a device that no clock can wait for.
     """
 
     name: str
@@ -90,17 +92,17 @@ class Workload:
         require(self.device.type in ("cpu", "cuda"), "device", str(self.device), allowed)
 
     def utilization(self, seconds: float, peak: str = "published") -> Utilization | None:
-        """What part of its device's best rates a call of `seconds` uses; None of work of unknown size.
+        """Return the share of its device's peak rates that a call of `seconds` uses. None: unknown work.
 
-        The rate is that of the dtype in which most products are, as seen in one more call.
+        The peak is that of the most frequent dtype of the matrix products in an additional call.
 
         Args:
-            seconds: of a call.
-            peak: "published" by the maker of the device, which nobody does for a CPU, or "measured" here,
-                which takes seconds the first time.
+            seconds: duration of a call.
+            peak: "published" by the manufacturer, which does not exist for a CPU, or "measured" on this
+                machine, which takes seconds the first time.
 
         Raises:
-            ValueError: another peak, or no positive seconds.
+            ValueError: invalid peak, or seconds that are not positive.
         """
         check_choice("peak", peak, PEAKS)
         if self.model is None or self.mode not in _COUNTED or not self.counted:
@@ -127,13 +129,13 @@ class Workload:
         return replace(used, hfu=None, notes=(*used.notes, "what the backward pass recomputes is not known"))
 
     def floor(self, peak: str = "published") -> Roofline | None:
-        """The least time that decoding a token can take on the device; None of other work, or unknown sizes.
+        """Return the minimum time of decoding a token on the device. None: other work, or unknown sizes.
 
         Args:
             peak: as in `utilization`.
 
         Raises:
-            ValueError: another peak.
+            ValueError: invalid peak.
         """
         check_choice("peak", peak, PEAKS)
         if self.model is None or self.mode != "decode" or not self.counted:
@@ -149,7 +151,7 @@ class Workload:
         )
 
     def _peak(self, model: nn.Module, peak: str) -> tuple[Products, PeakRate | None]:
-        """What a call multiplies in, and what its device could do at best."""
+        """Return the products of a call with their dtype, and the peak rates of the device."""
         if peak == "measured":
             return self._products, measured_peak(self.device, self._products.dtype)
         known = published_peak(self.device)
@@ -169,17 +171,18 @@ def callable_workload(
     tokens: int = 0,
     prepare: Callable[[], object] | None = None,
 ) -> Workload:
-    """Anything that can be called.
+    """Return a workload of any callable.
 
     Args:
-        call: does the work once.
-        name: in reports; None: its own.
-        device: where it runs, which is waited for on both sides of a call: "auto", "cpu", "cuda" or "cuda:N".
-        tokens: how many one call handles; 0: that means nothing here.
-        prepare: called before each call, outside of its time.
+        call: function that does the work once.
+        name: name in reports. None: the name of the function.
+        device: device that the call runs on: "auto", "cpu", "cuda" or "cuda:N". The clock waits for it before
+            and after a call.
+        tokens: number of tokens per call. 0: not applicable.
+        prepare: function that is called before each call, outside of the measured time.
 
     Raises:
-        ValueError: what cannot be called, tokens below 0, or a device that this machine does not have.
+        ValueError: `call` is not callable, `tokens` is below 0, or this machine does not have the device.
     """
     require(callable(call), "call", call, "a function that takes no arguments")
     require(prepare is None or callable(prepare), "prepare", prepare, "a function without arguments, or None")
@@ -189,10 +192,10 @@ def callable_workload(
 
 
 def check_workload(workload: Any, key: str = "workload") -> None:
-    """Refuse what is no workload: a model, say, of which nobody has said what it is to do.
+    """Raise TypeError for an object that is not a workload, such as a model.
 
     Raises:
-        TypeError: naming the argument, what it is and what is wanted.
+        TypeError: the message names the argument, its type and the expected type.
     """
     if not isinstance(workload, Workload):
         got = f"the class {workload.__name__}" if isinstance(workload, type) else type(workload).__name__

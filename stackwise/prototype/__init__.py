@@ -1,4 +1,4 @@
-"""Will it scale? Small variants of an architecture."""
+"""Prototypes of an architecture: representative runs, small variants, learning-rate sweeps and searches."""
 
 from stackwise.prototype.coordinate import CoordinateCheck, coordinate_check
 from stackwise.prototype.forward_pass import ForwardPass

@@ -1,4 +1,4 @@
-"""Coordinate check: whether activations, and what training changes in them, have one size at every width."""
+"""Coordinate check: size of activations, and of their changes in training, as a function of the width."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ _SEQ_LEN = 16
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Slopes of sizes and changes over the width, and what they say.
+    """Slopes of activation sizes and changes over the width, with a verdict.
 
     Attributes:
-        name: of what was checked.
-        parametrization: "mup" or "standard", as it was said to be.
-        widths: how many times as wide as the subject.
-        steps: optimizer steps.
-        seeds: how many at each width.
-        slopes: of every module's size at steps 0 to `steps` and change at steps 1 to `steps`.
+        name: name of the checked model.
+        parametrization: declared parametrization, "mup" or "standard".
+        widths: width factors relative to the subject.
+        steps: number of optimizer steps.
+        seeds: number of seeds per width.
+        slopes: for every module, slopes of its size at steps 0 to `steps` and of its change at steps 1 to
+            `steps`.
     """
 
     name: str
@@ -70,38 +71,41 @@ class CoordinateCheck:
 
     @property
     def worst(self) -> Slope:
-        """The slope farthest from what is expected: of sizes at the start, and of all changes."""
+        """Slope with the largest distance from its expected value, of sizes at the start and all changes."""
         worst = worst_of(self.slopes)
         assert worst is not None, "refused by coordinate_check"
         return worst
 
     @property
     def first(self) -> Slope | None:
-        """The first slope beyond the limit, by step and then in the order of modules: where to look first.
+        """First slope beyond the limit, by step and then by order of modules. None: no such slope.
 
-        What follows takes over what is wrong before it. None: there is none.
+        Start an investigation with it, because later slopes are affected by earlier errors.
         """
         return first_of(self.slopes)
 
     @property
     def verdict(self) -> Verdict:
-        """What the worst slope says.
+        """Verdict of the worst slope.
 
-        "width-independent" where it is within 0.25 of what is expected, "not width-independent" beyond 0.35,
-        "unclear" between: wider models and more seeds decide. A sum over the width that is scaled wrongly
-        is off by a power of 1/2 or more, and 0.25 is half-way to that. "not finite" where a size is not:
-        such a run says nothing of the width, and is expected of no parametrisation.
+        - "width-independent": within 0.25 of the expected value.
+        - "not width-independent": beyond 0.35.
+        - "unclear": between 0.25 and 0.35. Use wider models or more seeds.
+        - "not finite": a size is not finite. The run is no evidence about the width, and no parametrization
+          has this verdict as its expected one.
+
+        A wrongly scaled sum over the width changes the exponent by 1/2 or more, and 0.25 is half of that.
         """
         return _verdict(self.worst)
 
     @property
     def as_expected(self) -> bool:
-        """Whether that is so of its kind: muP is independent of the width, the standard one is not."""
+        """True if the verdict is the expected one: width-independent for muP, the opposite for standard."""
         wanted = "width-independent" if self.parametrization == "mup" else "not width-independent"
         return self.verdict == wanted
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what is not finite is None."""
+        """Return plain values for JSON. Values that are not finite are None."""
         return {
             "name": self.name,
             "parametrization": self.parametrization,
@@ -117,10 +121,12 @@ class CoordinateCheck:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Draw sizes over width, a panel a step and a line a module, to a new SVG; the same file each time.
+        """Draw sizes over width as a new SVG, with a panel per step and a line per module.
+
+        It is deterministic.
 
         Raises:
-            ValueError: another ending than .svg.
+            ValueError: another file extension than .svg.
             ImportError: matplotlib is not installed.
         """
         title = f"{self.name}, {self.parametrization}: {self.verdict}"
@@ -159,42 +165,45 @@ def coordinate_check(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> CoordinateCheck:
-    """Train models of several widths for a few steps, and see how activations go with the width.
+    """Train models of several widths for a few steps, and measure activations as a function of the width.
 
-    The coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1): the mean absolute value of what
-    each module gives, before the first step and after each one, and of its change since the start, on a
-    batch that stays the same. Where a parametrisation is that of muP, neither goes with the width; in the
-    standard one changes grow, and a learning rate that is right for a narrow model is too high for a wide
-    one. Scores of attention, which no module gives, are seen as well.
+    This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1). On a fixed batch, it
+    measures the mean absolute value of each module's output before the first step and after each step, and of
+    its change since the start. In muP, both are independent of the width. In the standard parametrization,
+    changes grow with the width, and a learning rate that suits a narrow model is too high for a wide one.
+    Attention scores are measured too, although no module returns them.
 
     A slope is that of the logarithm of the size over the logarithm of the width, by least squares for each
-    seed. Expected is 0; of what the readout reads -1, where muP's multiplier of the logits stands before it;
-    of the output, and of scores of attention, 0 or less, since what random weights make of them is smaller,
-    the wider what they read.
+    seed. The expected slope is 0. For the input of the readout, it is -1 if muP's multiplier of the logits is
+    before it. For the output and for attention scores, it is 0 or less, because sums with random weights
+    shrink with the width.
 
     Args:
-        subject: a configuration, widened by `widened` and trained as the trainer would, in float32 with the
-            learning rate constant; a ModelSpec with `at_width`; or a function of the factor that gives a
-            configuration, trained likewise, or a model.
-        widths: how many times as wide as the subject; two at least.
-        steps: optimizer steps.
-        seeds: of weights, at each width: how many, from `seed` on; or which.
-        parametrization: what the result is held to. A configuration is made so: "mup" has the narrowest as
-            its base unless it has one; "standard" is `initialization="normal"` in place of "mup".
-        learning_rate: at the width of the base; None: `training.optimizer.lr` of a configuration.
-        optimizer: (model) -> optimizer, of models; None: that of the spec; for a Rack that a function gives,
-            the trainer's, for other models AdamW at 1e-3.
-        batch_size: rows of the batch, of random tokens. Few tokens see more: what a step changes adds up over
-            the width for the tokens that it was made for, and only as noise for many others.
-        seq_len: tokens that the model sees of a row; None: as configured, 16 at most; of a spec its own.
-        device: where they train.
-        seed: the first of `seeds`, and that of the batch.
+        subject: a configuration, widened by `widened` and trained like the trainer does, in float32 at a
+            constant learning rate; a ModelSpec with `at_width`; or a function of the width factor that
+            returns a configuration, trained in the same way, or a model.
+        widths: width factors relative to the subject, at least two.
+        steps: number of optimizer steps.
+        seeds: seeds of the weights at each width: their number, starting at `seed`, or a list.
+        parametrization: expected parametrization. A configuration is converted to it: "mup" uses the
+            narrowest width as its base unless it has one; "standard" is `initialization="normal"` instead of
+            "mup".
+        learning_rate: learning rate at the base width. None: `training.optimizer.lr` of a configuration.
+        optimizer: (model) -> optimizer, for models. None: that of the spec. For a Rack that a function
+            returns, that of the trainer; for other models, AdamW at 1e-3.
+        batch_size: number of rows of the batch of random tokens. A small batch is more sensitive: the effect
+            of a step adds up over the width for the tokens of that step, but only as noise for many other
+            tokens.
+        seq_len: number of tokens per row that the model sees. None: the configured length, at most 16; for a
+            spec, its own length.
+        device: device of the training.
+        seed: first of `seeds`, and seed of the batch.
 
     Raises:
-        ValueError: fewer than two widths, a value out of range, an argument that the subject has no use for,
-            a configuration that has no base in muP, or a spec without `at_width`; or no module gives anything
-            but 0.
-        TypeError: a subject of another kind.
+        ValueError: fewer than two widths; a value out of range; an argument that the subject does not use; a
+            configuration without a base in muP; a spec without `at_width`; or a model in which every module
+            returns 0.
+        TypeError: a subject of another type.
     """
     check_sizes(steps=steps, batch_size=batch_size, **({} if seq_len is None else {"seq_len": seq_len}))
     check_sizes(minimum=0, seed=seed)
@@ -216,7 +225,7 @@ def coordinate_check(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What of the arguments is the same at every width and seed."""
+    """Arguments that are equal for every width and seed."""
 
     learning_rate: float | None
     optimizer: MakeOptimizer | None
@@ -229,7 +238,7 @@ class _Settings:
 def _trainings(
     subject: object, widths: tuple[int, ...], parametrization: Parametrization, settings: _Settings
 ) -> tuple[str, Callable[[int, int], Training]]:
-    """What the subject is called, and (width, seed) -> a training."""
+    """Return the name of the subject, and a function (width, seed) -> training."""
     if isinstance(subject, StackWiseConfig):
         family = _family(subject, widths, parametrization)
         return "Rack", lambda width, seed: _of_config(family(width), seed, settings)
@@ -259,7 +268,7 @@ def _trainings(
 def _family(
     config: StackWiseConfig, widths: tuple[int, ...], parametrization: Parametrization
 ) -> Callable[[int], StackWiseConfig]:
-    """Factor -> the configuration so many times as wide, in this parametrisation."""
+    """Return a function from a factor to the widened configuration in this parametrization."""
     model = config.model
     if parametrization == "mup":
         allowed = "with parametrization='mup' what has key/value heads that grow with the width, as 'gqa'"
@@ -270,7 +279,7 @@ def _family(
 
 
 def _of_config(config: StackWiseConfig, seed: int, settings: _Settings) -> Training:
-    """A Rack, and the trainer's own step on one batch."""
+    """Return a training of a Rack: the trainer's own step on one batch."""
     allowed = "None for a configuration, which describes its own"
     require(settings.optimizer is None, "optimizer", settings.optimizer, allowed)
     changed = config.to_dict()
@@ -286,7 +295,7 @@ def _of_config(config: StackWiseConfig, seed: int, settings: _Settings) -> Train
     rate = config.training.optimizer.lr if settings.learning_rate is None else settings.learning_rate
 
     def forward() -> Tensor:
-        # Of the backends one whose scores can be seen; a soft cap has none.
+        # Use a backend with visible scores. A soft cap has none.
         with torch.no_grad(), using("sdpa"):
             logits: Tensor = rack(targets.input_ids)
             return logits
@@ -299,7 +308,7 @@ def _of_config(config: StackWiseConfig, seed: int, settings: _Settings) -> Train
 
 
 def _tokens(config: StackWiseConfig, objective: Objective, settings: _Settings) -> Tensor:
-    """Random ids (B, N), the same ones at every width; none of them the mask's."""
+    """Return random ids (B, N), equal for every width and without the id of the mask."""
     n_ids, mask = config.model.vocab_size, config.training.objective.mask_token_id
     seq_len = settings.seq_len or min(config.training.seq_len, _SEQ_LEN)
     shape = (settings.batch_size, objective.row_length(seq_len))
@@ -308,7 +317,7 @@ def _tokens(config: StackWiseConfig, objective: Objective, settings: _Settings) 
 
 
 def _of_spec(spec: ModelSpec, settings: _Settings) -> Callable[[int, int], Training]:
-    """Models of a spec, with its own optimizer where no other is given."""
+    """Return a function (width, seed) -> training of a spec, with its own optimizer by default."""
     allowed = "None for a model, whose optimizer knows its own; give optimizer= in its place"
     require(settings.learning_rate is None, "learning_rate", settings.learning_rate, allowed)
     if settings.seq_len is not None:
@@ -341,7 +350,7 @@ def _shown(slope: Slope) -> str:
 
 
 def _cell(slope: Slope | None) -> str:
-    """With a mark where it is not what is expected."""
+    """Return a slope as text, with a mark if it is not the expected one."""
     if slope is None:
         return "-"
     mark = {"width-independent": "  ", "unclear": " ?"}.get(_verdict(slope), " !")

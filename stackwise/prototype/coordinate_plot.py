@@ -1,4 +1,4 @@
-"""Coordinate plot: sizes of activations over the width as an SVG, a panel a step and a line a module."""
+"""Coordinate plot: sizes of activations over the width as an SVG."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ __all__ = ["coordinate_svg"]
 
 
 def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope, title: str) -> str:
-    """Sizes at the start, and changes after each step, over the width, both on logarithmic axes.
+    """Return an SVG of sizes at the start and changes after each step over the width, on logarithmic axes.
 
-    The same text each time. A line is the geometric mean over seeds of one module, from light to dark in the
-    order in which modules run; the module of `worst` is red. What is not finite is not svg_plot.
+    The text is deterministic. A line is the geometric mean over seeds of one module. Colours from light to
+    dark show the order in which modules run, and the module of `worst` is red. Values that are not finite are
+    not drawn.
 
     Args:
-        slopes: of the modules.
-        widths: of their sizes.
-        worst: one of them.
-        title: above all panels.
+        slopes: slopes of the modules.
+        widths: widths of the sizes.
+        worst: one of the slopes.
+        title: title above all panels.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -60,7 +61,7 @@ def coordinate_svg(slopes: Sequence[Slope], widths: Sequence[int], worst: Slope,
 
 
 def _colours(modules: Sequence[str]) -> dict[str, Any]:
-    """From light to dark."""
+    """Return a colour for each module, from light to dark."""
     import matplotlib as mpl
 
     shade = mpl.colormaps["viridis_r"]

@@ -1,4 +1,4 @@
-"""Estimate: a mean over seeds, and how far it can be known from so many."""
+"""Estimate: mean over seeds with its confidence interval."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Estimate"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval.
+    """Mean with its confidence interval.
 
-    The interval is Student's t over seeds. A bootstrap has too little to draw from: of three seeds it knows
-    ten different means, and its interval is much too narrow.
+    The interval is Student's t over seeds. A bootstrap is not used, because it has too few samples: three
+    seeds have only ten different means, and the interval is much too narrow.
 
     Attributes:
         value: the mean.
-        low, high: the interval; None: one seed has none.
-        count: of seeds.
-        level: the chance that such an interval holds what would come of all seeds.
+        low, high: ends of the interval. None for one seed.
+        count: number of seeds.
+        level: confidence level, the probability that such an interval contains the mean over all seeds.
     """
 
     value: float
@@ -37,10 +37,10 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float], level: float = 0.95) -> Estimate:
-        """That of `values`, one a seed.
+        """Return the estimate of `values`, one per seed.
 
         Raises:
-            ValueError: no values, one that is not finite, or a level outside (0, 1).
+            ValueError: no values, a value that is not finite, or a level outside (0, 1).
         """
         require(len(values) > 0, "values", len(values), "one or more")
         check_number("level", level, "a number above 0 and below 1", lambda number: 0 < number < 1)
@@ -53,7 +53,7 @@ class Estimate:
         return cls(mean, mean - reach, mean + reach, count, level)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

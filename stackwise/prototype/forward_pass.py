@@ -1,4 +1,4 @@
-"""ForwardPass: how long a forward pass takes, and what memory."""
+"""ForwardPass: time and memory of a forward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["ForwardPass"]
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass in eval mode without gradients, measured.
+    """Measured forward pass in eval mode without gradients.
 
     Attributes:
-        name: of the model.
-        batch_size: rows.
-        seq_len: positions in each.
-        measurement: raw samples, and how they were taken.
-        parameters: of the model; a tied weight counts once.
+        name: name of the model.
+        batch_size: number of rows.
+        seq_len: number of positions per row.
+        measurement: raw samples and their conditions.
+        parameters: number of parameters of the model. A tied weight counts once.
     """
 
     name: str
@@ -31,31 +31,31 @@ class ForwardPass:
 
     @property
     def seconds(self) -> float:
-        """Median of a pass."""
+        """Median seconds of a pass."""
         return self.measurement.median
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
-        """Of the median seconds, at 95 %; None: too few samples for that end."""
+        """95 % confidence interval of the median seconds. None: too few samples for that end."""
         return self.measurement.p50.low, self.measurement.p50.high
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a pass over its median seconds."""
+        """Tokens of a pass divided by its median seconds."""
         return self.batch_size * self.seq_len / self.seconds
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory in use during a pass: on CUDA of tensors, on the CPU of the whole process."""
+        """Peak memory during a pass: tensors on CUDA, the entire process on the CPU."""
         return self.measurement.peak_memory_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about the samples."""
+        """Notes for the reader about the samples."""
         return tuple(self.measurement.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         low, high = self.interval
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""LossVerdict: what a series of losses says of a training: sound, spiky, diverged, or no number."""
+"""LossVerdict: verdict on a series of training losses: success, spiky, diverged, or not finite."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from stackwise.support.arguments import check_number, check_sizes
 
 __all__ = ["DivergenceRule", "LossVerdict", "SpikeRule", "in_place_of_a_nat", "loss_verdict"]
 
-_SIGMA = 1.4826  # standard deviations of a normal distribution in one MAD
+_SIGMA = 1.4826  # standard deviations of a normal distribution per MAD
 
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """When a loss is a spike: far above the losses before it, in their own spread and in nats.
+    """Rule for loss spikes: losses far above the previous ones, relative to their spread and in nats.
 
-    A spike begins where the loss is above the median of the `window` losses before it by more than
-    `n_mads` times their median absolute deviation (scaled to a standard deviation, times 1.4826) and by more
-    than `min_nats`. It lasts until a loss is no longer that far above the same median; what is inside a spike
-    is no part of any window. Both conditions are needed: late in a training the spread may be next to
-    nothing, and of a few rows of a mixed text it is a nat.
+    A spike starts if the loss exceeds the median of the `window` previous losses by more than `n_mads` times
+    their median absolute deviation (multiplied by 1.4826 to estimate a standard deviation), and by more than
+    `min_nats`. It lasts until a loss no longer exceeds the same median by that amount. Losses within a spike
+    are excluded from later windows. Both conditions are required: late in training, the spread may be almost
+    zero, and for a few rows of a mixed text it is a nat.
 
     Attributes:
-        n_mads: how many scaled MADs.
-        min_nats: and how many nats.
-        window: of how many losses.
-        history: with fewer losses before it, nothing is a spike.
+        n_mads: minimum height in scaled MADs.
+        min_nats: minimum height in nats.
+        window: number of previous losses.
+        history: minimum number of previous losses before a spike can be detected.
 
     Raises:
         ValueError: a number that is not positive.
@@ -49,7 +49,10 @@ class SpikeRule:
             check_number(key, getattr(self, key), "a finite number > 0", lambda value: value > 0)
 
     def spikes(self, losses: Sequence[float]) -> list[range]:
-        """The steps of each spike, in order. One that begins is not over before the loss has come back."""
+        """Return the steps of each spike in order.
+
+        A spike lasts until the loss is normal, or to the last step.
+        """
         found: list[range] = []
         sound: list[float] = []
         start: int | None = None
@@ -57,7 +60,7 @@ class SpikeRule:
         for step, loss in enumerate(losses):
             if start is None:
                 level = self._level(sound)
-            high = not loss <= level  # also what is no number
+            high = not loss <= level  # also true for NaN
             if high and start is None:
                 start = step
             elif not high and start is not None:
@@ -80,23 +83,26 @@ class SpikeRule:
 
 @dataclass(frozen=True)
 class DivergenceRule:
-    """When a training has diverged: its loss has risen, and stays up to the end.
+    """Rule for divergence: the loss has risen and stays high until the last step.
 
-    The loss is smoothed by a running median over the last `window` steps, or a tenth of the run where that is
-    fewer (three at least). It has diverged where it ends more than `rise_nats` above the first loss and the
-    median of the first three, or more than `lost_nats` above the lowest that it had been; in both cases by
-    more than `n_mads` standard deviations of the noise as well. These are taken of the changes from step to
-    step, as their scaled MAD over sqrt(2): a running median of few losses follows their noise. The step at
-    which it left is the first of those from which on the smoothed loss never comes below that level again,
-    or of the unsmoothed ones above it right before. Where that is among the first three or right behind
-    them, their median has risen as well, and what was left is the level of the first.
+    The loss is smoothed by a running median over the last `window` steps, or over a tenth of the run if that
+    is less (three steps or more). The run has diverged if the last smoothed loss exceeds the first loss and
+    the median of the first three by more than `rise_nats`, or its own minimum by more than `lost_nats`. In
+    both cases, it must also exceed them by more than `n_mads` standard deviations of the noise. The noise is
+    the scaled MAD of the changes between consecutive steps, divided by sqrt(2), because a running median of
+    few losses follows their noise.
+
+    The step of divergence is the first one after which the smoothed loss stays above that level. If the
+    unsmoothed losses directly before it are also above the level, it is the first of these. If it is among
+    the first four steps, the median of the first three has risen too, so the level is computed from the first
+    loss.
 
     Attributes:
-        rise_nats: above the first loss, and above the median of the first three.
-        lost_nats: above the lowest smoothed loss.
-        n_mads: of the noise of the losses.
-        window: of the running median, at most.
-        history: of fewer losses nothing has diverged.
+        rise_nats: minimum rise above the first loss and the median of the first three.
+        lost_nats: minimum rise above the lowest smoothed loss.
+        n_mads: minimum rise in scaled MADs of the noise.
+        window: maximum length of the running median.
+        history: minimum number of losses. Shorter runs never diverge.
 
     Raises:
         ValueError: a number that is not positive.
@@ -115,7 +121,7 @@ class DivergenceRule:
             check_number(key, getattr(self, key), "a finite number > 0", lambda value: value > 0)
 
     def step(self, losses: Sequence[float]) -> int | None:
-        """The step at which finite `losses` left for good; None: they did not."""
+        """Return the step from which finite `losses` stay too high. None: no divergence."""
         if len(losses) < self.history:
             return None
         window = max(3, min(self.window, len(losses) // 10))
@@ -124,19 +130,19 @@ class DivergenceRule:
         center = statistics.median(changes)
         noise = statistics.median(abs(change - center) for change in changes) / math.sqrt(2)
         least = self.n_mads * _SIGMA * noise
-        # A median of few is not yet one: the best is looked for where the window is full.
+        # Ignore partial windows when searching for the minimum.
         above_best = min(smoothed[window - 1 :]) + max(self.lost_nats, least)
         rise = max(self.rise_nats, least)
-        begin = max(losses[0], statistics.median(losses[:3]))  # a first loss may be low by chance
+        begin = max(losses[0], statistics.median(losses[:3]))  # the first loss may be low by chance
         if not smoothed[-1] > min(begin + rise, above_best):
             return None
         step = _left(losses, smoothed, min(begin + rise, above_best))
-        # Of a loss that rises at once the median of the first three has risen as well.
+        # If the loss rises immediately, the median of the first three has risen too.
         return step if step > 3 else _left(losses, smoothed, min(losses[0] + rise, above_best))
 
 
 def _left(losses: Sequence[float], smoothed: Sequence[float], level: float) -> int:
-    """The first step from which on the smoothed losses are above a level, or the others right before."""
+    """Return the first step after which smoothed losses stay above a level, or losses directly before it."""
     step = len(losses)
     while step > 0 and smoothed[step - 1] > level:
         step -= 1
@@ -147,12 +153,12 @@ def _left(losses: Sequence[float], smoothed: Sequence[float], level: float) -> i
 
 @dataclass(frozen=True)
 class LossVerdict:
-    """The verdict on a run.
+    """Verdict on a run.
 
     Attributes:
-        status: "nan" before "diverged" before "spiky" before "success".
-        step: of the first trouble; None: a success.
-        spikes: the steps at which spikes began, whatever the status.
+        status: "nan", "diverged", "spiky" or "success". The first applicable one in this order.
+        step: step of the first problem. None: success.
+        spikes: steps at which spikes start, for any status.
     """
 
     status: Status
@@ -160,7 +166,7 @@ class LossVerdict:
     spikes: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -172,20 +178,21 @@ def loss_verdict(
     divergence: DivergenceRule | None = None,
     in_nats: bool = True,
 ) -> LossVerdict:
-    """What the losses of a run, and its gradient norms, say of it.
+    """Return the verdict on the losses and gradient norms of a run.
 
-    - "nan": a loss or a gradient norm is not finite; the step of the first.
+    - "nan": a loss or a gradient norm is not finite. The step is the first such step.
     - "diverged": see `DivergenceRule`.
-    - "spiky": see `SpikeRule`; the step of the first spike. One that the run ends in counts as well.
+    - "spiky": see `SpikeRule`. The step is that of the first spike. A spike at the last step counts too.
     - "success": none of these.
 
     Args:
-        losses: one for each step.
-        gradient_norms: as many, or none.
-        spike: None: `SpikeRule()`.
-        divergence: None: `DivergenceRule()`.
-        in_nats: whether the losses are in nats; where not, a rule that is None has for each nat the median of
-            the first three losses where that is less than 1: a loss that begins low has low limits.
+        losses: one loss per step.
+        gradient_norms: one gradient norm per step, or empty.
+        spike: rule for spikes. None: `SpikeRule()`.
+        divergence: rule for divergence. None: `DivergenceRule()`.
+        in_nats: True if the losses are in nats. False: in a default rule, one nat is replaced by the median
+            of the first three losses, if that is less than 1. A loss with a low initial value therefore has
+            low limits.
     """
     broken = min(
         (i for series in (losses, gradient_norms) for i, x in enumerate(series) if not math.isfinite(x)),
@@ -211,7 +218,7 @@ def loss_verdict(
 
 
 def in_place_of_a_nat(losses: Sequence[float]) -> float:
-    """What the limits of `loss_verdict` have for each nat where losses need not be in nats: at most 1."""
+    """Return the unit of the limits of `loss_verdict` for losses that may not be in nats: at most 1."""
     first = [*itertools.takewhile(math.isfinite, losses[:3])]
     found = abs(statistics.median(first)) if first else 0.0
     return min(found, 1.0) if found >= sys.float_info.min else 1.0

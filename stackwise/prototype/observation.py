@@ -1,4 +1,4 @@
-"""Observation: how large a model's output is, and how sharp its attention, without a trace in its training.
+"""Observation: size of a model's output and entropy of its attention, without an effect on the training.
 
 Shapes: B batch, T positions, t queries at one time, S keys, C model width, H query heads, K key/value heads,
 G = H/K, D head size.
@@ -29,21 +29,21 @@ from stackwise.support.random_state import keep_random_states
 __all__ = ["Observation", "RowStatistics", "observe"]
 
 _SCORES_AT_ONCE = 2**24
-_MASKED = 5e3  # below the largest score of its row: no key that is seen, but one that a constant hides
+_MASKED = 5e3  # distance below the row maximum from which a key is masked by a constant
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A model at one moment of its training.
+    """State of a model at one moment of its training.
 
     Attributes:
-        logit_max: largest absolute value of its output.
-        attention_entropy: by module, mean over batch, heads and the queries that see two keys at least: the
-            entropy of the attention weights over the logarithm of the number of keys seen. 1 is uniform, 0
-            looks at one key.
-        attention_logit_max: by module, the largest number that its softmax takes, scaled and soft-capped, of
-            keys that are seen.
-        notes: what was not seen, and why.
+        logit_max: largest absolute value of the output.
+        attention_entropy: by module, entropy of the attention weights divided by the logarithm of the number
+            of visible keys. It is the mean over batch, heads and all queries with at least two visible keys.
+            1 is uniform attention, 0 is attention to one key.
+        attention_logit_max: by module, largest input of its softmax for a visible key, after scaling and soft
+            cap.
+        notes: values that could not be observed, with reasons.
     """
 
     logit_max: float
@@ -53,18 +53,18 @@ class Observation:
 
 
 class RowStatistics:
-    """Entropy and largest score of rows of attention, summed up on their device a part at a time."""
+    """Entropy and largest score of attention rows, accumulated on their device in parts."""
 
     def __init__(self, device: torch.device) -> None:
         self.entropy, self.rows = torch.zeros(2, dtype=torch.float64, device=device)
         self.largest = torch.full((), -math.inf, device=device)
 
     def add(self, scores: Tensor, visible: Tensor) -> None:
-        """Take rows in.
+        """Add rows.
 
         Args:
-            scores: (..., T, S), what a softmax over S takes; -inf for a weight of zero.
-            visible: bool, broadcastable to `scores`; what is hidden counts for nothing.
+            scores: (..., T, S), input of a softmax over S; -inf for a weight of zero.
+            visible: bool, broadcastable to `scores`. Hidden entries are ignored.
         """
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         visible = visible.expand_as(wide)
@@ -72,7 +72,7 @@ class RowStatistics:
         log_total = masked.logsumexp(-1, keepdim=True)
         log_weights = masked - log_total
         weights = log_weights.exp()
-        # Of a weight of zero the product is 0, and -inf times 0 is not.
+        # The product for a weight of zero is 0, but -inf times 0 is NaN.
         entropy = -(weights * log_weights.masked_fill(weights == 0, 0.0)).sum(-1)
         count = visible.sum(-1)
         several = (count > 1) & log_total.squeeze(-1).isfinite()
@@ -85,22 +85,23 @@ class RowStatistics:
 def observe(
     model: nn.Module, call: Callable[[], Tensor], *, device: torch.device | str = "cpu"
 ) -> Observation:
-    """One forward pass in eval mode, without gradients, watched.
+    """Run one forward pass in eval mode without gradients, and observe output and attention.
 
-    Modes, random states and buffers are put back, so that the training goes on to the same bits.
+    Modes, random states and buffers are restored, so that training continues bit-identically.
 
-    The attention of a Rack is computed a second time, some queries at a time, from its own queries, keys and
-    mask; of kernel attention with positive features the weights are those of the kernel, and its scores their
-    logarithms, of which no largest is told; beside these nothing else is looked at.
+    The attention of a Rack is computed a second time, in parts of the queries, from its own queries, keys and
+    mask. For kernel attention with positive features, the weights are those of the kernel, and the scores are
+    their logarithms, for which no maximum is reported. If a model has such modules, only these are observed.
 
-    In other models every softmax over keys is seen as it runs, and counted to its innermost module: that of
-    torch's `scaled_dot_product_attention`, which meanwhile takes its "math" path, of `nn.MultiheadAttention`,
-    or one written out. Fused kernels of other libraries are not seen.
+    In other models, every softmax over keys is observed when it runs, and attributed to its innermost module:
+    that of torch's `scaled_dot_product_attention` (its "math" path is used during the observation), that of
+    `nn.MultiheadAttention`, or an explicit one. Fused kernels of other libraries are not observed.
 
     Args:
-        model: whose modules.
-        call: runs it; returns its output, or of each part of it the largest absolute value.
-        device: whose random states are kept beside those of the CPU.
+        model: model with the observed modules.
+        call: function that runs the model and returns its output, or the largest absolute value of each part
+            of it.
+        device: device with random states to restore, in addition to the CPU.
     """
     device = torch.device(device)
     buffers = Buffers(model)
@@ -134,7 +135,7 @@ def observe(
 
 
 class _RackWatch:
-    """Attention of a Rack, computed from what each module is given."""
+    """Observation of a Rack's attention, computed from the inputs of each module."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -173,7 +174,7 @@ class _RackWatch:
 def _take(
     module: Attention | LatentAttention, x_BTC: Tensor, layout: Layout, statistics: RowStatistics
 ) -> None:
-    """The rows of a module's attention, some queries at a time."""
+    """Add the rows of a module's attention, in parts of the queries."""
     if isinstance(module, LatentAttention):
         q_BHTD = torch.cat(module._queries(x_BTC, layout), dim=-1)
         k_BKTD, _ = module._expand(module._latent(x_BTC, layout))
@@ -209,7 +210,7 @@ def _take(
 
 
 class _SoftmaxWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every softmax over keys, by the module whose forward it is in."""
+    """Observation of every softmax over keys, attributed to the module that is running."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

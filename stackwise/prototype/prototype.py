@@ -1,4 +1,4 @@
-"""ArchitecturePrototype: an architecture tried out at its production length, long enough for a verdict."""
+"""ArchitecturePrototype: trial run of an architecture at its production length, long enough for a verdict."""
 
 from __future__ import annotations
 
@@ -36,31 +36,32 @@ _BATCH_SIZE = 8
 
 
 class ArchitecturePrototype:
-    """An architecture, and what it is tried out on.
+    """Architecture with the data and settings of its trial runs.
 
     Args:
-        subject: a configuration, whose Rack, data, objective, optimizer, schedule and clipping it then is; or
-            anything that `ModelSpec.of` takes, with its own optimizer and loss.
-        seq_len: positions, those of production; None: the configuration's or the spec's own.
-        batch_size: rows computed at one time; None: the configured ones, or 8, or the most below that
-            divide `effective_batch`.
-        effective_batch: rows of an update, a multiple of `batch_size`: micro-batches are weighted by their
-            number of targets, so that the update is that of the full batch. None: as configured, or
-            `batch_size`.
-        learning_rate: at its peak; those that Stacks have for themselves keep their ratio to it. None: as
-            configured, or the optimizer's own.
-        data: what to train on instead of the configured: an iterable of micro-batches as trainers take them,
-            started again with each run and when it ends, which an iterator cannot be, or step -> the batch
-            of the whole update. Other rows than were asked for are noted. None: as configured; a spec
-            is trained on what its `make_batch` makes, where it has that, else on text that every CPython
-            carries, byte by byte, or with a vocabulary below 256 on a Markov chain.
-        device: where to run; None: as configured, or the CPU.
-        seed: of weights, data and dropout; None: as configured, or 0.
+        subject: a configuration, with its Rack, data, objective, optimizer, schedule and clipping; or
+            anything that `ModelSpec.of` accepts, with its own optimizer and loss.
+        seq_len: number of positions, as in production. None: the length of the configuration or spec.
+        batch_size: number of rows per micro-batch. None: the configured number, or 8. With `effective_batch`,
+            its largest divisor up to that number.
+        effective_batch: number of rows per update, a multiple of `batch_size`. Micro-batches are weighted by
+            their number of targets, so that the update is that of the full batch. None: the configured
+            number, or `batch_size`.
+        learning_rate: peak learning rate. Separate learning rates of Stacks are scaled by the same factor.
+            None: the configured one, or that of the optimizer.
+        data: data for training instead of the configured data: an iterable of micro-batches as for the
+            trainer, which is restarted for each run and when it is exhausted (an iterator is refused), or a
+            function step -> batch of the entire update. A note reports a number or length of rows that
+            differs from the requested one. None: the configured data. For a spec, batches of its
+            `make_batch`, if it has one; otherwise the bytes of a text that is part of CPython, or, for a
+            vocabulary below 256, a Markov chain.
+        device: device to run on. None: the configured one, or the CPU.
+        seed: seed of weights, data and dropout. None: the configured one, or 0.
 
     Raises:
-        ValueError: sizes that are no positive integers, or do not divide; training that is not of the whole
-            Rack at once, or of several processes; a length that the model does not take; an iterator as data.
-        TypeError: a subject that is none.
+        ValueError: sizes that are not positive integers or do not divide; training of parts of a Rack or with
+            several processes; a length that the model does not support; an iterator as data.
+        TypeError: a subject of another type.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ArchitecturePrototype:
         elif self._spec is not None:
             self._check_length(self._spec, is_asked=seq_len is not None or data is not None)
         configured = self._config is not None
-        # What nobody asked for cannot be missing.
+        # Without a request, no difference can be reported.
         self._asked_rows = self.effective_batch if configured or batch_size or effective_batch else None
         self._asked_length = self.seq_len if configured or seq_len else None
 
@@ -119,27 +120,28 @@ class ArchitecturePrototype:
         faults: Iterable[Fault] = (),
         on_step: OnStep | None = None,
     ) -> PrototypeRun:
-        """Train for `steps` updates from fresh weights, and judge; see `loss_verdict` for the rules.
+        """Train for `steps` updates from new weights. Return the run with its verdict; see `loss_verdict`.
 
-        Loss and gradient norm stay on the device and are read every 10 steps: a run that is no number any
-        more ends then. The schedule is that of a run of `steps`, with a warm-up of the configured share. The
-        caller's random state is untouched; two calls give the same losses, to the bit.
+        Loss and gradient norm stay on the device and are read every 10 steps. If one is not finite, the run
+        stops then. The schedule is that of a run of `steps`, with the configured share of warm-up. The
+        caller's random state is unchanged, and two calls return bit-identical losses.
 
         Args:
-            steps: updates; with fewer than 1000 a note says so.
-            observe_every: steps between two looks at logits and attention, which change nothing in the
-                training; None: a fiftieth of the run. The last step is looked at as well.
-            spike: what counts as a spike; None: `SpikeRule()`; of a loss that need not be in nats, as one of
-                the spec's own, and begins below 1, relative to that, as a note says; see `loss_verdict`.
-            divergence: and what as divergence; None: `DivergenceRule()`, in the same way.
-            faults: of `stackwise.stability.faults`, that act on model, gradients or weights: to see that a
-                run shows them.
-            on_step: (step, loss), in order, once the loss is on the host. What it raises ends the run and
-                passes through.
+            steps: number of updates. A note reports fewer than 1000.
+            observe_every: number of steps between two observations of logits and attention, which do not
+                affect the training. None: a fiftieth of the run. The last step is always observed.
+            spike: rule for spikes. None: `SpikeRule()`. If the loss may not be in nats, such as the own loss
+                of a spec, and starts below 1, the limits are relative to that value, and a note reports it;
+                see `loss_verdict`.
+            divergence: rule for divergence. None: `DivergenceRule()`, with the same scaling.
+            faults: faults from `stackwise.stability.faults` that act on the model, gradients or weights, to
+                test that a run detects them.
+            on_step: called with (step, loss), in order, when the loss is on the host. Its exceptions stop the
+                run and are passed on.
 
         Raises:
-            ValueError: sizes that are no positive integers; data without a batch, or with nothing to predict;
-                a fault that did not act.
+            ValueError: sizes that are not positive integers; data without a batch or without a target; a
+                fault that did not act.
         """
         check_sizes(steps=steps)
         every = max(1, steps // 50) if observe_every is None else observe_every
@@ -154,10 +156,10 @@ class ArchitecturePrototype:
                 return run.result(making.peak, spike, divergence, [*self._notes, *self._arrived(run)])
 
     def run_training_step(self, iterations: int = 10) -> PrototypeRun:
-        """A few updates: whether it trains at all, what an update costs, and no more than that.
+        """Run a few updates. They show that the model trains and the cost of an update, but are no verdict.
 
         Raises:
-            ValueError: as of `run`.
+            ValueError: as in `run`.
         """
         return self.run(iterations)
 
@@ -170,16 +172,16 @@ class ArchitecturePrototype:
     ) -> ForwardPass:
         """Measure a forward pass of `batch_size` rows, in eval mode and without gradients.
 
-        A Rack computes in the precision that it trains in: with "bf16_weights" its weights are bfloat16, with
-        "float8" its layers multiply in float8.
+        A Rack uses the precision of its training: with "bf16_weights", its weights are bfloat16, and with
+        "float8", its layers multiply in float8.
 
         Args:
-            min_seconds: as of `stackwise.benchmark.measure`, which warms up until times have settled.
-            min_calls: as there.
-            warmup_seconds: as there.
+            min_seconds: as in `stackwise.benchmark.measure`, which warms up until the time is steady.
+            min_calls: as in `stackwise.benchmark.measure`.
+            warmup_seconds: as in `stackwise.benchmark.measure`.
 
         Raises:
-            ValueError: numbers out of range, or a precision that the device does not compute in.
+            ValueError: numbers out of range, or a precision that the device does not support.
             ImportError: "float8" without torchao.
         """
         precision = "fp32" if self._config is None else self._config.training.precision
@@ -203,7 +205,10 @@ class ArchitecturePrototype:
         return ForwardPass(spec.name, self.batch_size, self.seq_len, found, parameters)
 
     def _check_length(self, spec: ModelSpec, *, is_asked: bool) -> None:
-        """Refuse a length that a spec does not take, and tell of one that is less than it could be."""
+        """Raise ValueError for a length that a spec does not support.
+
+        Add a note if it is shorter than possible.
+        """
         check_sizes(shortest_length(spec), seq_len=self.seq_len)
         limit = spec.max_length
         if limit is not None:
@@ -216,7 +221,7 @@ class ArchitecturePrototype:
             self._notes.append(f"seq_len: {taken}; nothing is said of longer ones")
 
     def _arrived(self, run: Trial) -> Iterator[str]:
-        """What the rows of the median update were, where others were asked for."""
+        """Yield notes if the rows of the median update differ from the requested ones."""
         rows, length = statistics.median_low(run.rows), statistics.median_low(run.row_lengths)
         if self._asked_rows is not None and rows != self._asked_rows:
             yield f"data: {rows} rows of an update, of the {self._asked_rows} asked for"
@@ -225,11 +230,11 @@ class ArchitecturePrototype:
             yield f"{told}; nothing is said of longer ones"
 
     def _configured(self, config: StackWiseConfig, *, is_length_seen: bool) -> StackWiseConfig:
-        """The configuration with what was asked for in its place, and notes of what cannot be had.
+        """Return the configuration with the requested settings. Add notes for settings that are impossible.
 
         Args:
-            config: of the subject.
-            is_length_seen: whether rows are to be of `seq_len`, as those of the caller's own need not be.
+            config: configuration of the subject.
+            is_length_seen: True if rows have the length `seq_len`. User-defined data may have another length.
         """
         settings = config.training
         architecture = settings.training_architecture
@@ -290,7 +295,7 @@ class ArchitecturePrototype:
 
 
 def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWiseConfig:
-    """The same with another one; those that Stacks have for themselves keep their ratio to it."""
+    """Return the configuration with another learning rate. Separate ones of Stacks are scaled too."""
     changed = config.to_dict()
     optimizer = changed["training"]["optimizer"]
     for own in optimizer["per_stack"].values():
@@ -303,7 +308,7 @@ def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWi
 def _batches(
     batch_size: int | None, effective_batch: int | None, own_batch: int, own_effective: int | None
 ) -> tuple[int, int]:
-    """Rows of a micro-batch, and of an update."""
+    """Return the rows per micro-batch and per update."""
     if effective_batch is None:
         if batch_size is None:
             return own_batch, own_effective or own_batch
@@ -317,13 +322,13 @@ def _batches(
 
 
 def _spec_of(config: StackWiseConfig) -> ModelSpec:
-    """The Rack of a configuration, computing in the precision that it trains in, but for float8 layers."""
+    """Return a spec of a configuration's Rack in the precision of its training, without float8 layers."""
     precision, limit = config.training.precision, config.model.max_seq_len
     device = torch.device(config.training.device)
 
     def build() -> nn.Module:
         rack = create_rack_from_config(config)
-        if precision == "bf16_weights":  # as the optimizer narrows them: parameters, and no buffers
+        if precision == "bf16_weights":  # like the optimizer, convert parameters but not buffers
             for parameter in rack.parameters():
                 parameter.data = parameter.data.bfloat16()
         return rack

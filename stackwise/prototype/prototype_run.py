@@ -1,4 +1,4 @@
-"""PrototypeRun: what became of a representative run."""
+"""PrototypeRun: result of a representative training run."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ Status = Literal["success", "nan", "diverged", "spiky"]
 
 @dataclass(frozen=True)
 class PrototypeRun:
-    """A training run, step by step, and its verdict.
+    """Training run, step by step, with its verdict.
 
-    What is observed at a step is of the weights that this step's loss is of, before its update.
+    An observation at a step shows the weights before the update of that step, like the loss of that step.
 
     Attributes:
-        name: of the model.
-        status: "success"; "nan", "diverged" or "spiky" as `stackwise.prototype.loss_verdict` says it.
-        step: of the first trouble, counted from 0; None: a success.
-        losses: of the training, in nats, or in the unit of the spec's own loss, one for each update, over its
-            effective batch.
-        gradient_norms: global L2 norm before clipping, one for each update.
-        learning_rates: one for each update: that of the schedule, or of the optimizer's first group.
+        name: name of the model.
+        status: "success", "nan", "diverged" or "spiky"; see `stackwise.prototype.loss_verdict`.
+        step: step of the first problem, counted from 0. None: success.
+        losses: training loss of each update over its effective batch, in nats, or in the unit of the spec's
+            own loss.
+        gradient_norms: global L2 norm of each update before clipping.
+        learning_rates: learning rate of each update: that of the schedule, or of the optimizer's first group.
         logit_max: (step, largest absolute value of the model's output).
-        attention_entropy: (step, by module the mean entropy of its rows of attention weights, each divided by
-            the logarithm of the number of keys that the row sees: 0 to 1); empty where it was not seen.
-        attention_logit_max: (step, by module the largest number that its softmax takes); empty where it was
-            not seen.
-        final_loss: mean of the last tenth of `losses`, of one at least; infinite of a run that ended in NaN
-            or diverged.
-        validation_loss: in nats, after the last update, of as many batches as `training.eval_batches` says
-            beside an `eval_interval`, else of 50 at most; None: there was no validation data, or NaN.
-        tokens: that were trained on.
-        seconds: of all updates, without observation and validation.
-        tokens_per_second: of the median update, the first one left out where there are more.
-        peak_bytes: the most memory of the first two updates above what was in use before the model was made:
-            on CUDA of tensors, on the CPU resident in the process; None: it cannot be told.
-        notes: what a reader of the verdict ought to know.
-        spikes: the steps at which a spike of the loss began.
-        left_out: the steps whose update was left out, since gradients overflowed in float16 and a smaller
-            loss scale was the answer. Their loss is finite, their gradient norm is not.
+        attention_entropy: (step, mean entropy of attention rows by module, divided by the logarithm of the
+            number of visible keys: 0 to 1). Empty if it could not be observed.
+        attention_logit_max: (step, largest input of the softmax by module). Empty if it could not be
+            observed.
+        final_loss: mean of the last tenth of `losses`, at least of one. Infinite for the status "nan" or
+            "diverged".
+        validation_loss: validation loss in nats after the last update. The number of batches is
+            `training.eval_batches` if `eval_interval` is set, otherwise at most 50. None: no validation data,
+            or the status "nan".
+        tokens: number of training tokens.
+        seconds: total time of the updates, without observation and validation.
+        tokens_per_second: median over updates, without the first one if possible.
+        peak_bytes: peak memory of the first two updates above the memory before the model was created:
+            tensors on CUDA, resident memory of the process on the CPU. None: unknown.
+        notes: notes for the reader of the verdict.
+        spikes: steps at which a spike of the loss started.
+        left_out: steps with a skipped update, because gradients overflowed in float16 and the loss scale was
+            lowered. Their loss is finite, but their gradient norm is not.
     """
 
     name: str
@@ -68,7 +69,7 @@ class PrototypeRun:
     left_out: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite stay what they are."""
+        """Return plain values. Numbers that are not finite are unchanged."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -100,5 +101,5 @@ class PrototypeRun:
 
 
 def end_of(losses: Sequence[float]) -> float:
-    """What a training ends with: the mean of the last tenth of `losses`, of one at least."""
+    """Return the final loss of a training: the mean of the last tenth of `losses`, at least of one."""
     return fmean(losses[-max(1, len(losses) // 10) :])

@@ -1,4 +1,4 @@
-"""PrototypeTraining: what a representative run drives: a training, one update after the other."""
+"""PrototypeTraining: protocol of a training that runs one update after the other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Data = Iterable[Batch] | Callable[[int], Batch]
 
 
 class Update(NamedTuple):
-    """One update, of which the host knows no more than it must.
+    """One update, with values that stay on the device as long as possible.
 
     Attributes:
         loss: scalar on the device, before the update.
         grad_norm: scalar on the device, global L2 norm before clipping.
-        lr: of the update.
-        tokens: that it was trained on.
-        rows: of its batches, together.
-        row_length: of the longest of them, as they came.
-        empty: boolean scalar, wherever the data is or goes: whether there was nothing to predict.
-        answered: boolean scalar on the device: whether gradients overflowed and the update was left out, to
-            which a smaller loss scale is the answer; None: there is no loss scale.
+        lr: learning rate of the update.
+        tokens: number of training tokens.
+        rows: total number of rows of its batches.
+        row_length: length of the longest row, as the data returned it.
+        empty: boolean scalar on any device, true if the batches had no target.
+        answered: boolean scalar on the device, true if gradients overflowed, the update was skipped and the
+            loss scale was lowered. None: no loss scale.
     """
 
     loss: Tensor
@@ -42,11 +42,11 @@ class Update(NamedTuple):
 
 
 class PrototypeTraining(Protocol):
-    """A training under way.
+    """Running training.
 
     Attributes:
-        name: of the model.
-        notes: what a reader of the run ought to know.
+        name: name of the model.
+        notes: notes for the reader of the run.
     """
 
     name: str
@@ -54,35 +54,38 @@ class PrototypeTraining(Protocol):
 
     @property
     def in_nats(self) -> bool:
-        """Whether its losses are, as cross-entropy of tokens is; it is known once it was observed."""
+        """True if the losses are in nats, as the cross-entropy of tokens is.
+
+        Known after the first observation.
+        """
 
     @property
     def model(self) -> nn.Module:
-        """What trains."""
+        """Model that is trained."""
 
     @property
     def optimizer(self) -> Any:
-        """What updates it."""
+        """Optimizer of the model."""
 
     @property
     def passes(self) -> int | None:
-        """Passes over the data that have begun; None: each step has batches of its own."""
+        """Number of started passes over the data. None: each step has its own batches."""
 
     def update(self, step: int) -> Update:
-        """Train on the batches of `step`, in order from 0. The host does not wait."""
+        """Train on the batches of `step`, in order from 0, without waiting for the device."""
 
     def observe(self, step: int) -> Observation:
-        """Look at the weights that the update of `step` will start from, and change nothing."""
+        """Observe the weights before the update of `step`, without changing anything."""
 
     def validation_loss(self) -> float | None:
-        """In nats, of the weights as they are; None: there is no validation data."""
+        """Return the validation loss of the current weights in nats. None: no validation data."""
 
     def close(self) -> None:
-        """Put back what was changed for the training."""
+        """Restore everything that was changed for the training."""
 
 
 def check_data(data: Data | None) -> None:
-    """Refuse what can be gone through once: a second run would be trained on what the first has left.
+    """Raise ValueError for data that can be iterated only once, because a second run would continue it.
 
     Raises:
         ValueError: an iterator.

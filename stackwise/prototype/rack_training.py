@@ -1,4 +1,4 @@
-"""RackTraining: a Rack and its data as a configuration says, trained by the trainer's own parts."""
+"""RackTraining: training of a Rack from a configuration, with the parts of the trainer."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from stackwise.training.trainer import ArchitectureTrainer
 
 __all__ = ["RackTraining", "shape_of", "split_rows"]
 
-_PROBE_TOKENS = 4096  # of several rows; one row is as long as it is
+_PROBE_TOKENS = 4096  # for several rows; a single row may be longer
 _HEAD_POSITIONS = 1024
-_VALIDATION_BATCHES = 50  # of a whole text, a short run would take longer to evaluate than to train
+_VALIDATION_BATCHES = 50  # on a complete text, evaluation would take longer than a short run
 
 
 class RackTraining:
-    """See `PrototypeTraining`. The updates are those of `ArchitectureTrainer`, to the bit.
+    """Implementation of `PrototypeTraining` for a Rack. Updates are bit-identical to `ArchitectureTrainer`.
 
-    Make it, and take its updates, inside `seeded(config.training.seed, device)`.
+    Create it, and run its updates, inside `seeded(config.training.seed, device)`.
 
     Args:
-        config: of the model, its data and its training; `max_steps` is the length of the run.
-        data: instead of the configured: what the trainer takes as a dataloader, or step -> the batch of the
-            whole update; None: `create_data(config)`.
+        config: model, data and training. `max_steps` is the length of the run.
+        data: data instead of the configured data: a dataloader for the trainer, or step -> batch of the
+            entire update. None: `create_data(config)`.
 
     Raises:
-        ValueError: attention that does not fit the objective; from `update`, data that ends.
+        ValueError: attention that is incompatible with the objective; in `update`, data that is exhausted.
     """
 
     def __init__(self, config: StackWiseConfig, data: Data | None = None) -> None:
@@ -53,7 +53,7 @@ class RackTraining:
         self.config, self.device = config, resolve_device(settings.device)
         self.notes: list[str] = []
         self._trainer = ArchitectureTrainer(config, progress=False)
-        with torch.random.fork_rng([]):  # what is drawn for weights is not missing in the training
+        with torch.random.fork_rng([]):  # creating weights does not advance the random state of the training
             torch.manual_seed(settings.seed)
             self.model = create_rack_from_config(config)
         model = config.model
@@ -89,11 +89,11 @@ class RackTraining:
         self._probe: Targets | None = None
 
     def update(self, step: int) -> Update:
-        """See `PrototypeTraining`."""
+        """Train on the batches of `step`; see `PrototypeTraining`."""
         (rows, row_length), targets = self._of(step)
         self._next = None
         lr = self._trainer.learning_rate(step)
-        # Asked before the step, which makes the scale smaller.
+        # Read before the step, which lowers the scale.
         exhausted = None if self._step.loss_scale is None else self._step.loss_scale.exhausted()
         outcome = self._step([MicroBatch(each.sent(self.device)) for each in targets], lr)
         answered = None if exhausted is None else outcome.skipped & outcome.loss.isfinite() & ~exhausted
@@ -102,7 +102,7 @@ class RackTraining:
         return Update(outcome.loss, outcome.grad_norm, lr, tokens, rows, row_length, empty, answered)
 
     def observe(self, step: int) -> Observation:
-        """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""
+        """Observe the weights on the first rows of the first batch; see `PrototypeTraining`."""
         if self._probe is None:
             first = self._of(step)[1][0]
             B, T = first.input_ids.shape
@@ -118,7 +118,7 @@ class RackTraining:
         return observe(self.model, call, device=self.device)
 
     def validation_loss(self) -> float | None:
-        """See `PrototypeTraining`. Of as many batches as `training.eval_batches` says, else of 50 at most."""
+        """Return the loss over `training.eval_batches` or at most 50 batches; see `PrototypeTraining`."""
         if self._validation is None:
             return None
         self._finish()
@@ -129,21 +129,21 @@ class RackTraining:
 
     @property
     def in_nats(self) -> bool:
-        """See `PrototypeTraining`."""
+        """True: losses are in nats; see `PrototypeTraining`."""
         return True
 
     @property
     def optimizer(self) -> FusedOptimizer:
-        """See `PrototypeTraining`."""
+        """Optimizer of the model; see `PrototypeTraining`."""
         return self._step.optimizer
 
     @property
     def passes(self) -> int | None:
-        """See `PrototypeTraining`."""
+        """Number of started passes; see `PrototypeTraining`."""
         return None if self._stream is None else self._stream.place[0] + 1
 
     def close(self) -> None:
-        """See `PrototypeTraining`."""
+        """Restore everything that was changed; see `PrototypeTraining`."""
         self._finish()
         self._cleanup.close()
 
@@ -152,7 +152,10 @@ class RackTraining:
             self._step.optimizer.finish()
 
     def _of(self, step: int) -> tuple[tuple[int, int], list[Targets]]:
-        """Shape and targets of the batches of a step, kept until it is trained on: data gives them once."""
+        """Return shape and targets of the batches of a step.
+
+        Store them until the update, because data is read once.
+        """
         if self._next is None:
             seed, batches = self.config.training.seed, self._batches(step)
             made = [
@@ -171,10 +174,10 @@ class RackTraining:
 
 
 def split_rows(batch: Batch, batch_size: int) -> list[Mapping[str, Tensor]]:
-    """A batch as micro-batches of `batch_size` rows, the last of what is left.
+    """Return a batch as micro-batches of `batch_size` rows. The last one may be smaller.
 
     Raises:
-        ValueError: a batch that is none, or without rows.
+        ValueError: not a batch, or a batch without rows.
     """
     whole = as_mapping(batch)
     n_rows = len(whole["input_ids"])
@@ -186,7 +189,7 @@ def split_rows(batch: Batch, batch_size: int) -> list[Mapping[str, Tensor]]:
 
 
 def shape_of(batches: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
-    """The rows of micro-batches, together, and the length of the longest."""
+    """Return the total number of rows of micro-batches, and the length of the longest row."""
     shapes = [batch["input_ids"].shape for batch in batches]
     return sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 

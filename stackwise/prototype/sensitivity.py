@@ -1,4 +1,4 @@
-"""Sensitivity: how much the final loss depends on the learning rate, measured over widths."""
+"""Learning-rate sensitivity: dependence of the final loss on the learning rate, measured over widths."""
 
 from __future__ import annotations
 
@@ -55,46 +55,48 @@ def learning_rate_sweep(
     store: str | Path | None = None,
     on_run: Callable[[SweepRun], None] | None = None,
 ) -> LearningRateSweep:
-    """Train at every width, learning rate and seed, and compare the losses at the end.
+    """Train at every width, learning rate and seed, and compare the final losses.
 
-    Says how sensitive the loss is to the learning rate (Wortsman et al. 2023, arXiv:2309.14322), which is
-    best at each width, and whether that of a narrow model holds for wider ones. A run that stops being
-    finite has no loss of its own: it counts with that at initialisation, as the definition says; and so does
-    one that ends above it.
+    The result shows the sensitivity of the loss to the learning rate (Wortsman et al. 2023,
+    arXiv:2309.14322), the best learning rate at each width, and its transfer from a narrow model to wider
+    ones. By definition, a run that becomes non-finite counts with the loss at initialization, and so does a
+    run with a higher final loss.
 
     Args:
         subject: a configuration, which is widened by heads: `n_heads`, `n_kv_heads`, `d_ff` and the ranks of
-            latents grow with `d_model`, the size of a head stays; or a ModelSpec, with `at_width` for widths
-            other than 1, which its own optimizer trains at a constant learning rate; or a function
+            latents grow with `d_model`, and the size of a head is constant; a ModelSpec, with `at_width` for
+            widths other than 1, trained by its own optimizer at a constant learning rate; or a function
             (width, learning rate) -> a configuration or a ModelSpec.
-        learning_rates: of the peak of the schedule; None: `LEARNING_RATES`.
-        widths: how many times as wide as the subject.
-        steps: optimizer steps of each run.
-        seeds: of weights and data, the same ones at every width and learning rate: how many, from 0 on; or
-            which.
-        parametrization: for a configuration. "mup" has the narrowest of `widths` as its base; "standard" has
-            none, and is `initialization="normal"` where the configuration had "mup"; None: as it is.
-        warmup: for a configuration, the share of `steps` over which the learning rate rises; None: as the
-            configured one is of `max_steps`.
-        seq_len: as of `ArchitecturePrototype`, and so are the next four.
-        batch_size: rows computed at one time.
-        effective_batch: rows of an update.
-        data: what to train on instead of the configured; an iterator, whose batches would go to one run
-            after the other, is refused.
-        device: where to run.
-        data_name: what `data` is called in the store, which does not see what is in it.
-        jobs: processes at a time; with several, `subject` has to be picklable. Each run has one thread, so
-            that the number of processes changes no result.
-        store: a file of JSON lines that each run is kept in as it ends, and that runs are read from instead
-            of being made again. What is no configuration is known there by its name alone, and `data` by
-            `data_name`, which it wants.
-        on_run: called with each run as it ends, in the order of their ends, not with those that were read.
+        learning_rates: peak learning rates of the schedule. None: `LEARNING_RATES`.
+        widths: width factors relative to the subject.
+        steps: number of optimizer steps per run.
+        seeds: seeds of weights and data, equal for every width and learning rate: their number, from 0, or a
+            list.
+        parametrization: parametrization of a configuration. "mup" has the narrowest of `widths` as its base.
+            "standard" has no base, and is `initialization="normal"` if the configuration had "mup". None:
+            unchanged.
+        warmup: for a configuration, share of `steps` in which the learning rate rises. None: the configured
+            share of `max_steps`.
+        seq_len: as in `ArchitecturePrototype`.
+        batch_size: number of rows per micro-batch.
+        effective_batch: number of rows per update.
+        data: data for training instead of the configured data. An iterator is refused, because the runs would
+            consume its batches one after the other.
+        device: device to run on.
+        data_name: name of `data` in the store, which does not inspect the data.
+        jobs: number of simultaneous processes. With several, `subject` must be picklable. Each run has one
+            thread, so that the number of processes does not affect the results.
+        store: file of JSON lines to which each finished run is added, and from which existing runs are read
+            instead of being repeated. A subject that is not a configuration is identified only by its name,
+            and `data` by `data_name`, which is required.
+        on_run: called with each finished run, in order of completion. Runs from the store are excluded.
 
     Raises:
-        ValueError: an empty or repeated list, a value out of range, a width that the subject cannot have, a
-            subject that cannot be sent to other processes, or `data` in a store without a `data_name`.
+        ValueError: an empty or repeated list, a value out of range, a width that the subject does not
+            support, a subject that cannot be sent to other processes, or `data` in a store without a
+            `data_name`.
         ConfigError: a learning rate or width that the configuration refuses.
-        TypeError: a subject of another kind.
+        TypeError: a subject of another type.
     """
     check_sizes(jobs=jobs)
     if store is not None and data is not None:
@@ -146,10 +148,10 @@ def plan_sweep(
     device: torch.device | str | None = None,
     data_name: str | None = None,
 ) -> list[PlannedRun]:
-    """The runs of `learning_rate_sweep`, the widest first: for who wants to make them elsewhere.
+    """Return the runs of `learning_rate_sweep`, widest first, for example to run them on other machines.
 
-    Each has `train()`, which gives a `SweepRun`, and a `key` to know it by; `LearningRateSweep` is made of
-    all that came of them. Args and Raises as of `learning_rate_sweep`.
+    Each has a method `train()`, which returns a `SweepRun`, and an identifier `key`. A `LearningRateSweep` is
+    created from all results. Arguments and errors are those of `learning_rate_sweep`.
     """
     learning_rates = LEARNING_RATES if learning_rates is None else tuple(learning_rates)
     widths, chosen = tuple(widths), choose_seeds(seeds)
@@ -205,7 +207,7 @@ def _subject(
     parametrization: Parametrization | None,
     warmup: float | None,
 ) -> StackWiseConfig | ModelSpec:
-    """What is trained at `width`; a configuration with the learning rate in it."""
+    """Return the subject at `width`. A configuration also has the learning rate."""
     if isinstance(subject, StackWiseConfig):
         wide = widened(subject, width)
         if parametrization == "mup":
@@ -241,7 +243,7 @@ def _configured(config: StackWiseConfig, steps: int, seed: int, warmup: float | 
     if warmup is not None:
         training["schedule"]["warmup_steps"] = round(warmup * steps)
     elif configured is not None:
-        # As `ArchitecturePrototype` has it for a run of another length.
+        # Same rule as in `ArchitecturePrototype` for a run of another length.
         training["schedule"]["warmup_steps"] = configured * steps // training["max_steps"]
     training |= {"max_steps": steps, "seed": seed}
     return StackWiseConfig.from_dict(changed)
@@ -255,14 +257,14 @@ def _name(subject: Any) -> str:
 
 
 def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, SweepRun]]:
-    """Every plan with its run, as it ends."""
+    """Yield every plan with its run, in order of completion."""
     if jobs == 1:
         for plan in plans:
             with _one_thread(), _named(plan):
                 run = plan.train()
             yield plan, run
         return
-    # A fork of a process in which torch has computed with several threads may never end.
+    # If torch has used several threads in this process, a fork may hang.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
     try:
@@ -276,7 +278,7 @@ def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, 
                     yield plan, future.result()
                     continue
                 failed = failed or (plan, error)
-                # What runs is trained to its end in any case, and is kept, whatever became of another.
+                # Running plans finish and are stored, even if another one failed.
                 waiting = {other: its for other, its in waiting.items() if not other.cancel()}
         if failed is not None:
             with _named(failed[0]):
@@ -286,7 +288,7 @@ def _made(plans: Sequence[PlannedRun], jobs: int) -> Iterator[tuple[PlannedRun, 
 
 
 def _begin_worker() -> None:
-    """One thread; and no life beyond that of the process that reads its results."""
+    """Use one thread, and exit with the process that reads the results."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -310,7 +312,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _named(plan: PlannedRun) -> Iterator[None]:
-    """What is raised within says which run it was."""
+    """Context that adds the name of the run to exceptions."""
     try:
         yield
     except Exception as error:

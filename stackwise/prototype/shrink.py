@@ -1,4 +1,4 @@
-"""Shrinking: a small variant of an architecture that is still that architecture."""
+"""Small variants: smaller versions of an architecture with the same properties."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["SmallVariant", "create_small_variant"]
 
-# How far the number of heads may be from its share for the sake of whole groups of query heads.
+# Factor by which the number of heads may deviate from its share to allow complete groups of query heads.
 _ROOM = 1.5
 
 
 @dataclass(frozen=True)
 class SmallVariant:
-    """A smaller configuration, and what it could not keep.
+    """Smaller configuration, with the properties that could not be preserved.
 
     Attributes:
-        config: the variant. Of `training` only `seq_len`, where another one was asked for, and what speaks
-            of Stacks or Blocks that are no more differ; `data` is as it was.
-        notes: one line per property of the original that changed more than its size, with its numbers.
-        target: what the variant stands for: the original; with `mup=True` the original in the
-            parametrisation of the variant, so that the learning rate found on the variant is its own.
+        config: the variant. In `training`, only `seq_len` (if requested) and settings of removed Stacks or
+            Blocks differ. `data` is unchanged.
+        notes: one line for each property of the original that changed other than in size, with its numbers.
+        target: the configuration that the variant represents: the original, or, with `mup=True`, the original
+            in the parametrization of the variant, so that the learning rate of the variant applies to it.
     """
 
     config: StackWiseConfig
@@ -44,43 +44,44 @@ class SmallVariant:
 def create_small_variant(
     config: StackWiseConfig, factor: int = 4, *, seq_len: int | None = None, mup: bool = False
 ) -> SmallVariant:
-    """Fewer heads and fewer Blocks, of the same kind.
+    """Return a variant with fewer heads and fewer Blocks of the same types.
 
-    Kept are the size of a head, of queries, keys and values of `mla` and of random features too; the
-    feed-forward ratio; the ranks of latents for each number of width; `embedding_max_norm` for the
-    length that a row starts with; the law of initialisation, of which what scales with depth follows the
-    depth that there is; the kinds of Blocks. Width shrinks with the number of heads, `factor` times, and
-    depth as much as width does, so that their ratio stays. Of what whole numbers do not allow the nearest
-    is taken, and a note says so:
+    These properties are preserved: the size of a head, including queries, keys and values of `mla` and random
+    features; the feed-forward ratio; the ratio of latent ranks to the width; the ratio of
+    `embedding_max_norm` to the initial length of a row; the law of initialization, in which scaling with
+    depth uses the new depth; and the types of Blocks. The width is divided by `factor` together with the
+    number of heads. The depth is divided by the same factor as the width, so that their ratio is constant. If
+    this is impossible with integers, the nearest value is used, and a note reports it:
 
-    - Query heads for each key/value head stay, if a number of heads that allows it is at most 1.5 times
-      more or fewer than its share.
-    - The number of Stacks stays; depth is whole Stacks, and two Blocks at least, so that something is
-      composed. Where there are more Stacks than Blocks left, each has one Block.
-    - Where there are fewer heads than `factor`, one is left, and depth alone shrinks `factor` times.
-    - A list of windows stays as it is if there are Blocks for all of it. Else each window has its share of
-      the Blocks, one at least as long as there are enough, in the order that they had.
+    - The number of query heads per key/value head is preserved if this changes the number of heads by a
+      factor of at most 1.5.
+    - The number of Stacks is preserved. The depth is a multiple of it, and at least two Blocks, so that
+      Blocks are composed. If fewer Blocks than Stacks remain, each Stack has one Block.
+    - If the number of heads is less than `factor`, one head remains, and only the depth is divided by
+      `factor`.
+    - A list of windows is unchanged if it is not longer than the number of Blocks. Otherwise, each window has
+      its share of the Blocks in the original order, at least one if possible.
 
-    With `seq_len` windows and `max_seq_len` keep their ratio to the length; rotary frequencies are of
-    distances in tokens and stay.
+    With `seq_len`, windows and `max_seq_len` are scaled with the length. Rotary frequencies are unchanged,
+    because they refer to distances in tokens.
 
-    With `mup=True` the variant starts and learns as the base of muP (Yang et al. 2022, arXiv:2203.03466), and
-    `target` is the original as a wider member of that family. All that grows with the width is then
-    divided by `factor` exactly.
+    With `mup=True`, the variant is the base of muP in initialization and learning rates (Yang et al. 2022,
+    arXiv:2203.03466), and `target` is the original as a wider member of that family. All sizes that grow with
+    the width are then divided by `factor` exactly.
 
     Args:
-        config: the architecture; left as it is.
-        factor: how many times narrower and less deep, at least 1.
-        seq_len: tokens that the variant sees in one row; None: as many as the original.
-        mup: make variant and target one family of muP.
+        config: the architecture. It is not changed.
+        factor: divisor of width and depth, at least 1.
+        seq_len: number of tokens per row of the variant. None: unchanged.
+        mup: True to create variant and target as one family of muP.
 
     Returns:
-        the variant; at `factor=1` without other arguments the original without a note.
+        The variant. With `factor=1` and no other arguments, the original without notes.
 
     Raises:
-        ValueError: `factor` or `seq_len` is below 1; with `mup=True` attention of kind `mqa`, whose one
-            key/value head has no base, or a `factor` that does not divide a number of heads, a rank, or
-            `d_ff`.
+        ValueError: `factor` or `seq_len` is below 1; with `mup=True`, attention of type `mqa`, because its
+            single key/value head has no base, or a `factor` that does not divide a number of heads, a rank,
+            or `d_ff`.
     """
     check_sizes(factor=factor)
     if seq_len is not None:
@@ -119,7 +120,7 @@ def create_small_variant(
 
 
 def _require_family(model: ModelConfig, factor: int) -> None:
-    """Refuse what has no narrower model that it would be the wider of, by the rules of muP."""
+    """Raise ValueError if, by the rules of muP, no narrower model of the same family exists."""
     if factor == 1:
         return
     require(
@@ -138,7 +139,7 @@ def _require_family(model: ModelConfig, factor: int) -> None:
 
 
 def _heads(model: ModelConfig, factor: int, notes: list[str]) -> tuple[int, int]:
-    """Query heads and key/value heads."""
+    """Return the numbers of query heads and key/value heads."""
     exact, ratio = model.n_heads / factor, model.n_heads // n_kv_heads_of(model)
     n_heads = _nearest_multiple(exact, ratio)
     if not 1 / _ROOM <= n_heads / exact <= _ROOM:
@@ -159,12 +160,12 @@ def _width(model: ModelConfig, n_heads: int, factor: int, notes: list[str]) -> i
 
 
 def _depth(model: ModelConfig, d_model: int, factor: int, notes: list[str]) -> tuple[int, int]:
-    """Stacks, and Blocks in each."""
+    """Return the number of Stacks and the number of Blocks per Stack."""
     stacks, before = model.architecture.n_stacks, _n_blocks(model)
     times = model.d_model / d_model if model.n_heads >= factor else float(factor)
     exact = max(before / times, min(2.0, before))
     n_stacks = min(stacks, max(min(2, before), _nearest_multiple(exact, 1)))
-    # Of one Stack two Blocks are asked for above, as far as there were two.
+    # At least two Blocks in total if the original has two, as in `exact`.
     blocks_per_stack = max(_nearest_multiple(exact / n_stacks, 1), math.ceil(min(2, before) / n_stacks))
     after = n_stacks * blocks_per_stack
     if n_stacks != stacks:
@@ -178,7 +179,7 @@ def _depth(model: ModelConfig, d_model: int, factor: int, notes: list[str]) -> t
 
 
 def _share(key: str, size: int, part: int, whole: int, notes: list[str]) -> int:
-    """`size` * `part` / `whole` as a whole number, at least 1."""
+    """Return `size` * `part` / `whole` as an integer, at least 1."""
     near = max(1, round(size * part / whole))
     if near * whole != size * part:
         notes.append(f"{key}: {near} instead of {size * part / whole:.6g}")
@@ -194,7 +195,7 @@ def _latent(model: ModelConfig, d_model: int, notes: list[str]) -> dict[str, int
 def _windows(
     config: StackWiseConfig, n_blocks: int, seq_len: int | None, notes: list[str]
 ) -> int | list[int | None] | None:
-    """The key `sliding_window` for `n_blocks` Blocks and rows of `seq_len`."""
+    """Return the key `sliding_window` for `n_blocks` Blocks and rows of `seq_len`."""
     windows, whole = config.model.sliding_window, config.training.seq_len
 
     def scaled(window: int | None) -> int | None:
@@ -226,10 +227,10 @@ def _windows(
 
 
 def _resampled(windows: Sequence[int | None], period: int, n_blocks: int) -> list[int | None]:
-    """`n_blocks` of the windows of all Blocks, each by its share and in the order that a period of them has.
+    """Return `n_blocks` windows by their share of all Blocks, in the order of one period.
 
-    Largest remainders, but each window once before any has its second; where there are not Blocks enough for
-    that, those with the most Blocks.
+    It uses the method of largest remainders, but each window occurs once before any occurs twice. If there
+    are not enough Blocks for this, the most frequent windows are used.
     """
     counts = Counter(windows)
     given = {window: 1 for window, _ in counts.most_common(n_blocks)}
@@ -244,7 +245,7 @@ def _resampled(windows: Sequence[int | None], period: int, n_blocks: int) -> lis
 
 
 def _longest(config: StackWiseConfig, seq_len: int | None, notes: list[str]) -> int | None:
-    """The key `max_seq_len`; what rotary frequencies are stretched for is looked at too."""
+    """Return the key `max_seq_len`. Add a note if rotary scaling refers to another length."""
     model, whole = config.model, config.training.seq_len
     if seq_len is None:
         return model.max_seq_len
@@ -263,7 +264,7 @@ def _longest(config: StackWiseConfig, seq_len: int | None, notes: list[str]) -> 
 def _training(
     config: StackWiseConfig, n_stacks: int, blocks_per_stack: int, seq_len: int | None, notes: list[str]
 ) -> dict[str, object]:
-    """The section `training`, without what speaks of Stacks or Blocks that are no more."""
+    """Return the section `training` without settings of removed Stacks or Blocks."""
     changed = config.training.to_dict()
     if seq_len is not None:
         changed["seq_len"] = seq_len
@@ -282,7 +283,7 @@ def _training(
 
 
 def _base_width(model: dict[str, object], notes: list[str]) -> int:
-    """The base of an original that is of muP already: its own where it has whole heads and ranks."""
+    """Return the muP base of an original that uses muP: its own if heads and ranks are integers in it."""
     small = ModelConfig.from_dict(model)
     base, misfit = small.mup_base_width, whole_base(small)
     assert base is not None
@@ -300,11 +301,11 @@ def _n_blocks(model: ModelConfig) -> int:
 
 
 def _nearest_multiple(exact: float, step: int) -> int:
-    """The multiple of `step`, one at least, that is fewest times more or fewer than `exact`."""
+    """Return the multiple of `step` with the smallest ratio to `exact`, at least `step`."""
     below = max(1, math.floor(exact / step)) * step
     return min((below, below + step), key=lambda n: _apart(n, exact))
 
 
 def _apart(one: float, other: float) -> float:
-    """How many times one is the other, the larger over the smaller, as a logarithm."""
+    """Return the absolute logarithm of the ratio of two numbers."""
     return abs(math.log(one / other))

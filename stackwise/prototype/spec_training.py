@@ -1,4 +1,4 @@
-"""SpecTraining: any model that a ModelSpec describes, trained by its own optimizer and loss.
+"""SpecTraining: training of any model with a ModelSpec, by its own optimizer and loss.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -32,30 +32,32 @@ _PROBE_TOKENS = 4096
 
 
 class SpecTraining:
-    """See `PrototypeTraining`.
+    """Implementation of `PrototypeTraining` for a ModelSpec.
 
-    Gradients of micro-batches are summed, each weighted by its share of all targets of the step: the gradient
-    is that of the mean over the whole batch. What a loss of the spec's own averages over is not seen from
-    outside, and is taken to be the positions that it predicts.
+    Gradients of micro-batches are summed, each weighted by its share of the targets of the step, so that the
+    gradient is that of the mean over the entire batch. If the spec has its own loss, the targets it averages
+    over are unknown. They are assumed to be the predicted positions.
 
-    Make it, and take its updates, inside `seeded(seed, device)`.
+    Create it, and run its updates, inside `seeded(seed, device)`.
 
     Args:
-        spec: the model.
-        seq_len: T of the data that is made here.
-        batch_size: rows of a micro-batch.
-        accumulation_steps: micro-batches of a step.
-        learning_rate: of the optimizer's first group; others keep their ratio to it. None: as they are.
-        data: micro-batches, or step -> the batch of the whole update: inputs (B, T), or a mapping of these as
-            `input_ids`, and for tokens `labels` (B, T), not shifted, -100 where nothing is predicted, and
-            `attention_mask` (B, T), nonzero at real tokens, which a spec with `masked` takes. None: as
-            `ArchitecturePrototype` says.
-        device: where to train.
-        seed: of weights and data.
+        spec: spec of the model.
+        seq_len: T of generated data.
+        batch_size: number of rows per micro-batch.
+        accumulation_steps: number of micro-batches per step.
+        learning_rate: learning rate of the optimizer's first group. Other groups are scaled by the same
+            factor. None: unchanged.
+        data: micro-batches, or step -> batch of the entire update: inputs (B, T), or a mapping with the key
+            `input_ids`. For tokens, it may have `labels` (B, T), not shifted, with -100 for positions that
+            are not predicted, and `attention_mask` (B, T), nonzero at real tokens, for a spec with `masked`.
+            None: default of `ArchitecturePrototype`.
+        device: device of the training.
+        seed: seed of weights and data.
 
     Raises:
-        ValueError: nothing to train; a learning rate for an optimizer that has none. From `update`: labels or
-            a mask beside a loss of the spec's own, a mask for a model that takes none, or another key.
+        ValueError: no trainable parameter, or a learning rate for an optimizer without one. In `update`:
+            labels or a mask if the spec has its own loss, a mask for a model that does not accept one, or an
+            unknown key.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class SpecTraining:
         self._is_narrow = False
 
     def update(self, step: int) -> Update:
-        """See `PrototypeTraining`."""
+        """Train on the batches of `step`; see `PrototypeTraining`."""
         batches = [self._with_labels(batch) for batch in self._of(step)]
         self._next = None
         counts = [self._sent(self._count(batch)) for batch in batches]
@@ -118,7 +120,7 @@ class SpecTraining:
         return Update(loss, norm, lr, tokens, *shape_of(batches), total == 0)
 
     def observe(self, step: int) -> Observation:
-        """See `PrototypeTraining`. What is looked at are the first rows of the first batch."""
+        """Observe the weights on the first rows of the first batch; see `PrototypeTraining`."""
         if self._probe is None:
             inputs = self._of(step)[0]["input_ids"]
             if inputs.shape[1] > _PROBE_POSITIONS:
@@ -130,7 +132,7 @@ class SpecTraining:
 
         def call() -> Tensor:
             output = self.spec.logits(self.model, probe)
-            if self.spec.loss is None and self.spec.inputs == "tokens":  # others may be of any shape
+            if self.spec.loss is None and self.spec.inputs == "tokens":  # other outputs may have any shape
                 self._is_narrow = output.shape[-1] < self.spec.width
             return output
 
@@ -138,20 +140,20 @@ class SpecTraining:
 
     @property
     def in_nats(self) -> bool:
-        """See `PrototypeTraining`; of a loss of the spec's own nobody knows."""
+        """True if losses are in nats; see `PrototypeTraining`. False for the own loss of a spec."""
         return self.spec.loss is None and self.spec.inputs == "tokens" and not self._is_narrow
 
     def validation_loss(self) -> float | None:
-        """None: a spec has no validation data."""
+        """Return None: a spec has no validation data."""
         return None
 
     @property
     def passes(self) -> int | None:
-        """See `PrototypeTraining`."""
+        """Number of started passes; see `PrototypeTraining`."""
         return None if self._stream is None else self._stream.place[0] + 1
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing, because the training changed no global state."""
 
     def _of(self, step: int) -> Sequence[Mapping[str, Tensor]]:
         if self._next is None:
@@ -160,7 +162,7 @@ class SpecTraining:
         return self._next[1]
 
     def _with_labels(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch, with labels where some of its tokens are not to be predicted."""
+        """Return the batch, with labels if some of its tokens are not predicted."""
         known = ("input_ids", "labels", "attention_mask")
         unknown = sorted(batch.keys() - set(known))
         require(not unknown, "data: keys of a batch", unknown, ", ".join(known))
@@ -174,12 +176,12 @@ class SpecTraining:
             allowed = f"no attention_mask: {spec.name} takes none"
             require(spec.masked is not None, "data: keys of a batch", sorted(batch), allowed)
             labels = labels.masked_fill(mask == 0, IGNORED)
-            if spec.causal:  # a token behind padding has nothing that it could be told from
+            if spec.causal:  # a token after padding has no preceding token to be predicted from
                 labels = torch.where(F.pad(mask[:, :-1], (1, 0)) == 0, IGNORED, labels)
         return {**batch, "labels": labels}
 
     def _count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """How many positions of a micro-batch are predicted, wherever its data is."""
+        """Return the number of predicted positions of a micro-batch, on the device of its data."""
         inputs, labels = batch["input_ids"], batch.get("labels")
         shifted = self.spec.inputs == "tokens" and bool(self.spec.causal)
         if labels is None:
@@ -187,7 +189,7 @@ class SpecTraining:
         return (labels[:, 1 if shifted else 0 :] != IGNORED).sum().double()
 
     def _share(self, batch: Mapping[str, Tensor], count: Tensor, whole: Tensor) -> Tensor:
-        """What a micro-batch adds to the mean loss of all `whole` targets, of which it has `count`."""
+        """Return the part of a micro-batch in the mean loss. It has `count` of all `whole` targets."""
         inputs, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
             mean = self.spec.loss_of(self.model, inputs)
@@ -205,7 +207,7 @@ class SpecTraining:
         return total / whole.to(total.dtype)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """On the device, by way of pinned memory where that is CUDA: the host does not wait."""
+        """Return the tensor on the device. For CUDA, use pinned memory, so that the host does not wait."""
         if self.device.type != "cuda" or tensor.is_cuda:
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -218,7 +220,7 @@ class SpecTraining:
         return split_rows(self._of_step(step), self._batch_size)
 
     def _own_data(self, seq_len: int, batch_size: int, accumulation_steps: int, seed: int) -> Data:
-        """What the spec makes, where it says how; else real text, or a task that can be learned."""
+        """Return data of the spec's `make_batch`, if it exists; otherwise real text or a learnable task."""
         spec, rows = self.spec, batch_size * accumulation_steps
 
         def made(step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sweep plot: the final loss over the learning rate as an SVG, a line a width."""
+"""Sweep plot: final loss over the learning rate as an SVG, with a line per width."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_sweep", "sweep_svg"]
 
-# Light to dark: the wider, the darker.
+# From narrow (light) to wide (dark).
 _COLOURS = ("#9cc4e4", "#5b9bd0", "#1f6fb4", "#124a7c", "#0b2c4d", "#05182b")
 
 
 def sweep_svg(sweep: LearningRateSweep) -> str:
-    """The sweep as an SVG, the same text each time.
+    """Return the sweep as a deterministic SVG.
 
-    A line is the mean over seeds of the loss, at most that at initialisation (dotted); its band is from the
-    lowest to the highest seed, a mark the best learning rate. The legend has the sensitivities.
+    A line is the mean loss over seeds, limited to the loss at initialization (dotted). Its band is the range
+    over seeds, and a mark shows the best learning rate. The legend has the sensitivities.
 
     Raises:
         ImportError: matplotlib is not installed.

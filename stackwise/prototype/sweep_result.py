@@ -1,4 +1,4 @@
-"""LearningRateSweep: the final loss over learning rates and widths, and what it says of both."""
+"""LearningRateSweep: final loss over learning rates and widths, with sensitivity and best learning rates."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "learning_rate_sens
 
 
 def learning_rate_sensitivity(losses: Sequence[float], initial_loss: float) -> float:
-    """By how much the loss is above the best one, on average over learning rates, in nats.
+    """Return the mean difference in nats between the loss and the best loss, over learning rates.
 
-    mean over eta of min(loss(eta), loss at initialisation) - min over eta of loss(eta): the LR sensitivity of
-    Wortsman et al. 2023 (arXiv:2309.14322), section 2.2, where theta = A(eta) are the weights that training
-    at the learning rate eta comes to. A model that is trained equally well at all learning rates has 0.
+    It is mean over eta of min(loss(eta), loss at initialization) - min over eta of loss(eta): the LR
+    sensitivity of Wortsman et al. 2023 (arXiv:2309.14322), section 2.2, with the trained weights theta =
+    A(eta) for the learning rate eta. It is 0 if all learning rates give the same loss.
 
     Args:
-        losses: at the end of training, one a learning rate. One that is not finite counts as `initial_loss`.
-        initial_loss: before training.
+        losses: final losses, one per learning rate. A loss that is not finite counts as `initial_loss`.
+        initial_loss: loss before training.
 
     Raises:
         ValueError: no losses, or an `initial_loss` that is not finite.
@@ -42,14 +42,14 @@ def learning_rate_sensitivity(losses: Sequence[float], initial_loss: float) -> f
 
 @dataclass(frozen=True)
 class BestLearningRate:
-    """Where the loss of a width is lowest.
+    """Learning rate with the lowest loss of a width.
 
     Attributes:
-        learning_rate: of those that were tried.
-        loss: there, in nats.
-        refined: the minimum of the parabola through it and its two neighbours, over the logarithm of the
-            learning rate.
-        at_edge: it is the first or the last that was tried: the best one may be beyond, and nothing is
+        learning_rate: the best of the tested learning rates.
+        loss: its loss in nats.
+        refined: minimum of the parabola through it and its two neighbours, over the logarithm of the learning
+            rate.
+        at_edge: True if it is the first or last tested one. The true minimum may be outside, and it is not
             refined.
     """
 
@@ -61,14 +61,15 @@ class BestLearningRate:
 
 @dataclass(frozen=True)
 class Drift:
-    """How the best learning rate moves as the model gets wider.
+    """Drift of the best learning rate with the width.
 
     Attributes:
-        log2_best: by width, log2 of the refined best learning rate over that of the narrowest.
-        slope: of log2 of the refined best learning rate over log2 of the width, least squares within each
-            seed. 0: it does not move; -1: twice as wide wants half the learning rate. None: one width.
-        grid_steps: how many steps of the grid are between the lowest and the highest best learning rate.
-        at_edge: widths whose best learning rate is at an end of the grid, so that it may be beyond.
+        log2_best: by width, log2 of the refined best learning rate relative to that of the narrowest model.
+        slope: slope of log2 of the refined best learning rate over log2 of the width, by least squares for
+            each seed. 0: constant; -1: half the learning rate at twice the width. None: one width.
+        grid_steps: number of grid steps between the lowest and the highest best learning rate.
+        at_edge: widths with the best learning rate at an edge of the grid, so that the true one may be
+            outside.
     """
 
     log2_best: Mapping[int, float]
@@ -77,7 +78,7 @@ class Drift:
     at_edge: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "log2_best": {str(width): value for width, value in self.log2_best.items()}}
 
     def __str__(self) -> str:
@@ -91,17 +92,16 @@ class Drift:
 
 @dataclass(frozen=True)
 class LearningRateSweep:
-    """What runs at every width, learning rate and seed came to.
+    """Results of the runs at every width, learning rate and seed.
 
     Attributes:
-        name: of what was trained.
-        parametrization: "standard" or "mup", as asked for; "own": as the subject has it.
-        steps: optimizer steps of each run.
-        runs: one of every width, learning rate and seed.
+        name: name of the trained model.
+        parametrization: "standard" or "mup" if requested, "own" for that of the subject.
+        steps: number of optimizer steps per run.
+        runs: one run for every width, learning rate and seed.
 
     Raises:
-        ValueError: no runs, one that is missing or there twice, or a loss at initialisation that is not
-            finite.
+        ValueError: no runs, a missing or duplicate run, or a loss at initialization that is not finite.
     """
 
     name: str
@@ -124,17 +124,17 @@ class LearningRateSweep:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Ascending."""
+        """Widths in ascending order."""
         return tuple(sorted({run.width for run in self.runs}))
 
     @cached_property
     def learning_rates(self) -> tuple[float, ...]:
-        """Ascending."""
+        """Learning rates in ascending order."""
         return tuple(sorted({run.learning_rate for run in self.runs}))
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
-        """Ascending."""
+        """Seeds in ascending order."""
         return tuple(sorted({run.seed for run in self.runs}))
 
     @cached_property
@@ -142,7 +142,7 @@ class LearningRateSweep:
         return {(run.width, run.learning_rate, run.seed): run for run in self.runs}
 
     def losses(self, width: int) -> dict[float, tuple[float, ...]]:
-        """By learning rate, what each seed's run counts as: its loss, at most that at initialisation."""
+        """Return the losses of all seeds by learning rate, limited to the loss at initialization."""
         self._check_width(width)
         return {
             learning_rate: tuple(self._by_key[width, learning_rate, seed].counted for seed in self.seeds)
@@ -150,24 +150,24 @@ class LearningRateSweep:
         }
 
     def initial_loss(self, width: int) -> float:
-        """In nats, the mean over seeds."""
+        """Return the mean loss at initialization over seeds, in nats."""
         self._check_width(width)
         return fmean(run.initial_loss for run in self.runs if run.width == width)
 
     def failed(self, width: int) -> int:
-        """How many runs ended as NaN or diverged."""
+        """Return the number of runs with the status "nan" or "diverged"."""
         self._check_width(width)
         return sum(run.width == width and run.status in ("nan", "diverged") for run in self.runs)
 
     def sensitivity(self, width: int) -> Estimate:
-        """`learning_rate_sensitivity` of each seed's runs, in nats: mean and t interval over the seeds."""
+        """Return the `learning_rate_sensitivity` in nats: mean and t interval over seeds."""
         return Estimate.of(self._sensitivities(width))
 
     def reduction(self, other: LearningRateSweep, width: int) -> Estimate:
-        """By how many nats less sensitive this is than `other`, paired by seed.
+        """Return the sensitivity of `other` minus that of this sweep in nats, paired by seed.
 
         Raises:
-            ValueError: other learning rates or seeds, or a width that one of them does not have.
+            ValueError: different learning rates or seeds, or a width that one of them does not have.
         """
         require(other.seeds == self.seeds, "seeds", other.seeds, f"{self.seeds}, as here")
         same = other.learning_rates == self.learning_rates
@@ -176,11 +176,14 @@ class LearningRateSweep:
         return Estimate.of([theirs - own for theirs, own in pairs])
 
     def best(self, width: int) -> BestLearningRate:
-        """The learning rate with the lowest mean loss over seeds; of equal ones the smallest."""
+        """Return the learning rate with the lowest mean loss over seeds.
+
+        For a tie, return the smallest one.
+        """
         return _best({rate: fmean(losses) for rate, losses in self.losses(width).items()})
 
     def drift(self) -> Drift:
-        """How the best learning rate moves with the width."""
+        """Return the drift of the best learning rate with the width."""
         best = {width: self.best(width) for width in self.widths}
         places = [self.learning_rates.index(each.learning_rate) for each in best.values()]
         narrowest = best[self.widths[0]].refined
@@ -193,26 +196,25 @@ class LearningRateSweep:
         )
 
     def transfers(self, within: int = 1) -> bool:
-        """Whether the best learning rates of all widths are within so many steps of the grid of each other.
+        """Return True if the best learning rates of all widths differ by at most `within` grid steps.
 
-        False too where one of them is at an end of the grid: where the loss has no minimum that was seen,
-        nothing is shown.
+        Return False if one of them is at an edge of the grid, because its minimum was not observed.
         """
         check_sizes(minimum=0, within=within)
         drift = self.drift()
         return drift.grid_steps <= within and not drift.at_edge
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the loss over the learning rate, a line a width, to a new SVG; the same file each time.
+        """Draw the loss over the learning rate as a new, deterministic SVG, with a line per width.
 
         Raises:
-            ValueError: another ending than .svg.
+            ValueError: another file extension than .svg.
             ImportError: matplotlib is not installed.
         """
         return write_svg(path, sweep_svg(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what is not finite is None."""
+        """Return plain values for JSON. Values that are not finite are None."""
         drift = self.drift()
         return {
             "name": self.name,
@@ -253,7 +255,7 @@ class LearningRateSweep:
         require(width in self.widths, "width", width, ", ".join(map(str, self.widths)))
 
     def _sensitivities(self, width: int) -> list[float]:
-        """One a seed."""
+        """Return the sensitivity of each seed."""
         self._check_width(width)
         found = []
         for seed in self.seeds:
@@ -262,7 +264,7 @@ class LearningRateSweep:
         return found
 
     def _slope(self, place: int) -> float:
-        """Of the seed at `place`."""
+        """Return the slope of the seed at index `place`."""
         x, y = [], []
         for width in self.widths:
             best = _best({rate: losses[place] for rate, losses in self.losses(width).items()})
@@ -273,7 +275,7 @@ class LearningRateSweep:
 
 
 def _best(losses: Mapping[float, float]) -> BestLearningRate:
-    """Of losses by learning rates in ascending order."""
+    """Return the best of losses by learning rate in ascending order."""
     rates = list(losses)
     place = min(range(len(rates)), key=lambda i: losses[rates[i]])
     at_edge = place in (0, len(rates) - 1)
@@ -283,10 +285,11 @@ def _best(losses: Mapping[float, float]) -> BestLearningRate:
 
 
 def _vertex(points: Iterable[tuple[float, float]]) -> float:
-    """exp of where the parabola through three points, the middle one the lowest, is lowest."""
+    """Return exp(x) at the minimum x of the parabola through three points. The middle one is the lowest."""
     (x0, y0), (x1, y1), (x2, y2) = points
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     if left == right:  # all three are equal
         return math.exp(x1)
-    # The slope of the parabola is `left` at the middle of the first two, `right` at that of the last two.
+    # The parabola has slope `left` at the midpoint of the first two points and `right` at that of the last
+    # two.
     return math.exp((x0 + x1) / 2 - left * (x2 - x0) / (2 * (right - left)))

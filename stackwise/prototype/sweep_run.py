@@ -1,4 +1,4 @@
-"""SweepRun: one training at one width, learning rate and seed, planned and made."""
+"""SweepRun: one training at one width, learning rate and seed. PlannedRun: its plan."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["PlannedRun", "SweepRun", "name_of"]
 
 @dataclass(frozen=True)
 class SweepRun:
-    """What one training came to. Losses in nats.
+    """Result of one training. Losses are in nats.
 
     Attributes:
-        width: how many times as wide as the subject.
-        learning_rate: the largest of the schedule.
-        seed: of weights and data.
-        loss: of the validation data at the end; where there are none, the mean of the last tenth of the
-            training losses, of which `z_loss` is a part. Infinite where the run was not finite to its end.
-        initial_loss: of the first batch, before the first update, of which `z_loss` is a part as well.
-        status: as of `PrototypeRun`.
-        step: of the first trouble; None: success.
-        seconds: that it took.
-        logit_max: largest absolute value of the output before the last update; None: it was not finite, or
-            the run did not get there.
-        attention_logit_max: largest number that a softmax of the attention took there; None: as for
-            `logit_max`, or not seen.
+        width: width factor relative to the subject.
+        learning_rate: peak learning rate of the schedule.
+        seed: seed of weights and data.
+        loss: final validation loss. Without validation data, the mean of the last tenth of the training
+            losses, including `z_loss`. Infinite if the run became non-finite.
+        initial_loss: loss of the first batch before the first update, including `z_loss`.
+        status: as in `PrototypeRun`.
+        step: step of the first problem. None: success.
+        seconds: duration of the run.
+        logit_max: largest absolute value of the output before the last update. None: not finite, or not
+            reached.
+        attention_logit_max: largest input of an attention softmax at that step. None: as in `logit_max`, or
+            not observed.
     """
 
     width: int
@@ -50,10 +50,10 @@ class SweepRun:
 
     @classmethod
     def of(cls, run: PrototypeRun, width: int, learning_rate: float, seed: int) -> SweepRun:
-        """Of a run as it ended.
+        """Return the result of a finished run.
 
         Raises:
-            ValueError: it was not finite at its first step: no learning rate is to blame for that.
+            ValueError: the first step was not finite, which no learning rate can cause.
         """
         initial = run.losses[0]
         check_number("loss at initialisation", initial, "a finite number", lambda _: True)
@@ -82,29 +82,30 @@ class SweepRun:
 
     @property
     def counted(self) -> float:
-        """The loss, at most that at initialisation: as it counts for the sensitivity."""
+        """Loss for the sensitivity, limited to the loss at initialization."""
         return min(self.loss, self.initial_loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: a loss that is not finite is None."""
+        """Return plain values for JSON. A loss that is not finite is None."""
         return {**asdict(self), "loss": _finite(self.loss)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SweepRun:
-        """What `to_dict` gave."""
+        """Return the run that `to_dict` encoded."""
         return cls(**{**values, "loss": math.inf if values["loss"] is None else values["loss"]})
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A training that is to be made.
+    """Planned training.
 
     Attributes:
-        subject: what ArchitecturePrototype takes, at its width.
-        width, learning_rate, seed, steps: of the run.
-        sets_learning_rate: whether the learning rate is given to the prototype, or is in the subject already.
+        subject: argument of ArchitecturePrototype at this width.
+        width, learning_rate, seed, steps: values of the run.
+        sets_learning_rate: True if the learning rate is an argument of the prototype. False: the subject
+            already has it.
         options: further arguments of ArchitecturePrototype.
-        data_name: what the data among them are called; None: they have no name.
+        data_name: name of the data in `options`. None: no name.
     """
 
     subject: Any
@@ -118,15 +119,15 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Which run of its sweep it is."""
+        """Name of the run within its sweep."""
         return f"width {self.width}, learning rate {self.learning_rate:.6g}, seed {self.seed}"
 
     @property
     def key(self) -> str:
-        """The same for runs that come to the same.
+        """Identifier of the run. Runs with the same result have the same key.
 
-        A configuration is known by all that it says; anything else by its name, and data by
-        `data_name` alone.
+        A configuration is identified by all its settings, another subject by its name, and data only by
+        `data_name`.
         """
         subject = self.subject
         known = subject.to_dict() if isinstance(subject, StackWiseConfig) else name_of(subject)
@@ -134,7 +135,7 @@ class PlannedRun:
         told = {"subject": known, "steps": self.steps, **options}
         if self.data_name is not None:
             told["data"] = self.data_name
-        # The name has six digits of it, and a configuration all, as it says it itself.
+        # The name has six digits of the learning rate. A configuration that states it has all digits.
         if not (self._says_learning_rate or float(f"{self.learning_rate:.6g}") == self.learning_rate):
             told["learning_rate"] = self.learning_rate
         text = json.dumps(told, sort_keys=True, default=str)
@@ -142,17 +143,17 @@ class PlannedRun:
 
     @property
     def _says_learning_rate(self) -> bool:
-        """Whether it is in the subject, as it is."""
+        """True if the subject is a configuration with exactly this learning rate."""
         subject = self.subject
         return isinstance(subject, StackWiseConfig) and subject.training.optimizer.lr == self.learning_rate
 
     def train(self) -> SweepRun:
-        """Make the run, in this process."""
+        """Run the training in this process."""
         learning_rate = self.learning_rate if self.sets_learning_rate else None
         prototype = ArchitecturePrototype(
             self.subject, learning_rate=learning_rate, seed=self.seed, **self.options
         )
-        run = prototype.run(self.steps, observe_every=self.steps)  # before and after
+        run = prototype.run(self.steps, observe_every=self.steps)  # first and last step
         return SweepRun.of(run, self.width, self.learning_rate, self.seed)
 
 
@@ -161,5 +162,5 @@ def _finite(value: float) -> float | None:
 
 
 def name_of(subject: Any) -> str:
-    """What a spec, or a function that makes one, is called."""
+    """Return the name of a spec, or of a function that creates one."""
     return str(getattr(subject, "name", None) or getattr(subject, "__name__", type(subject).__name__))

@@ -1,4 +1,4 @@
-"""SweepStore: the runs of a sweep as lines of JSON, so that a sweep that was ended goes on."""
+"""SweepStore: runs of a sweep as JSON lines, so that an interrupted sweep can be resumed."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ __all__ = ["SweepStore"]
 
 
 class SweepStore:
-    """A file that only grows: one line a run, each on disk before the next run is told of.
+    """Append-only file with one line per run. Each line is on disk before the next run is reported.
 
-    A line that was cut off, as by a kill, is not read, and the line after it is whole. Runs of several sweeps
-    may be in one file; each is found by `PlannedRun.key`.
+    An incomplete line, for example after a kill, is ignored, and does not affect the next line. A file may
+    contain runs of several sweeps, which are identified by `PlannedRun.key`.
 
     Args:
-        path: of the file. It is made when the first run is kept, its folder too.
+        path: path of the file. The file and its folder are created when the first run is stored.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def read(self) -> dict[str, SweepRun]:
-        """All whole runs by their key; of two with the same key the later one."""
+        """Return all complete runs by key. If a key occurs twice, the later run is used."""
         found = {}
         content = self.path.read_bytes() if self.path.exists() else b""
         for line in content.splitlines():
             try:
                 record = parse_json(line)
-            except ValueError:  # cut off; within a character, it is no UTF-8 either
+            except ValueError:  # incomplete; if cut within a character, not valid UTF-8
                 continue
             found[record["key"]] = SweepRun.from_dict(record["run"])
         return found
 
     def keep(self, plan: PlannedRun, run: SweepRun) -> None:
-        """Add a run.
+        """Append a run.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")

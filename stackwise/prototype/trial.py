@@ -1,4 +1,4 @@
-"""Trial: an architecture in training, step by step, and what became of it."""
+"""Trial: training of an architecture, step by step, with its result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["ENOUGH", "OnStep", "Trial"]
 
 OnStep = Callable[[int, float], object]
 
-ENOUGH = 1000  # steps, below which instabilities of a long training need not have begun
+ENOUGH = 1000  # steps; in shorter runs, instabilities of a long training may not start
 _READ_INTERVAL = 10
-_MEMORY_UPDATES = 2  # the first makes the optimizer's state, the second has it beside all else
+_MEMORY_UPDATES = 2  # the first creates the optimizer state, the second has it besides all other tensors
 
 
 class Trial:
-    """One run, step by step."""
+    """Single run, step by step."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Trial:
         self._peaks: list[PeakMemory] = []
 
     def train(self) -> None:
-        """All steps, or those up to the first that is no number."""
+        """Run all steps, or stop at the first step that is not finite."""
         for step in range(self._steps):
             if step % self._every == 0 or step == self._steps - 1:
                 self._read(self._buffer.drain())
@@ -58,7 +58,7 @@ class Trial:
                     return
                 self._observe(step)
             if step < _MEMORY_UPDATES:
-                with watch_peak(self._device, collect=False) as watch:  # as it was for the making
+                with watch_peak(self._device, collect=False) as watch:  # garbage was collected at creation
                     self._update(step)
                 self._peaks.append(watch.peak)
             else:
@@ -78,7 +78,7 @@ class Trial:
         divergence: DivergenceRule | None,
         notes: Sequence[str],
     ) -> PrototypeRun:
-        """What became of it."""
+        """Return the result of the run."""
         losses = [record.loss for record in self._records]
         norms = [record.grad_norm for record in self._records]
         left_out = tuple(record.step for record in self._records if _was_answered(record))
@@ -136,7 +136,7 @@ class Trial:
         self.row_lengths.append(update.row_length)
         self._empty = self._empty + update.empty
         trouble = ~(update.loss.isfinite() & update.grad_norm.isfinite())
-        if update.answered is not None:  # by a smaller loss scale, which is how one is found
+        if update.answered is not None:  # an overflow that lowers the loss scale is normal
             trouble = trouble & ~update.answered
         self._buffer.write(
             step,
@@ -161,15 +161,15 @@ class Trial:
 
 
 def _was_answered(record: StepRecord) -> bool:
-    """Whether its update was left out, and is no trouble; of what is one, `skipped` is written."""
+    """Return True if the update was skipped for a lower loss scale. `skipped` marks only real problems."""
     return not record.skipped and not math.isfinite(record.grad_norm)
 
 
 def _added(peaks: Sequence[PeakMemory]) -> int | None:
-    """How far memory in use rose in the last of `peaks` above where the first began."""
+    """Return the increase of memory from the start of the first peak to the maximum of the other peaks."""
     before, in_use = peaks[0].before, [peak.in_use for peak in peaks[1:]]
     if before is None or None in in_use:
         return None
     on_host = peaks[0].allocated is None
-    mapped = sum(max(0, peak.mapped or 0) for peak in peaks) if on_host else 0  # libraries that came in
+    mapped = sum(max(0, peak.mapped or 0) for peak in peaks) if on_host else 0  # newly loaded libraries
     return max(0, max(each for each in in_use if each is not None) - before - mapped)

@@ -1,4 +1,4 @@
-"""UpdateClock: how long each update of a run takes, without making the host wait."""
+"""UpdateClock: duration of each update of a run, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["UpdateClock"]
 
 
 class UpdateClock:
-    """Seconds of one update after the other: on CUDA between events on the stream, else on the host.
+    """Clock for consecutive updates: between events on the stream on CUDA, on the host otherwise.
 
     Args:
-        device: where the updates run.
+        device: device of the updates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class UpdateClock:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """What happens inside is one update."""
+        """Time one update, which is the body of the context."""
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -43,17 +43,17 @@ class UpdateClock:
         self._events.append((begin, end))
 
     def count(self, tokens: int) -> None:
-        """The update was trained on so many tokens."""
+        """Record the number of tokens of the update."""
         self._tokens.append(tokens)
 
     def seconds(self) -> list[float]:
-        """Of each update. Waits for the device."""
+        """Return the seconds of each update. Wait for the device."""
         if self._events:
             torch.cuda.synchronize(self._device)
         return self._seconds + [begin.elapsed_time(end) * 1e-3 for begin, end in self._events]
 
     def tokens_per_second(self) -> float:
-        """The median over updates, the first one left out where there are more; 0 of none."""
+        """Return the median over updates, without the first one if possible. 0 without updates."""
         rates = [
             tokens / seconds
             for tokens, seconds in zip(self._tokens, self.seconds(), strict=True)

@@ -1,4 +1,4 @@
-"""Widening: an architecture so many times as wide, as the rules of muP say."""
+"""Widening: wider versions of an architecture by the rules of muP."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ Parametrization = Literal["mup", "standard"]
 
 
 def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
-    """`factor` times the width, by more heads of the same size.
+    """Return the configuration with `factor` times the width, by more heads of the same size.
 
-    `d_model`, `n_heads`, `n_kv_heads`, the ranks of latents and `d_ff` grow alike (Yang et al. 2022,
-    arXiv:2203.03466, section 4), and `embedding_max_norm` as the length that a row starts with: with their
-    square root where entries start alike at all widths, as with muP. The size of a head and all else stay,
-    `mup_base_width` too. The one key/value head of `mqa` cannot grow along and stays one.
+    `d_model`, `n_heads`, `n_kv_heads`, the ranks of latents and `d_ff` grow by the same factor (Yang et al.
+    2022, arXiv:2203.03466, section 4). `embedding_max_norm` grows with the initial length of a row, which is
+    the square root of the factor if entries have the same initial size at all widths, as in muP. The size of
+    a head and all other settings are unchanged, including `mup_base_width`. The one key/value head of `mqa`
+    stays one.
 
     Args:
-        config: left as it is.
-        factor: at least 1.
+        config: configuration. It is not changed.
+        factor: width factor, at least 1.
 
     Raises:
         ValueError: `factor` is below 1.
@@ -56,12 +57,12 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
 
 
 def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
-    """The same architecture in the maximal update parametrisation of a base `base_width` wide.
+    """Return the architecture in the maximal update parametrization with the base width `base_width`.
 
-    `embedding_max_norm` is as many times the length that a row starts with as it was.
+    The ratio of `embedding_max_norm` to the initial length of a row is unchanged.
 
     Raises:
-        ValueError: the base would have a part of a head, key/value head or rank.
+        ValueError: the base would have a fraction of a head, key/value head or rank.
     """
     check_sizes(base_width=base_width)
     changed = config.to_dict()
@@ -81,9 +82,9 @@ def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
 
 
 def as_standard(config: StackWiseConfig) -> StackWiseConfig:
-    """The same architecture in the standard parametrisation: `initialization="normal"` in place of "mup".
+    """Return the architecture in the standard parametrization: `initialization="normal"` instead of "mup".
 
-    `embedding_max_norm` as in `as_mup`.
+    `embedding_max_norm` is scaled as in `as_mup`.
     """
     if config.model.initialization != "mup":
         return config
@@ -94,7 +95,7 @@ def as_standard(config: StackWiseConfig) -> StackWiseConfig:
 
 
 def growing_sizes(model: ModelConfig) -> dict[str, int]:
-    """What grows with the width in a family of muP beside `d_model` and `d_ff`, by key."""
+    """Return the sizes that grow with the width in muP, in addition to `d_model` and `d_ff`, by key."""
     sizes = {"n_heads": model.n_heads}
     if model.attention_type != "mla":
         sizes["n_kv_heads"] = n_kv_heads_of(model)
@@ -102,33 +103,33 @@ def growing_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def whole_base(model: ModelConfig) -> tuple[str, int] | None:
-    """The first size of which the base of a `mup` model would have a part; None: all are whole."""
+    """Return the first size that is not an integer in the base of a `mup` model. None: all are integers."""
     base = model.mup_base_width
     assert base is not None, "asked of mup alone"
     return next((item for item in growing_sizes(model).items() if base * item[1] % model.d_model), None)
 
 
 def n_kv_heads_of(model: ModelConfig) -> int:
-    """Key/value heads. Each head of `mla` makes its own of the latent."""
+    """Return the number of key/value heads. Each head of `mla` computes its own from the latent."""
     return 1 if model.attention_type == "mqa" else model.n_kv_heads or model.n_heads
 
 
 def scaled_bound(model: ModelConfig, changed: Mapping[str, Any]) -> float | None:
-    """The key `embedding_max_norm` beside changed keys: as many times the length that a row starts with."""
+    """Return `embedding_max_norm` for changed keys, with the same ratio to the initial length of a row."""
     if model.embedding_max_norm is None:
         return None
     return model.embedding_max_norm * (_row_length(changed) / _row_length(model.to_dict()))
 
 
 def scaled_latent(model: ModelConfig, ranks: dict[str, int]) -> dict[str, int | None] | None:
-    """The section `latent` with these ranks; what is at its defaults stays unsaid."""
+    """Return the section `latent` with these ranks. A section of defaults is omitted."""
     if ranks == _ranks(model):
         return None if model.latent is None else model.latent.to_dict()
     return {**(model.latent or LatentConfig()).to_dict(), **ranks}
 
 
 def _row_length(model: Mapping[str, Any]) -> float:
-    """Root mean square of the length that a row of the embedding starts with."""
+    """Return the root mean square of the initial length of an embedding row."""
     std = embedding_std(
         model["vocab_size"],
         model["d_model"],

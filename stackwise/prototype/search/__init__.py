@@ -1,4 +1,4 @@
-"""Architecture search on Optuna: spaces without invalid members, studies that go on, fronts."""
+"""Architecture search on Optuna: spaces of valid configurations, resumable studies and Pareto fronts."""
 
 from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
 from stackwise.prototype.search.pareto import hypervolume, non_dominated

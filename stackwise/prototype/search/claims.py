@@ -1,9 +1,9 @@
-"""Claims: which trials are to be done, agreed among processes through the storage and nothing else.
+"""Claims: coordination of trials between processes through the storage.
 
-A trial's number is given by the storage, each once. Whatever two processes could both do, the trial with the
-lower number does: it is the one that fits into the budget, and the one that keeps a configuration that both
-drew. A process that is gone, as its machine says at once and elsewhere a missing sign of life does, has lost
-what it was at; that is done again.
+The storage assigns each trial number once. If two processes could claim the same work, the trial with the
+lower number wins: it fits into the budget, and it gets a configuration that both have sampled. If a process
+has died, its trial is lost and repeated. On the same machine, this is known immediately. On another machine,
+a missing heartbeat shows it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["BEAT", "Claim", "Claims"]
 
-BEAT = "beat"  # user attribute: a number that grows while the process of a running trial lives
-_WORKER = "worker"  # user attribute: whose a trial is, from before it is drawn on
+BEAT = "beat"  # user attribute: a number that grows while the process of a running trial is alive
+_WORKER = "worker"  # user attribute: owner of a trial, set before the trial is sampled
 _LOST, _DUPLICATE_OF, _SURPLUS, _ATTEMPT = "lost", "duplicate_of", "surplus", "attempt"
-_REFUSED = "refused"  # user attribute: which rule a draw breaks, of those that a space does not know
-_ATTEMPTS = 3  # of a configuration whose process ended each time, before that is its result
-_DUPLICATES = 3  # draws that were there already, before one that was not is sought among all
-_ENUMERATED = 4096  # draws of a space that are gone through for it
-_TRIED = 256  # draws at random where there are more
-_POLL = 0.05, 1.0  # seconds: while another process draws, while others train the last ones
+_REFUSED = "refused"  # user attribute: rule that a sample breaks and that the space does not know
+_ATTEMPTS = 3  # attempts per configuration; if its process dies each time, this is its result
+_DUPLICATES = 3  # consecutive duplicates before a configuration without a trial is selected
+_ENUMERATED = 4096  # maximum number of samples of a space that is enumerated for this
+_TRIED = 256  # random samples for larger spaces
+_POLL = 0.05, 1.0  # seconds: while another process samples, while others run the last trials
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial that this process is to do.
+    """Trial that this process must run.
 
     Attributes:
-        trial: of Optuna.
-        config: that was drawn.
-        trained: what is trained in its place, as a small variant of it; else the same.
+        trial: trial of Optuna.
+        config: sampled configuration.
+        trained: configuration that is trained: a small variant of `config`, or `config` itself.
     """
 
     trial: Trial
@@ -56,18 +56,19 @@ class Claim:
 
 
 class Claims:
-    """The trials of a study, for one process.
+    """Trials of a study from the point of view of one process.
 
     Args:
-        study: of Optuna.
-        storage: its storage.
-        space: what is drawn from.
-        objectives: of the study.
-        budget: how many results the study is to have.
-        worker: this process.
-        stand_in: configuration -> what is trained in its place.
-        seed: of draws that replace duplicates.
-        stale_seconds: how long a process on another machine may be without a sign of life.
+        study: study of Optuna.
+        storage: storage of the study.
+        space: space of the samples.
+        objectives: objectives of the study.
+        budget: number of results that the study should have.
+        worker: identity of this process.
+        stand_in: function from a configuration to the one that is trained instead.
+        seed: seed of samples that replace duplicates.
+        stale_seconds: seconds without a heartbeat after which a process on another machine is treated as
+            dead.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class Claims:
         self._digests: dict[str, str] = {}
 
     def next(self) -> Claim | None:
-        """The next trial for this process; None: the study has its budget, or its space holds no more.
+        """Return the next trial for this process. None: the budget is reached, or the space is exhausted.
 
-        Waits while other processes are at the last ones, since those may be lost.
+        It waits while other processes run the last trials, because these may be lost.
         """
         duplicates = 0
         while True:
@@ -121,28 +122,35 @@ class Claims:
             duplicates += 1
 
     def release(self, claim: Claim, reason: str, *, counts: bool = False) -> None:
-        """Give a trial back that is not finished: another process, or this one later, does it again.
+        """Release an unfinished trial. Another process, or this one later, repeats it.
 
         Args:
-            claim: of this process.
-            reason: in a few words.
-            counts: as where the process ended: the third time that is the trial's result.
+            claim: claim of this process.
+            reason: reason in a few words.
+            counts: True if the attempt counts like a death of the process. The third one is the trial's
+                result.
         """
         self._lose(self._frozen(claim.trial.number), reason, counts=counts)
 
     def owns(self, claim: Claim) -> bool:
-        """Whether the trial is this process's still: others give up on it where no sign of life comes."""
+        """Return True if the trial still belongs to this process.
+
+        Without a heartbeat, another process takes it over.
+        """
         return bool(self._frozen(claim.trial.number).state == self._states.RUNNING)
 
     def _ask(self) -> Claim | None:
-        """A new trial, or one that waits; None: it did not fit, was there already, or cannot be built."""
+        """Return a new or requeued trial.
+
+        None: beyond the budget, a duplicate, or a configuration that is refused.
+        """
         with quiet_optuna():
             trial = self._study.ask()
         try:
             trial.set_user_attr(_WORKER, str(self._worker))
             return self._claimed(trial)
         except Exception:
-            with suppress(Exception), quiet_optuna():  # the first error is the one to be told
+            with suppress(Exception), quiet_optuna():  # the first error is reported
                 self._study.tell(trial, state=self._states.FAIL, skip_if_finished=True)
             raise
         except BaseException:
@@ -150,7 +158,7 @@ class Claims:
             raise
 
     def _claimed(self, trial: Trial) -> Claim | None:
-        """Draw what a trial is of, and say so."""
+        """Sample the configuration of a trial, and record the claim."""
         before = [each for each in self._results() if each.number < trial.number]
         if len(before) >= self._budget:
             self._discard(trial, _SURPLUS, True)
@@ -175,7 +183,7 @@ class Claims:
         return Claim(trial, config, trained)
 
     def _settled_before(self, number: int) -> list[FrozenTrial]:
-        """The results before a trial, once each of them has said what it is."""
+        """Return the results before a trial, after each of them has recorded its claim."""
         while True:
             before = [each for each in self._results() if each.number < number]
             open_ = [
@@ -187,7 +195,7 @@ class Claims:
             self._recover()
 
     def _recover(self) -> None:
-        """Give back what processes were at that are gone."""
+        """Requeue the trials of dead processes."""
         for frozen in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
             if self._is_gone(frozen):
                 self._lose(frozen, "its process ended", counts=True)
@@ -207,7 +215,7 @@ class Claims:
         return now - since > self._stale
 
     def _lose(self, frozen: FrozenTrial, reason: str, *, counts: bool) -> None:
-        """End a running trial, and have its configuration wait; each of many processes may try to."""
+        """Finish a running trial as lost, and requeue its configuration. Several processes may try it."""
         optuna = import_optuna()
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(
             self._storage.get_study_id_from_name(self._study.study_name), frozen.number
@@ -221,7 +229,7 @@ class Claims:
             self._storage.set_trial_user_attr(trial_id, _LOST, reason)
             self._storage.set_trial_state_values(trial_id, self._states.FAIL)
         except (optuna.exceptions.UpdateFinishedTrialError, RuntimeError, ValueError):
-            return  # another process was faster, or the lost one came back and finished it
+            return  # another process was faster, or the lost process finished the trial
         if frozen.params.keys() == self._space.dimensions.keys():
             self._enqueue(dict(frozen.params), {_ATTEMPT: attempt + 1 if counts else attempt})
 
@@ -234,7 +242,10 @@ class Claims:
         self._study.tell(trial, state=self._states.FAIL)
 
     def _unseen(self, trials: Sequence[FrozenTrial]) -> dict[str, Any] | None:
-        """A draw, as the storage has it, of a configuration that no trial has; None: there is none."""
+        """Return a sample, in the format of the storage, of a configuration without a trial.
+
+        None: not found.
+        """
         known = {claimed.digest for claimed in map(Claimed.of, trials) if claimed is not None}
         source = random.Random(f"{self._seed}/{len(trials)}")  # noqa: S311
         size = self._space.size

@@ -1,4 +1,4 @@
-"""Dimension: the values that one key of a search space may take, as choices or as a range."""
+"""Dimension: allowed values of one key of a search space, as choices or as a range."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ if TYPE_CHECKING:
 
 __all__ = ["Choices", "Dimension", "Range", "read_dimension"]
 
-_POINTS = 17  # of a continuous range, where it is gone through
+_POINTS = 17  # of a continuous range, if it is enumerated
 
 
 @dataclass(frozen=True)
 class Choices:
-    """One of some values, without an order.
+    """Set of values without an order.
 
     Attributes:
-        values: plain values, of which no two are equal.
+        values: plain values. No two are equal.
     """
 
     values: tuple[Any, ...]
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """What has to be looked at to know that all of it is allowed."""
+        """Values that must be checked to know that the entire dimension is valid."""
         return self.values
 
     @property
     def count(self) -> int | None:
-        """How many values there are; None: uncountable."""
+        """Number of values. None: uncountable."""
         return len(self.values)
 
     def lattice(self) -> list[Any]:
-        """The values, numbers in their order."""
+        """Return the values. Numbers are sorted."""
         return sorted(self.values) if _numbers(self.values) else list(self.values)
 
     def draw(self, source: random.Random) -> Any:
-        """One of them, all alike."""
+        """Return one of the values, with equal probability."""
         return source.choice(self.values)
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        """What the sampler of the trial's study proposes."""
-        # A storage keeps scalars; what else there is goes in as JSON.
+        """Return the value that the sampler of the trial's study suggests."""
+        # A storage accepts only scalars, so other values are stored as JSON.
         labels = {_label(value): value for value in self.values}
         return labels[trial.suggest_categorical(key, list(labels))]
 
     def stored(self, value: Any) -> Any:
-        """`value` as the storage has it."""
+        """Return `value` in the format of the storage."""
         return _label(value)
 
     def to_plain(self) -> Any:
-        """As in YAML."""
+        """Return plain values in the format of YAML."""
         return list(self.values)
 
 
 @dataclass(frozen=True)
 class Range:
-    """A number within bounds, both of them included; integers where both bounds are.
+    """Number between two bounds, both included. It is an integer if both bounds are integers.
 
     Attributes:
-        low: the smallest.
-        high: the largest.
-        step: between neighbours; None: 1 of integers, any number else.
-        log: whether equal ratios are equally likely, not equal differences.
+        low: minimum.
+        high: maximum.
+        step: difference between adjacent values. None: 1 for integers, continuous otherwise.
+        log: True if equal ratios are equally likely. False: equal differences are.
     """
 
     low: float
@@ -79,12 +79,12 @@ class Range:
 
     @property
     def is_integer(self) -> bool:
-        """Whether its values are integers."""
+        """True if the values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """What has to be looked at to know that all of it is allowed: rules forbid an end, or odd numbers."""
+        """Values that must be checked, because rules forbid an end of the range or odd numbers."""
         if self.low == self.high:
             return (self.low,)
         second = self.low + (self.step or 1)
@@ -93,19 +93,19 @@ class Range:
 
     @property
     def count(self) -> int | None:
-        """How many values there are; None: uncountable."""
+        """Number of values. None: uncountable."""
         step = self.step or (1 if self.is_integer else None)
         if step is None:
             return 1 if self.low == self.high else None
         return round((self.high - self.low) / step) + 1
 
     def points(self) -> list[Any]:
-        """Every value, of a range that has a count."""
+        """Return every value of a countable range."""
         assert self.count is not None
         return [self._on(self.low + number * (self.step or 1)) for number in range(self.count)]
 
     def lattice(self) -> list[Any]:
-        """All values where they are few, else some from end to end."""
+        """Return all values if there are few, otherwise some from the minimum to the maximum."""
         if self.count is not None and self.count <= 4 * _POINTS:
             return self.points()
         parts = [number / (_POINTS - 1) for number in range(_POINTS)]
@@ -116,10 +116,10 @@ class Range:
         return list(dict.fromkeys(self._on(value) for value in found))
 
     def draw(self, source: random.Random) -> Any:
-        """One of them; with `log` uniform in the logarithm."""
+        """Return a random value. With `log`, it is uniform in the logarithm."""
         count = self.count
         if self.log:
-            # As Optuna draws integers: each has the share of the numbers that are rounded to it.
+            # Like Optuna, give each integer the share of the numbers that are rounded to it.
             half = 0.5 if self.is_integer else 0.0
             low, high = math.log(self.low - half), math.log(self.high + half)
             return self._on(math.exp(source.uniform(low, high)))
@@ -128,28 +128,28 @@ class Range:
         return self._on(source.uniform(self.low, self.high))
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        """What the sampler of the trial's study proposes."""
+        """Return the value that the sampler of the trial's study suggests."""
         if self.is_integer:
             step = 1 if self.step is None else int(self.step)
             return trial.suggest_int(key, int(self.low), int(self.high), step=step, log=self.log)
         return trial.suggest_float(key, self.low, self.high, step=self.step, log=self.log)
 
     def stored(self, value: Any) -> Any:
-        """`value` as the storage has it."""
+        """Return `value` in the format of the storage."""
         return value
 
     def to_plain(self) -> Any:
-        """As in YAML."""
+        """Return plain values in the format of YAML."""
         plain: dict[str, Any] = {"low": self.low, "high": self.high}
         if self.step is not None:
             plain["step"] = self.step
         return plain | ({"log": True} if self.log else {})
 
     def _on(self, value: float) -> Any:
-        """The value of this range that is nearest."""
+        """Return the nearest value of this range."""
         value = min(max(value, self.low), self.high)
         if self.step is not None:
-            # Rounding may leave the range by a bit.
+            # Rounding errors may leave the range.
             value = self.low + round((value - self.low) / self.step) * self.step
             value = min(max(value, self.low), self.high)
         return round(value) if self.is_integer else float(value)
@@ -159,10 +159,10 @@ Dimension = Choices | Range
 
 
 def read_dimension(given: Any) -> Dimension:
-    """A list of choices, or a mapping of `low`, `high`, and `step` or `log`.
+    """Return a dimension from a list of choices, or from a mapping of `low`, `high`, and `step` or `log`.
 
     Raises:
-        ValueError: what is neither; the message has no key.
+        ValueError: another type or an invalid value. The message does not contain the key.
     """
     if isinstance(given, Choices | Range):
         return given
@@ -178,7 +178,7 @@ def read_dimension(given: Any) -> Dimension:
         except (TypeError, ValueError):
             raise ValueError(f"got {value!r} among its choices; allowed: plain values") from None
     for one, other in itertools.combinations(given, 2):
-        # A study tells values apart as Python does, and keeps lists as their text.
+        # A study compares values like Python, and stores lists as text.
         if one == other or _label(one) == _label(other):
             raise ValueError(f"got the choices {one!r} and {other!r}, which are equal; allowed: each once")
     return Choices(tuple(given))

@@ -1,4 +1,4 @@
-"""Evaluation: what a search does with one configuration under one seed, and what it is told meanwhile."""
+"""Evaluation of one configuration under one seed in a search, and checks of configurations before it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Report = Callable[[float, float], None]
-# Keys that a run is told otherwise, or does without; a section stands for all that is in it.
+# Keys that a run replaces or does not use. A section includes all its keys.
 _UNREAD = {
     "training.seed": "it is that of `seeds`",
     "training.max_steps": "it is `steps`",
@@ -44,33 +44,33 @@ _UNREAD = {
 
 
 class Evaluate(Protocol):
-    """Anything that says what a configuration does.
+    """Callable that evaluates a configuration.
 
-    Called with the configuration, a seed, and `report`: to be called with (part of the training that is done,
-    from 0 to 1; loss), in order; what it raises where the trial is pruned must pass through. What this raises
-    is the `error` of the trial; but an OSError (other than a TimeoutError) or ImportError before the first
-    report of its first seed, and what leaves a device unusable, is none of it: it ends the search, and the
-    trial is given back, until the third time.
-    With several jobs it is pickled, so that it must be a function or a class of an importable module.
+    Its arguments are the configuration, a seed, and `report`. It must call `report` in order with the
+    finished part of the training, from 0 to 1, and the loss. If the trial is pruned, `report` raises an
+    exception, which must be passed on. Any other exception is the `error` of the trial, with two exceptions
+    that end the search and requeue the trial, until the third time: an OSError (other than a TimeoutError) or
+    ImportError before the first report of the first seed, and an error that leaves the device unusable. With
+    several jobs, it is pickled, so it must be a function or a class of an importable module.
     """
 
     def __call__(self, config: StackWiseConfig, seed: int, report: Report) -> TrialOutcome:
-        """What becomes of `config` under `seed`."""
+        """Return the outcome of `config` with `seed`."""
         ...
 
 
 @dataclass(frozen=True)
 class PrototypeEvaluation:
-    """Train as `ArchitecturePrototype.run` does.
+    """Evaluation by `ArchitecturePrototype.run`.
 
-    The loss is that of validation where there is validation data, of the last tenth of training elsewhere;
-    the speed is that of the median update. The peak is what an update held on CUDA. On the CPU, where a
-    process cannot tell tensors from the rest of its memory, it is what `plan_memory` counts: the bytes of
-    all tensors of a step.
+    The loss is the validation loss, or, without validation data, that of the last tenth of training. The
+    speed is that of the median update. On CUDA, the peak is the measured memory of an update. On the CPU, a
+    process cannot separate tensors from its other memory, so the peak is the result of `plan_memory`: the
+    bytes of all tensors of a step.
 
     Attributes:
-        steps: updates of each run.
-        device: where to run; None: as configured.
+        steps: number of updates per run.
+        device: device to run on. None: the configured one.
     """
 
     steps: int = 1000
@@ -80,7 +80,7 @@ class PrototypeEvaluation:
         check_sizes(steps=self.steps)
 
     def __call__(self, config: StackWiseConfig, seed: int, report: Report) -> TrialOutcome:
-        """Train `config` from weights of `seed`."""
+        """Train `config` with weights from `seed`, and return the outcome."""
         from stackwise.prototype.prototype import ArchitecturePrototype
 
         prototype = ArchitecturePrototype(config, device=self.device, seed=seed)
@@ -102,18 +102,18 @@ class PrototypeEvaluation:
 
 
 def check_trains(config: StackWiseConfig, device: str | None) -> None:
-    """Refuse a configuration that `PrototypeEvaluation` cannot set up; no weights are made for it.
+    """Raise ValueError for a configuration that `PrototypeEvaluation` cannot set up. Create no weights.
 
     Raises:
-        ValueError: naming the key, or the argument that it is.
-        ImportError: a precision needs a library that is not installed.
+        ValueError: the message names the key or the argument.
+        ImportError: a precision requires a library that is not installed.
     """
     from stackwise.prototype.prototype import ArchitecturePrototype
 
     prototype, settings = ArchitecturePrototype(config, device=device), config.training
     check_precision(settings.precision, prototype.device)
     changed = config.to_dict()
-    changed["model"]["architecture"]["blocks_per_stack"] = 1  # all of them are of one kind
+    changed["model"]["architecture"]["blocks_per_stack"] = 1  # all Blocks have the same type
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         rack = create_rack_from_config(changed)
     Objective(settings.objective, config.model.vocab_size).check(rack)
@@ -121,30 +121,30 @@ def check_trains(config: StackWiseConfig, device: str | None) -> None:
 
 
 def check_data(config: StackWiseConfig) -> None:
-    """Refuse a configuration whose data cannot be made, by making it.
+    """Raise an error for a configuration if its data cannot be created. The data is created for this check.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: the message names the key.
         OSError: the file or the folder cannot be read.
-        ImportError: a tokenizer whose library is not installed.
+        ImportError: the library of a tokenizer is not installed.
     """
     with torch.random.fork_rng(devices=[]):
         create_data(config)
 
 
 def data_settings(config: StackWiseConfig) -> str:
-    """The same text for configurations that `check_data` says the same of."""
+    """Return a text that is equal for configurations with the same result of `check_data`."""
     training = config.training
     read = (config.data, config.model.vocab_size, training.batch_size, training.seq_len, training.objective)
     return repr(read)
 
 
 def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:
-    """Which of `keys` change nothing in a run of `PrototypeEvaluation`, and why: a sentence each.
+    """Yield a sentence for each of `keys` that has no effect in a run of `PrototypeEvaluation`.
 
     Args:
-        keys: of a space.
-        device: as of `PrototypeEvaluation`.
+        keys: keys of a space.
+        device: as in `PrototypeEvaluation`.
     """
     unread = _UNREAD | ({} if device is None else {"training.device": f"it is device={device!r}"})
     for key in keys:
@@ -156,6 +156,6 @@ def unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:
 def _planned_peak(config: StackWiseConfig) -> int:
     from stackwise.training.memory_planner import plan_memory
 
-    # The plan draws nothing that counts, but it builds a Rack.
+    # The plan does not depend on random numbers, but it builds a Rack, which draws some.
     with torch.random.fork_rng(devices=[]):
         return plan_memory(config, device="cpu").peak

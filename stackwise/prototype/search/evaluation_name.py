@@ -1,4 +1,4 @@
-"""evaluation_name: by what a study tells an evaluation from others."""
+"""Name of an evaluation, by which a study distinguishes it from other evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCRIPT = "__main__"
 
 
 def evaluation_name(evaluate: Any) -> str | None:
-    """All that tells an evaluation from others, the same in each process; None: it cannot be told."""
+    """Return a name that identifies an evaluation in every process. None: it cannot be identified."""
     if isinstance(evaluate, functools.partial):
         inner = evaluation_name(evaluate.func)
         return _called(inner, [evaluate.args, evaluate.keywords])
@@ -29,7 +29,7 @@ def evaluation_name(evaluate: Any) -> str | None:
     if owner is not None:
         inner = evaluation_name(owner)
         return None if inner is None else f"{inner}.{evaluate.__name__}"
-    # One name has as many lambdas as lines, and a closure as many as values that it was made with.
+    # Several lambdas share one name, and closures of one name differ in their captured values.
     unnamed = getattr(evaluate, "__closure__", None) or getattr(evaluate, "__name__", "") == "<lambda>"
     if unnamed or not hasattr(evaluate, "__qualname__"):
         return None
@@ -37,17 +37,17 @@ def evaluation_name(evaluate: Any) -> str | None:
 
 
 def kind_name(evaluate: Any) -> str:
-    """Module and name of a function or class; of an object those of its class."""
+    """Return the module and name of a function or class, or of an object's class."""
     kind = _kind(evaluate)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def evaluation_code(evaluate: Any) -> str | None:
-    """File and digest of the code of what a script or notebook defines; None: it is of another module.
+    """Return the file and a digest of the code of an object from a script or notebook.
 
-    All scripts and notebooks are one module, `__main__`, and its names are those of each of them. Digested is
-    what was compiled, since a file may have been edited after it was read; each version of Python compiles
-    to a code of its own.
+    All scripts and notebooks are the module `__main__`, so their names are not unique. The digest uses the
+    compiled code, because the file may have been edited after it was read. Each version of Python compiles to
+    different code. None: the object is from another module.
     """
     while isinstance(evaluate, functools.partial):
         evaluate = evaluate.func
@@ -68,13 +68,13 @@ def _kind(evaluate: Any) -> Any:
 
 
 def _owner(evaluate: Any) -> Any:
-    """The object that a method is of; None: it is no method of an object."""
+    """Return the object of a bound method. None: not a method of an object."""
     owner = getattr(evaluate, "__self__", None)
     return None if isinstance(owner, type | ModuleType) else owner
 
 
 def _members(kind: type) -> str:
-    """What a class defines: its functions, and its values but for those that Python keeps of any class."""
+    """Return the members that a class defines: functions and values, without Python's own attributes."""
     own = {
         name: _code(value)
         for name, value in vars(kind).items()
@@ -84,7 +84,7 @@ def _members(kind: type) -> str:
 
 
 def _code(value: Any) -> str:
-    """What is compiled, or a constant, as text without addresses and lines: the same in each process."""
+    """Return compiled code or a constant as text without addresses and lines, equal in every process."""
     if isinstance(value, FunctionType):
         keywords = tuple(sorted((value.__kwdefaults__ or {}).items()))
         decorated = getattr(value, "__wrapped__", None)
@@ -98,7 +98,7 @@ def _code(value: Any) -> str:
         return _code((value.fget, value.fset))
     if isinstance(value, tuple):
         return repr([_code(each) for each in value])
-    if isinstance(value, frozenset):  # in an order of each process's own
+    if isinstance(value, frozenset):  # its order differs between processes
         return repr(sorted(_code(each) for each in value))
     constant = value is None or isinstance(value, str | bytes | int | float | complex | EllipsisType)
     return repr(value) if constant else type(value).__qualname__

@@ -1,4 +1,4 @@
-"""Heartbeat: signs of life of the process that runs a trial, and its end where it is left alone."""
+"""Heartbeat: signs of life of the process that runs a trial, and its exit if its parent has died."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Heartbeat"]
 
-_LOOK = 2.0  # seconds between two looks at whether the process that started this one is there
+_LOOK = 2.0  # seconds between two checks that the parent process is alive
 
 
 class Heartbeat:
-    """While it is open, the trial's sign of life changes every `interval` seconds.
+    """Context in which the heartbeat of a trial changes every `interval` seconds.
 
-    A worker whose search was killed ends: nobody would see what it does.
+    A worker exits if the process of its search was killed, because its results would be lost.
     """
 
     def __init__(self, trial: Trial, interval: float) -> None:
@@ -54,5 +54,5 @@ class Heartbeat:
                     self._trial.set_user_attr(BEAT, beats)
                 except Exception as error:
                     if isinstance(error, optuna.exceptions.UpdateFinishedTrialError):
-                        return  # others gave up on it; that is noticed when it is finished
-                    # A storage that is busy or away may be there again at the next beat.
+                        return  # another process took the trial over; detected when it is finished
+                    # A busy or unavailable storage may be available at the next heartbeat.

@@ -1,4 +1,4 @@
-"""Interrupts: a Ctrl-C that is not lost, whatever it comes upon."""
+"""Interrupts: Ctrl-C that is not lost, even if it occurs in a finalizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["kept_interrupts"]
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Give what raises `KeyboardInterrupt` where one has come before, and nothing came of it.
+    """Yield a function that raises `KeyboardInterrupt` if an earlier one was lost.
 
-    Python raises it in whatever runs. Where that is a finalizer, of which there are many in a step of torch,
-    it prints the error and goes on. In a thread, and where the caller has a handler of their own, theirs
-    stays, and what is given does nothing.
+    Python raises it in the code that is running. If that is a finalizer, of which a step of torch has many,
+    Python prints the error and continues. In a thread, or if the caller has a user-defined handler, that
+    handler is used, and the yielded function does nothing.
     """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""Objectives: what a search makes small or large."""
+"""Objectives: numbers of a trial that a search minimizes or maximizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["OBJECTIVES", "Objective", "read_objectives"]
 
 @dataclass(frozen=True)
 class Objective:
-    """One number of a trial.
+    """Number of a trial that is minimized or maximized.
 
     Attributes:
-        name: also the attribute of a `SearchTrial`.
-        maximize: whether more is better.
-        unit: in a word or two.
-        failed: what a failed trial counts as where none has succeeded yet; None: twice the loss of a uniform
-            guess, 2 ln V for a vocabulary of V, made negative where more is better.
+        name: name of the objective and of the attribute of a `SearchTrial`.
+        maximize: True if higher is better.
+        unit: unit in a word or two.
+        failed: value of a failed trial before the first success. None: twice the loss of a uniform guess, 2
+            ln V for a vocabulary of V, negative if higher is better.
     """
 
     name: str
@@ -31,21 +31,21 @@ class Objective:
 
     @property
     def direction(self) -> str:
-        """As Optuna calls it."""
+        """Direction in Optuna's terms."""
         return "maximize" if self.maximize else "minimize"
 
     def of(self, trial: SearchTrial) -> float | None:
-        """Of a trial; None: it is not known, or not finite."""
+        """Return the value of a trial. None: unknown, or not finite."""
         value = getattr(trial, self.name)
         return None if value is None or not math.isfinite(value) else float(value)
 
     def cost(self, trial: SearchTrial) -> float:
-        """The same, so that less is better; infinite where it is not known."""
+        """Return the value with a sign for which lower is better. Infinite if unknown."""
         value = self.of(trial)
         return math.inf if value is None else (-value if self.maximize else value)
 
     def when_failed(self, values: Sequence[float], vocab_size: int) -> float:
-        """What a sampler is told of a trial without this number: the worst of the `values` of successes."""
+        """Return the sampler's value of a trial without this number: the worst of the successes' `values`."""
         if values:
             return min(values) if self.maximize else max(values)
         if self.failed is not None:
@@ -66,10 +66,10 @@ OBJECTIVES = {
 
 
 def read_objectives(given: str | Sequence[str]) -> tuple[Objective, ...]:
-    """By name, one or several.
+    """Return one or several objectives by name.
 
     Raises:
-        ValueError: a name that is none, or comes twice.
+        ValueError: an unknown or repeated name.
     """
     names = (given,) if isinstance(given, str) else tuple(given)
     require(len(names) > 0, "objective", given, "one or more")

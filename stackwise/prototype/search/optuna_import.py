@@ -1,4 +1,4 @@
-"""Optuna, which is an extra: imported when a search begins, and without its remarks on itself."""
+"""Import of Optuna, an optional dependency, when a search starts, and suppression of its messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["import_optuna", "quiet_optuna"]
 
 
 def import_optuna() -> ModuleType:
-    """The package.
+    """Return the package.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: Optuna is not installed.
     """
     try:
         import optuna
@@ -25,7 +25,7 @@ def import_optuna() -> ModuleType:
 
 @contextmanager
 def quiet_optuna() -> Iterator[ModuleType]:
-    """Optuna, without what it logs below a warning, and without calling experimental what is used here."""
+    """Context with Optuna's log at the level of warnings, without warnings about experimental features."""
     optuna = import_optuna()
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(level, optuna.logging.WARNING))

@@ -1,4 +1,4 @@
-"""ParameterBudget: how many parameters a configuration may have, met by what is drawn and not by refusing."""
+"""ParameterBudget: bounds on the number of parameters. Samples are moved inside instead of being refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SOLVED_KEYS", "ParameterBudget", "nearest_within"]
 
 SOLVED_KEYS = ("n_layers", "model.n_heads", "model.d_ff")
 _MOST_HEADS = 4096
-_MOST_TRIM = 1.5  # factor by which d_ff may leave its ratio to make up for what whole Blocks or heads leave
+_MOST_TRIM = 1.5  # factor by which d_ff may deviate from its ratio to correct integer Blocks or heads
 
 Values = dict[str, Any]
 MakeModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -23,13 +23,14 @@ MakeModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ParameterBudget:
-    """Bounds on the number of parameters, or one number that all have.
+    """Bounds on the number of parameters, or one number for all configurations.
 
     Attributes:
-        low: the fewest, at least 1.
-        high: the most; None: any number.
-        target: that all configurations are to have, with `low` and `high` around it; None: only bounds.
-        solve: for a target: the key that is not drawn but solved for it.
+        low: minimum, at least 1.
+        high: maximum. None: no maximum.
+        target: number of parameters of all configurations, with the bounds `low` and `high` around it. None:
+            only bounds.
+        solve: for a target, the key that is computed instead of sampled.
     """
 
     low: int = 1
@@ -46,10 +47,10 @@ class ParameterBudget:
         tolerance: float | None = None,
         solve: str | None = None,
     ) -> ParameterBudget | None:
-        """As the keys `min_parameters`, `max_parameters`, `parameters`, `tolerance` and `solve` say.
+        """Return a budget from `min_parameters`, `max_parameters`, `parameters`, `tolerance` and `solve`.
 
         Raises:
-            ValueError: naming the key.
+            ValueError: the message names the key.
         """
         for key, value in (("min_parameters", minimum), ("max_parameters", maximum), ("parameters", target)):
             if value is not None:
@@ -68,20 +69,21 @@ class ParameterBudget:
         check_number("tolerance", tolerance, "a number above 0 and below 1", lambda number: 0 < number < 1)
         solve = "n_layers" if solve is None else solve
         check_choice("solve", solve, SOLVED_KEYS)
-        # A tolerance that was itself made of whole parameters is as many again, whatever its last digit is.
+        # A tolerance derived from an integer number of parameters must result in this number, in spite of
+        # rounding.
         room = math.floor(target * tolerance * (1 + 1e-12))
         return cls(max(1, target - room), target + room, target, solve)
 
     def holds(self, count: int) -> bool:
-        """Whether so many parameters are within."""
+        """Return True if the number of parameters is within the bounds."""
         return self.low <= count and (self.high is None or count <= self.high)
 
     def settle(self, values: Mapping[str, Any], make: MakeModel) -> Values | None:
-        """The same values with what is solved for; None: these are not within the budget.
+        """Return the values with the solved keys. None: they are not within the budget.
 
         Args:
-            values: by key of the space.
-            make: the section `model` that values come to, as plain values.
+            values: values by key of the space.
+            make: function from values to the section `model` as plain values.
         """
         settled = dict(values)
         if self.target is not None and self.solve is not None:
@@ -115,7 +117,10 @@ class ParameterBudget:
         return min(near, key=lambda heads: abs(near[heads] - self.target))  # type: ignore[operator]
 
     def _d_ff(self, values: Values, make: MakeModel, multiple: int) -> int:
-        """The width inside feed-forward networks that comes nearest to the target, which is linear in it."""
+        """Return the d_ff with the number of parameters closest to the target.
+
+        The number is linear in d_ff.
+        """
         assert self.target is not None
         one, two = (count_of(make(values | {"model.d_ff": width})) for width in (1, 2))
         return max(1, round((1 + (self.target - one) / (two - one)) / multiple)) * multiple
@@ -126,15 +131,15 @@ def nearest_within(
     lattices: Mapping[str, list[Any]],
     settle: Callable[[Mapping[str, Any]], Values | None],
 ) -> Values | None:
-    """The nearest point of a lattice that is within a budget, by the number of steps from `start`.
+    """Return the nearest point of a lattice that is within a budget, by the number of steps from `start`.
 
     Args:
-        start: by key the index in its lattice.
-        lattices: by key the values of a size, in their order.
-        settle: the values of a point within the budget, or None.
+        start: index in the lattice by key.
+        lattices: sorted values of a size by key.
+        settle: function that returns the values of a point within the budget, or None.
 
     Returns:
-        What `settle` made of it; None: no point is.
+        Result of `settle`. None: no point is within the budget.
     """
     keys = list(lattices)
     layer, seen = [tuple(start[key] for key in keys)], {tuple(start[key] for key in keys)}

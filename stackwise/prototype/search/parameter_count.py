@@ -1,4 +1,4 @@
-"""The number of parameters of a Rack in closed form, before it is built."""
+"""Number of parameters of a Rack in closed form, before it is built."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["count_of", "parameter_count"]
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """How many numbers a Rack of this configuration learns; a tied weight counts once.
+    """Return the number of parameters of a Rack with this configuration. A tied weight counts once.
 
-    That is what `Rack.get_parameter_count` says of the built one. With width C, vocabulary V, L blocks, H
-    heads of D of which K have keys and values, and F inside a feed-forward network, of the plain kinds
-    V C + L (2 C (H + K) D + 3 C F + 2 C) + C, and V C once more for a head of its own.
+    It is equal to `Rack.get_parameter_count` of the built Rack. For the plain types, with width C, vocabulary
+    V, L blocks, H heads of size D, K key/value heads, and width F of the feed-forward network, it is V C + L
+    (2 C (H + K) D + 3 C F + 2 C) + C. A separate head adds V C.
     """
     return count_of(model.to_dict())
 
 
 def count_of(model: Mapping[str, Any]) -> int:
-    """The same of the plain values of a valid `ModelConfig`, which takes a hundredth of the time."""
+    """Return the same number from plain values of a valid `ModelConfig`, in a hundredth of the time."""
     width, depth = model["d_model"], model["architecture"]
     ends = model["vocab_size"] * width * (1 if model["tie_embeddings"] else 2) + width
     attention = _latent_attention(model) if model["attention_type"] == "mla" else _attention(model)

@@ -1,4 +1,4 @@
-"""The Pareto front: what nothing else is better than in every respect, and the room that it dominates."""
+"""Pareto front: points that no other point dominates, and the area that they dominate."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ __all__ = ["dominates", "hypervolume", "non_dominated"]
 
 
 def dominates(point: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `point` is no worse in any coordinate and better in one; all are to be small."""
+    """Return True if `point` is not worse in any coordinate and better in one. Lower is better."""
     return all(a <= b for a, b in zip(point, other, strict=True)) and tuple(point) != tuple(other)
 
 
 def non_dominated(points: Sequence[Sequence[float]]) -> list[int]:
-    """Indices of the points that no other one dominates, in their order; equal ones are all kept.
+    """Return the indices of the non-dominated points in order. Equal points are all included.
 
     Args:
-        points: (N, M) numbers without NaN, each to be small.
+        points: (N, M) numbers without NaN. Lower is better.
 
     Raises:
         ValueError: a point with NaN, or of another length.
     """
     _check(points)
-    # In lexicographic order none is dominated by one behind it, and it is enough to look at the front so far.
+    # In lexicographic order, no point is dominated by a later one, so comparing with the previous front is
+    # enough.
     order = sorted(range(len(points)), key=lambda index: tuple(points[index]))
     front: list[int] = []
     for index in order:
@@ -35,14 +36,14 @@ def non_dominated(points: Sequence[Sequence[float]]) -> list[int]:
 
 
 def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """The area between points and a reference that one of them dominates at least; exact, in two coordinates.
+    """Return the area between points and a reference point in two dimensions. It is exact.
 
     Args:
-        points: (N, 2) numbers, each to be small; those beyond the reference count nothing.
-        reference: (2,) a point that is worse than all that matters.
+        points: (N, 2) numbers. Lower is better. Points beyond the reference are ignored.
+        reference: (2,) point that is worse than all relevant points.
 
     Raises:
-        ValueError: coordinates that are not two, or NaN.
+        ValueError: other than two coordinates, or NaN.
     """
     _check([*points, reference])
     require(len(reference) == 2, "reference", len(reference), "two coordinates")

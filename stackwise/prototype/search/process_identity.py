@@ -1,4 +1,4 @@
-"""ProcessIdentity: which process runs a trial, and whether it still is there, as far as this one can tell."""
+"""ProcessIdentity: identity of the process that runs a trial, and a check that it is alive."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Self
 
 __all__ = ["ProcessIdentity"]
 
-_HERE: set[str] = set()  # searches that go on in this process
+_HERE: set[str] = set()  # searches that are running in this process
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A search in a process on a machine.
+    """Search in a process on a machine.
 
     Attributes:
-        machine: its name, its boot and its process numbers' namespace: numbers mean the same within.
-        process: its number.
-        began: when it did, in ticks since the boot; empty where the system does not say.
-        search: which search of that process.
+        machine: name, boot and namespace of process numbers. Within these, process numbers are unique.
+        process: process number.
+        began: start of the process in ticks since the boot. Empty if the system does not report it.
+        search: identifier of the search within the process.
     """
 
     machine: str
@@ -32,26 +32,27 @@ class ProcessIdentity:
 
     @classmethod
     def of_new_search(cls) -> Self:
-        """One in this process, until `end`."""
+        """Return a new identity in this process, valid until `end`."""
         search = uuid.uuid4().hex[:12]
         _HERE.add(search)
         return cls(_machine(), os.getpid(), _began(os.getpid()) or "", search)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What `str` gave."""
+        """Return the identity that `str` encoded."""
         machine, process, began, search = text.rsplit("|", 3)
         return cls(machine, int(process), began, search)
 
     def end(self) -> None:
-        """That search is over."""
+        """Mark the search as finished."""
         _HERE.discard(self.search)
 
     def lives(self) -> bool | None:
-        """Whether it goes on; None: that cannot be told from here, and only its sign of life can.
+        """Return True if the search is running, False if it is not, None if this is unknown.
 
-        So it is on another machine, and where a system says neither which boot this is nor when a process
-        began: a number alone may be that of another process, or of another machine of the same name.
+        It is unknown on another machine, and on a system that reports neither the boot nor the start of a
+        process, because a process number may belong to another process, or to another machine of the same
+        name. Only the heartbeat is then available.
         """
         if self.machine != _machine():
             return None
@@ -83,19 +84,19 @@ def _machine() -> str:
 
 
 def _kernel() -> str | None:
-    """Which boot of which machine this is, and which numbers of processes; None: the system does not say."""
+    """Return identifiers of the boot and of the process namespace. None: not reported."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # it is no Linux
+    except OSError:  # not Linux
         return None
 
 
 def _began(process: int) -> str | None:
-    """When a process began; `_ENDED` of one that nobody has waited for yet; None: the system does not say."""
+    """Return the start of a process, or `_ENDED` for a zombie. None: not reported."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    # The 3rd and the 22nd field; the 2nd, a name, may hold anything.
+    # Fields 3 and 22. Field 2, a name, may contain any characters.
     return _ENDED if fields[0] in (b"Z", b"X") else fields[19].decode()

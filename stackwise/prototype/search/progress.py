@@ -1,4 +1,4 @@
-"""SearchProgress: what a search has done, as a live line on a terminal, else as a line for each trial."""
+"""SearchProgress: progress of a search, as a live line on a terminal, otherwise as a line per trial."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SearchProgress"]
 
-_SHORT = 5.0  # seconds of a search whose remaining time is not worth a word
+_SHORT = 5.0  # seconds of a search below which no remaining time is shown
 
 
 class SearchProgress:
-    """Tells of each trial as it ends.
+    """Report of each finished trial.
 
     Args:
-        budget: trials that are to be.
-        objectives: names; the first one is told.
-        shown: whether anything is told.
-        out: where; None: standard error.
-        clock: seconds from any start.
+        budget: number of trials of the study.
+        objectives: names. The first one is reported.
+        shown: True if progress is shown.
+        out: output stream. None: standard error.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SearchProgress:
         self.end()
 
     def tell(self, trial: SearchTrial) -> None:
-        """Take a trial that has ended."""
+        """Add a finished trial."""
         self._done += 1
         better = self._best_trial is None or self._objective.cost(trial) < self._objective.cost(
             self._best_trial
@@ -85,7 +85,7 @@ class SearchProgress:
             print(f"trial {trial.number}: {told} ({values}){best}{self._left()}", file=self._out, flush=True)
 
     def end(self) -> None:
-        """Leave the line as it is."""
+        """Stop the live line and leave it on the screen."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Pruners by name, and the points of a run at which they are asked."""
+"""Pruners by name, and the points of a run at which they are called."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["PRUNERS", "RUNGS", "Rungs", "make_pruner"]
 
 PRUNERS = ("hyperband", "median", "wilcoxon")
-RUNGS = 16  # points of a run at which its loss is compared, evenly over its steps
-_FEWEST_SEEDS = 5  # the last is not compared; a signed-rank test of three pairs has p >= 1/8, of four 1/16
+RUNGS = 16  # points of a run at which its loss is compared, evenly distributed over its steps
+_FEWEST_SEEDS = 5  # the last is not compared; a signed-rank test has p >= 1/8 for three pairs, 1/16 for four
 
 
 def make_pruner(given: Any, *, seeds: int, objectives: Sequence[Objective]) -> BasePruner | None:
-    """An Optuna pruner by name, or the one that is given, as it is; None: nothing ends early.
+    """Return an Optuna pruner by name. A pruner object is returned unchanged. None: no pruning.
 
-    All of them are told of losses, also where the objective is the score, of which that is a part.
+    All of them receive losses, even if the objective is the score, which contains the loss.
 
-    - `median`: what is worse at a rung than the median of those before it, after five whole trials.
-    - `hyperband`: successive halving in brackets; a third of a bracket goes on at each of its rungs.
-    - `wilcoxon`: what is worse than the best over the seeds so far, by a signed-rank test (p < 0.1).
+    - `median`: prunes a trial with a loss above the median of previous trials at a rung, after five complete
+      trials.
+    - `hyperband`: successive halving in brackets. A third of a bracket continues at each of its rungs.
+    - `wilcoxon`: prunes a trial that is worse than the best one over the seeds so far, by a signed-rank test
+      (p < 0.1).
 
     Raises:
-        ValueError: no name of a pruner; several objectives, which Optuna prunes none of; for a name, an
+        ValueError: an unknown name; several objectives, which Optuna cannot prune; or, for a name, an
             objective other than loss and score, or too few seeds.
     """
     optuna = import_optuna()
@@ -59,11 +61,11 @@ def make_pruner(given: Any, *, seeds: int, objectives: Sequence[Objective]) -> B
 
 
 class Rungs:
-    """What a pruner is told of the first run of a trial: at each rung the mean loss since the one before.
+    """Reports of a trial's first run to a pruner: at each rung, the mean loss since the previous one.
 
     Args:
-        trial: of Optuna.
-        maximize: whether the study makes its objective large; the pruner is told of a loss in its direction.
+        trial: trial of Optuna.
+        maximize: True if the study maximizes its objective. The pruner then receives negative losses.
     """
 
     def __init__(self, trial: Trial, *, maximize: bool) -> None:
@@ -72,10 +74,10 @@ class Rungs:
         self.last: float | None = None
 
     def report(self, done: float, loss: float) -> None:
-        """Take the loss of a step; `done` is the part of the run that it ends, from 0 to 1.
+        """Add the loss of a step. `done` is the part of the run up to this step, from 0 to 1.
 
         Raises:
-            optuna.TrialPruned: the pruner says so.
+            optuna.TrialPruned: the pruner stops the trial.
         """
         if not math.isfinite(loss):
             return
@@ -86,6 +88,6 @@ class Rungs:
         self._rung, self.last = rung, self._sum / self._count
         self._sum, self._count = 0.0, 0
         self._trial.report(self._sign * self.last, rung)
-        # At the last rung there is nothing to be saved any more.
+        # At the last rung, pruning saves no time.
         if rung < RUNGS and self._trial.should_prune():
             raise import_optuna().TrialPruned

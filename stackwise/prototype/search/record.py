@@ -1,4 +1,4 @@
-"""Records: what a study keeps of a trial, written and read in one place."""
+"""Records: data of a trial in the storage, with the functions that write and read it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CLAIM, OUTCOME = "claim", "outcome"
 
 @dataclass(frozen=True)
 class Claimed:
-    """What a trial says of itself before it is trained.
+    """Claim that a trial records before it is trained.
 
     Attributes:
-        worker: the process, as text.
-        digest: of the configuration that is trained.
-        values: by key of the space and by key that was solved for, as they are within the budget.
-        config: what came of them, as plain values.
+        worker: identity of the process, as text.
+        digest: digest of the configuration that is trained.
+        values: values within the budget, by key of the space and by solved key.
+        config: resulting configuration as plain values.
     """
 
     worker: str
@@ -49,30 +49,30 @@ class Claimed:
     config: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return dict(vars(self))
 
     @classmethod
     def of(cls, frozen: FrozenTrial) -> Self | None:
-        """What a trial has said; None: nothing yet."""
+        """Return the claim of a trial. None: not yet recorded."""
         plain = frozen.user_attrs.get(CLAIM)
         return None if plain is None else cls(**plain)
 
 
 def is_result(frozen: FrozenTrial) -> bool:
-    """Whether a trial counts: it is or will be a result, in place of nothing else."""
+    """Return True if a trial counts as a present or future result."""
     states = import_optuna().trial.TrialState
     return bool(frozen.state != states.FAIL)
 
 
 def read_trials(study: Study) -> tuple[SearchTrial, ...]:
-    """All that count, by number."""
+    """Return all trials that count, by number."""
     found = (read_trial(frozen) for frozen in study.get_trials(deepcopy=False))
     return tuple(trial for trial in found if trial is not None)
 
 
 def read_trial(frozen: FrozenTrial) -> SearchTrial | None:
-    """A trial of Optuna as one of a search; None: it is no result, or nothing is known of it yet."""
+    """Return an Optuna trial as a `SearchTrial`. None: it does not count, or has no claim yet."""
     claimed = Claimed.of(frozen)
     if claimed is None or not is_result(frozen):
         return None
@@ -106,10 +106,11 @@ def finish(
     outcome: TrialOutcome,
     losses: Iterable[float],
 ) -> None:
-    """Keep a trial with its outcome, whatever that is.
+    """Store a trial with its outcome, successful or not.
 
-    A sampler is told of a failed one as infeasible. Of its objectives it is told what is known, as the number
-    of parameters always is, and of the others the worst that a success had.
+    A failed trial is infeasible for the sampler. Its objectives have their known values, such as the number
+    of parameters. Unknown objectives have the worst value of all successes, or a default before the first
+    success.
     """
     known = {
         "status": outcome.status,
@@ -123,7 +124,7 @@ def finish(
     try:
         score = score_config(outcome, weights=weights)
     except ValueError:
-        score = None  # what has no peak has no score, which is wrong only where one is asked for
+        score = None  # without a peak, no score; an error only if the score is an objective
     if outcome.status == "success":
         known["score"] = score
         missing = [name for name in asked - {"parameters"} if known.get(name) is None]
@@ -134,13 +135,13 @@ def finish(
 
 
 def finish_lost(study: Study, trial: Trial, objectives: Sequence[Objective], reason: str) -> None:
-    """Keep a trial that no process has survived."""
+    """Store a trial as an error, because every process that ran it has died."""
     trial.set_user_attr(OUTCOME, {"status": "error", "reason": reason})
     _tell(study, trial, objectives, feasible=False)
 
 
 def finish_pruned(study: Study, trial: Trial, loss: float | None, outcomes: Sequence[TrialOutcome]) -> None:
-    """Keep a trial that was ended early; `loss` is the last that was seen."""
+    """Store a pruned trial. `loss` is its last known loss."""
     losses = [each.loss for each in outcomes]
     known = {"status": "pruned", "reason": "others were better at this point", "loss": loss, "losses": losses}
     trial.set_user_attr(OUTCOME, known)
@@ -153,7 +154,7 @@ def _tell(study: Study, trial: Trial, objectives: Sequence[Objective], *, feasib
     trials = study.get_trials(deepcopy=False)
     found = read_trial(next(each for each in trials if each.number == trial.number))
     assert found is not None, "others gave up on it meanwhile"
-    # It is running still, and `read_trial` says no more of such a one than what it is.
+    # The trial is still running, so `read_trial` does not include its outcome.
     own = replace(found, **trial.user_attrs[OUTCOME])
     values = []
     for objective in objectives:
@@ -167,7 +168,7 @@ def _tell(study: Study, trial: Trial, objectives: Sequence[Objective], *, feasib
 
 
 def _of_successes(trials: Iterable[FrozenTrial], name: str) -> Iterator[float]:
-    """What each finished success was found to have, where it is known; its configuration is not looked at."""
+    """Yield the known values of an objective of all finished successes, without reading configurations."""
     for frozen in trials:
         known = frozen.user_attrs.get(OUTCOME, {})
         if is_result(frozen) and frozen.state.is_finished() and known.get("status") == "success":

@@ -1,4 +1,4 @@
-"""Samplers by name, each of which draws a trial by the trial's own number and not by who asks for it."""
+"""Samplers by name. A sample depends on the number of the trial, not on the process."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ if TYPE_CHECKING:
 __all__ = ["INFEASIBLE", "SAMPLERS", "make_sampler"]
 
 SAMPLERS = ("tpe", "random", "gp", "nsga2")
-INFEASIBLE = "infeasible"  # name of the constraint, and user attribute: above 0 of what failed
+INFEASIBLE = "infeasible"  # name of the constraint and of the user attribute: above 0 for failed trials
 
 
 def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> BaseSampler:
-    """An Optuna sampler by name, or the one that is given, as it is.
+    """Return an Optuna sampler by name. A sampler object is returned unchanged.
 
-    By name it draws each trial from a seed made of `seed` and the trial's number. A search that is resumed,
-    or shared by several processes, neither repeats draws nor depends on who made which.
+    A sampler by name derives the seed of each trial from `seed` and the number of the trial. A search that is
+    resumed or shared by several processes therefore does not repeat samples, and its samples do not depend on
+    the process.
 
-    - `random`: each key for itself.
-    - `tpe`: tree-structured Parzen estimators, of all keys together; after a third of the budget, of ten at
-      most, that is random.
-    - `gp`: a Gaussian process, for few trials that are dear; one objective with Optuna before 4.4.
-    - `nsga2`: a genetic algorithm, for several objectives; generations of a fifth of the budget, of 4 to 50.
+    - `random`: samples each key independently.
+    - `tpe`: tree-structured Parzen estimators, jointly over all keys. The first third of the budget, at most
+      ten trials, is random.
+    - `gp`: a Gaussian process, for few expensive trials. Before Optuna 4.4, only for one objective.
+    - `nsga2`: a genetic algorithm for several objectives. A generation is a fifth of the budget, from 4 to
+      50.
 
     Args:
-        given: a name, or an Optuna sampler.
-        budget: of trials.
-        n_objectives: of the study.
+        given: name of a sampler, or an Optuna sampler.
+        budget: number of trials.
+        n_objectives: number of objectives of the study.
         seed: any integer >= 0.
 
     Raises:
-        ValueError: no name of a sampler.
+        ValueError: an unknown name.
     """
     optuna = import_optuna()
     if isinstance(given, optuna.samplers.BaseSampler):
@@ -47,7 +49,7 @@ def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> Ba
     require(named, "sampler", given, f"{', '.join(map(repr, SAMPLERS))}, or an Optuna sampler")
     startup = min(10, max(2, budget // 3))
     population = min(50, max(4, budget // 5))
-    # Since Optuna 5 a trial says itself whether it kept its constraints.
+    # Since Optuna 5, a trial itself reports if it meets its constraints.
     declared = hasattr(optuna.trial.Trial, "set_constraint")
     constraints: dict[str, Any] = {} if declared else {"constraints_func": _constraints}
 
@@ -82,11 +84,11 @@ def _constraints(trial: FrozenTrial) -> Sequence[float]:
 
 
 def _by_number(make: Callable[[int], BaseSampler]) -> BaseSampler:
-    """A sampler that is made anew for each trial."""
+    """Return a sampler that creates a new sampler for each trial."""
     optuna = import_optuna()
 
     class ByNumber(optuna.samplers.BaseSampler):  # type: ignore[misc,name-defined]
-        """Hands everything on to a sampler that is made for the number of the trial."""
+        """Sampler that forwards all calls to a sampler for the number of the trial."""
 
         def __init__(self) -> None:
             self._number: int | None = None
@@ -98,7 +100,7 @@ def _by_number(make: Callable[[int], BaseSampler]) -> BaseSampler:
             return self._inner
 
         def reseed_rng(self) -> None:
-            """Nothing: seeds are those of the trials."""
+            """Do nothing, because each trial has its own seed."""
 
         def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
             with quiet_optuna():

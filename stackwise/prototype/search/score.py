@@ -1,4 +1,4 @@
-"""Score: loss, time and memory of a configuration as one number, in nats; higher is better."""
+"""Score: loss, time and memory of a configuration as one number in nats. Higher is better."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ScoreWeights", "score_config"]
 
 
 class _Run(Protocol):
-    """What a score is of: a `PrototypeRun`, or a `TrialOutcome`."""
+    """Run with a score: a `PrototypeRun` or a `TrialOutcome`."""
 
     @property
     def status(self) -> str: ...
@@ -23,7 +23,7 @@ class _Run(Protocol):
 
 
 class _Forward(Protocol):
-    """What else may be known of speed and memory: a `ForwardPass`."""
+    """Separate measurement of speed and memory: a `ForwardPass`."""
 
     @property
     def tokens_per_second(self) -> float | None: ...
@@ -33,18 +33,18 @@ class _Forward(Protocol):
 
 @dataclass(frozen=True)
 class ScoreWeights:
-    """What a factor of two in time and in memory is worth, in nats of loss.
+    """Value of a factor of two in time and in memory, in nats of loss.
 
-    A doubling of the tokens of a compute-optimal run lowers its loss by some hundredths of a nat to a tenth
-    (Hoffmann et al. 2022, arXiv:2203.15556), and what is twice as fast sees twice the tokens: hence the
-    default of `time`. Memory is worth less, since it can be bought with time.
+    If the number of tokens of a compute-optimal run is doubled, its loss decreases by some hundredths of a
+    nat to a tenth (Hoffmann et al. 2022, arXiv:2203.15556). A model that is twice as fast sees twice the
+    tokens, hence the default of `time`. Memory has a lower value, because it can be traded for time.
 
     Attributes:
-        time: nats for each halving of the seconds a token, at least 0.
-        memory: nats for each halving of the peak, at least 0; 0 needs no peak.
-        reference_tokens_per_second: the speed at which the term of time is 0.
-        reference_peak_bytes: the peak at which the term of memory is 0. Other references move all scores
-            by the same number, so that no two configurations change places.
+        time: nats per halving of the seconds per token, at least 0.
+        memory: nats per halving of the peak memory, at least 0. With 0, no peak is required.
+        reference_tokens_per_second: speed for which the time term is 0.
+        reference_peak_bytes: peak for which the memory term is 0. Other references shift all scores by the
+            same number and do not change their order.
     """
 
     time: float = 0.1
@@ -59,31 +59,30 @@ class ScoreWeights:
             check_number(key, getattr(self, key), "a number above 0", lambda number: number > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
 def score_config(run: _Run, forward: _Forward | None = None, weights: ScoreWeights | None = None) -> float:
-    """How good a configuration is, in nats: the higher, the better.
+    """Return the score of a configuration in nats. Higher is better.
 
         - loss  -  time * log2(reference_tokens_per_second / tokens_per_second)
                 -  memory * log2(peak_bytes / reference_peak_bytes)
 
-    All terms are in one unit and each is monotone: a lower loss, more tokens/s and a smaller peak never lower
-    the score, and a difference of two scores means the same wherever it is. The loss is `validation_loss`
-    where there is one, `final_loss` or `loss` otherwise.
+    All terms have the same unit and are monotone: a lower loss, more tokens/s or a smaller peak never lowers
+    the score. A difference of two scores has the same meaning everywhere. The loss is `validation_loss` if it
+    is known, otherwise `final_loss` or `loss`.
 
     Args:
-        run: what training showed: a `PrototypeRun` or a `TrialOutcome`.
-        forward: whose speed and peak are taken in place of those of `run`, as where what is wanted is
-            inference.
+        run: result of training: a `PrototypeRun` or a `TrialOutcome`.
+        forward: replacement for the speed and peak of `run`, for example if inference matters.
         weights: default `ScoreWeights()`.
 
     Returns:
-        A finite number; -inf where `run` is no success, so that such a one is behind all others.
+        A finite number. -inf if `run` is not a success, so that it ranks after all successes.
 
     Raises:
-        ValueError: a speed, or a peak that has a weight, was not measured.
+        ValueError: the speed, or a peak with a weight, was not measured.
     """
     weights = ScoreWeights() if weights is None else weights
     if run.status != "success":

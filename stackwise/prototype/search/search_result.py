@@ -1,4 +1,4 @@
-"""SearchResult: the trials of a search, the best of them, their Pareto front, and all of it as files."""
+"""SearchResult: trials of a search, the best one, the Pareto front, and their files."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_bytes": ("peak", byte_text),
     "parameters": ("parameters", lambda count: f"{count:,}"),
 }
-_NUMBERS = {"trial", *(name for name, _ in _MEASURED.values())}  # columns that are aligned to the right
+_NUMBERS = {"trial", *(name for name, _ in _MEASURED.values())}  # right-aligned columns
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        name: of the study.
-        storage: where it is, without a password.
-        objectives: what was made small or large.
-        trials: all results by number, failed and pruned ones included.
-        definition: how a trial came to be: space, steps, seeds and what else decides it.
-        notes: what a reader ought to know.
+        name: name of the study.
+        storage: location of the study, without a password.
+        objectives: minimized or maximized numbers.
+        trials: all results by number, including failed and pruned ones.
+        definition: settings that define a trial: such as space, steps and seeds.
+        notes: notes for the reader.
     """
 
     name: str
@@ -62,46 +62,49 @@ class SearchResult:
 
     @property
     def succeeded(self) -> tuple[SearchTrial, ...]:
-        """Those that ran to their end without trouble."""
+        """Successful trials."""
         return tuple(trial for trial in self.trials if trial.status == "success")
 
     @property
     def ranked(self) -> tuple[SearchTrial, ...]:
-        """All, the best by the first objective first; then what did not succeed, by number."""
+        """All trials: successes from best to worst by the first objective, then the rest by number."""
         first = self.objectives[0]
         failed = tuple(trial for trial in self.trials if trial.status != "success")
         return (*sorted(self.succeeded, key=lambda trial: (first.cost(trial), trial.number)), *failed)
 
     @property
     def best(self) -> SearchTrial | None:
-        """Of those that succeeded the best by the first objective; None: none did."""
+        """Successful trial that is best by the first objective. None: no success."""
         return self.ranked[0] if self.succeeded else None
 
     @property
     def front_objectives(self) -> tuple[Objective, ...]:
-        """What the front is of: the objectives where they are several, else loss and tokens/s."""
+        """Objectives of the front: the search's own if it has several, otherwise loss and tokens/s."""
         if len(self.objectives) > 1:
             return self.objectives
         return OBJECTIVES["loss"], OBJECTIVES["tokens_per_second"]
 
     @property
     def front(self) -> tuple[SearchTrial, ...]:
-        """Of those that succeeded the ones that no other is at least as good as in all and better in one."""
+        """Successful trials that no other one dominates.
+
+        A trial dominates another if it is at least as good in all objectives and better in one.
+        """
         trials = [t for t in self.succeeded if all(each.of(t) is not None for each in self.front_objectives)]
         points = [[each.cost(trial) for each in self.front_objectives] for trial in trials]
         return tuple(trials[index] for index in non_dominated(points))
 
     def hypervolume(self, reference: Sequence[float] | None = None) -> float:
-        """The area that the front dominates, in units of the first objective times the second.
+        """Return the area that the front dominates, in units of the first objective times the second.
 
-        Two results are compared with the same reference.
+        To compare two results, use the same reference.
 
         Args:
-            reference: by `front_objectives` a value each that is worse than all that matters; None: the worst
-                of each among those that succeeded.
+            reference: one value for each of `front_objectives`, worse than all relevant values. None: the
+                worst of each among the successes.
 
         Raises:
-            ValueError: objectives that are not two; nothing succeeded, and no reference.
+            ValueError: other than two objectives, or no success and no reference.
         """
         objectives = self.front_objectives
         names = [each.name for each in objectives]
@@ -117,16 +120,16 @@ class SearchResult:
         return hypervolume(points, corner)
 
     def to_markdown(self, *, last: int | None = None) -> str:
-        """A table of all trials, the best first; `*` marks the front, and a blank is not known.
+        """Return a table of all trials, best first. `*` marks the front, and unknown values are blank.
 
         Args:
-            last: only so many rows; None: all.
+            last: maximum number of rows. None: all.
         """
         head, rows = self._cells(last)
         return markdown_table(head, rows, right=_NUMBERS)
 
     def table(self, *, last: int | None = None) -> RichTable:
-        """The same for a terminal."""
+        """Return the same table for a terminal."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -135,11 +138,11 @@ class SearchResult:
         for name in head:
             table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for row in rows:
-            table.add_row(*map(Text, row))  # a reason may have square brackets, which are no markup
+            table.add_row(*map(Text, row))  # square brackets in a reason are not markup
         return table
 
     def to_csv(self) -> str:
-        """One line a trial, by number; a key of the space is a column, with all digits of its values."""
+        """Return one line per trial by number, with a column per key of the space, in full precision."""
         out = io.StringIO()
         keys = self._keys()
         measured = list(_MEASURED)
@@ -154,7 +157,7 @@ class SearchResult:
         return out.getvalue()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         best = self.best
         return {
             "name": self.name,
@@ -169,10 +172,10 @@ class SearchResult:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Draw all trials in the plane of loss and tokens/s, or of the first two objectives, to a new SVG.
+        """Draw all trials by loss and tokens/s, or by the first two objectives, to a new SVG.
 
         Raises:
-            ValueError: another ending than .svg, or no trial has both.
+            ValueError: another file extension than .svg, or no trial has both values.
             ImportError: matplotlib is not installed.
         """
         return write_svg(path, front_svg(self))
@@ -198,7 +201,7 @@ class SearchResult:
         for path, text in zip(written, texts.values(), strict=True):
             write_whole(path, text)
         if self.front:
-            with suppress(ImportError):  # the rest, of a search that took long, is whole without it
+            with suppress(ImportError):  # the other files of a long search are complete without it
                 written.append(self.plot(folder / "front.svg"))
         return written
 
@@ -251,7 +254,7 @@ class SearchResult:
         return "\n".join(lines)
 
     def _cells(self, last: int | None) -> tuple[list[str], list[list[str]]]:
-        """The head and the rows of a table."""
+        """Return the head and the rows of a table."""
         keys = self._keys()
         shown = [key for key in _MEASURED if self._has(key)]
         head = ["trial", "front", *(_MEASURED[key][0] for key in shown), "status", *keys]
@@ -266,7 +269,7 @@ class SearchResult:
         return head, rows
 
     def _keys(self) -> list[str]:
-        """What any trial has values of: a key that was solved for need not be in all."""
+        """Return the keys with values in any trial. Not all trials have the solved keys."""
         return list(dict.fromkeys(key for trial in self.trials for key in trial.values))
 
     def _has(self, key: str) -> bool:

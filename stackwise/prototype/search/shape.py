@@ -1,8 +1,8 @@
-"""Shape: from drawn values to the sections of a configuration, so that every rule of it holds.
+"""Shape: conversion of sampled values to sections of a configuration that meets all its rules.
 
-What depends on other values is not drawn but computed: d_model = head_dim * n_heads, n_kv_heads from a ratio
-that divides n_heads, d_ff from its ratio to d_model, Blocks over Stacks. What means nothing beside the other
-values is put at its default.
+Values that depend on other values are computed, not sampled: d_model = head_dim * n_heads, n_kv_heads from a
+ratio that divides n_heads, d_ff from its ratio to d_model, Blocks over Stacks. Settings without effect are
+reset to their defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stackwise.config import ModelConfig, StackWiseConfig
 
 __all__ = ["DEPENDENT_KEYS", "DERIVED_KEYS", "D_FF_MULTIPLE", "base_sizes", "shaped", "shaped_model"]
 
-D_FF_MULTIPLE = 8  # what hardware likes, and few enough steps for a ratio to be kept
+D_FF_MULTIPLE = 8  # suits hardware, and is small enough to preserve a ratio
 
 DEPENDENT_KEYS = {
     "n_layers": "Blocks in all; as many Stacks as in the base, or the most below that divide it",
@@ -27,7 +27,8 @@ DERIVED_KEYS = {
     "model.n_kv_heads": "it follows from gqa_ratio; search that",
 }
 
-# Of the model: keys that have a meaning only beside some values of others, and what they are elsewhere.
+# Keys of the model that have an effect only with some values of other keys. Otherwise they have their
+# defaults.
 _RULES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "latent": lambda model: model["attention_type"] == "mla",
     "kernel": lambda model: model["attention_type"] == "kernel",
@@ -41,11 +42,11 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 
 
 def base_sizes(config: StackWiseConfig) -> dict[str, Any]:
-    """What the dependent keys are in a configuration.
+    """Return the values of the dependent keys in a configuration.
 
     Returns:
-        `head_dim`, `n_heads`, `n_layers`, `d_ff_ratio`, and `gqa_ratio`, which is None where heads do not
-        share keys and values.
+        `head_dim`, `n_heads`, `n_layers`, `d_ff_ratio`, and `gqa_ratio`, which is None if heads do not share
+        keys and values.
     """
     model = config.model
     groups = model.n_heads // model.n_kv_heads if model.n_kv_heads else None
@@ -59,10 +60,10 @@ def base_sizes(config: StackWiseConfig) -> dict[str, Any]:
 
 
 def shaped(base: StackWiseConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that `values`, by dotted or dependent key, make of the base.
+    """Return the sections of the base with `values`, by dotted or dependent key.
 
-    Its dependent sizes are consistent whatever the values are; a value that is refused by itself, such as
-    a learning rate of 0, is not mended.
+    Dependent sizes are consistent for all values. A value that is invalid by itself, such as a learning rate
+    of 0, is not corrected.
     """
     content = base.to_dict()
     _place_all(content, {key: value for key, value in values.items() if not _is_of_model(key)})
@@ -74,16 +75,16 @@ def shaped(base: StackWiseConfig, values: Mapping[str, Any]) -> dict[str, Any]:
 def shaped_model(
     base: Mapping[str, Any], sizes: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of `shaped` the section `model`.
+    """Return the section `model` of `shaped`.
 
     Args:
-        base: that section of the base, as plain values; it is left as it is.
-        sizes: the `base_sizes`.
-        values: by key of the space.
+        base: section `model` of the base as plain values. It is not changed.
+        sizes: result of `base_sizes`.
+        values: values by key of the space.
     """
     model = copy.deepcopy(dict(base))
     own = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
-    # What is inside a section that is null waits until it is known which sections there are.
+    # Keys inside a section that is null are set after it is known which sections exist.
     waiting = {key: value for key, value in own.items() if _section_is_null(model, key.split("."))}
     _place_all(model, {key: value for key, value in own.items() if key not in waiting})
     _set_widths(model, base, sizes, values)
@@ -131,7 +132,7 @@ def _set_attention(model: dict[str, Any], sizes: Mapping[str, Any], values: Mapp
 
 
 def _latent(head_dim: int, d_model: int) -> dict[str, Any]:
-    """The sizes of a latent in the proportions of DeepSeek-V2 (arXiv:2405.04434, section 2.1.4)."""
+    """Return the sizes of a latent in the proportions of DeepSeek-V2 (arXiv:2405.04434, section 2.1.4)."""
     rope_dim = max(2, head_dim // 4 * 2)
     return {
         "kv_lora_rank": min(4 * head_dim, d_model),
@@ -160,7 +161,7 @@ def _section_is_null(content: Mapping[str, Any], path: list[str]) -> bool:
 
 
 def _place_all(content: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put values at their dotted keys; a section on the way that is null begins with its defaults."""
+    """Set values at their dotted keys. A section that is null starts with its defaults."""
     for key, value in values.items():
         inner, path = content, key.split(".")
         for part in path[:-1]:

@@ -1,4 +1,4 @@
-"""Space: the configurations that a search is over, each valid and within its budget by construction."""
+"""Space: configurations of a search, all valid and within their budget by construction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Space", "config_digest"]
 
 _BUDGET_KEYS = ("min_parameters", "max_parameters", "parameters", "tolerance", "solve")
 _KEYS = ("base", "space", *_BUDGET_KEYS)
-# What makes a model larger, one step at a time; a budget is met by moving along these.
+# Sizes of a model. Their values are changed step by step to meet a budget.
 _SIZE_KEYS = (
     "n_layers",
     "model.architecture.n_stacks",
@@ -41,25 +41,25 @@ _TOGETHER = (
     ("n_layers", "model.architecture.blocks_per_stack"),
     ("d_ff_ratio", "model.d_ff"),
 )
-# Of which a rule of a configuration relates all: the size of a head is even where it is rotated.
+# Keys with a common rule: the size of a head must be even if it is rotated.
 _RELATED = (("model.head_dim", "model.use_rope", "model.attention_type"),)
-_CHECKED = 512  # combinations of other keys that a budget is checked for
+_CHECKED = 512  # maximum number of combinations of other keys for which a budget is checked
 
 
 @dataclass(frozen=True)
 class Space:
-    """A base configuration, and the values that some of its keys may take.
+    """Base configuration, with the allowed values of some of its keys.
 
-    Keys are the dotted keys of a configuration, and three on which others depend: `n_layers`, `gqa_ratio` and
-    `d_ff_ratio`. Every draw is a valid configuration: what is constrained is computed from what is drawn, and
-    a draw outside a parameter budget is moved to the nearest sizes inside it. A space in which that
-    cannot be is refused when it is made.
+    Keys are the dotted keys of a configuration, and three keys that determine other keys: `n_layers`,
+    `gqa_ratio` and `d_ff_ratio`. Every sample is a valid configuration: constrained values are computed from
+    sampled ones, and a sample outside a parameter budget is moved to the nearest sizes inside. A space in
+    which this is impossible is refused when it is created.
 
     Attributes:
-        base: what is not searched.
-        dimensions: by key.
-        budget: of parameters; None: any number.
-        source: where it is from, for messages.
+        base: configuration of the other keys.
+        dimensions: allowed values by key.
+        budget: budget of parameters. None: no bounds.
+        source: origin of the space, for messages.
     """
 
     base: StackWiseConfig
@@ -78,17 +78,17 @@ class Space:
 
     @classmethod
     def of(cls, space: Space | Mapping[str, Any] | str | Path) -> Space:
-        """Itself, what a mapping describes, or what a YAML file does."""
+        """Return a space from a `Space` (unchanged), a mapping or a YAML file."""
         if isinstance(space, Space):
             return space
         return cls.from_dict(space) if isinstance(space, Mapping) else cls.from_yaml(space)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Read a YAML file; `base` may be the path of another one, as seen from its folder.
+        """Return the space of a YAML file. `base` may be the path of another file, relative to its folder.
 
         Raises:
-            ConfigError: naming every key that is refused.
+            ConfigError: the message names every key that is refused.
             OSError: the file cannot be read.
         """
         path = Path(path)
@@ -102,17 +102,18 @@ class Space:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, source: str = "space") -> Self:
-        """From `base`, `space`, and what bounds the parameters.
+        """Return a space from `base`, `space`, and the bounds on parameters.
 
         Args:
-            mapping: `base` is a configuration or a mapping of its sections, of JSON too; `space` has by key a
-                list of choices, or `low`, `high`, and `step` or `log`. Either of `min_parameters` and
-                `max_parameters`, or `parameters` with `tolerance` (0.02) and `solve` ("n_layers", or
-                "model.n_heads" or "model.d_ff"): all have as many, and that key is what it takes.
-            source: where it is from, for messages.
+            mapping: `base` is a configuration or a mapping of its sections, also from JSON. `space` has, by
+                key, a list of choices, or `low`, `high`, and `step` or `log`. The bounds are `min_parameters`
+                and `max_parameters`, or `parameters` with `tolerance` (0.02) and `solve` ("n_layers",
+                "model.n_heads" or "model.d_ff"): all configurations have that number of parameters, for which
+                the key `solve` is computed.
+            source: origin of the space, for messages.
 
         Raises:
-            ConfigError: naming every key that is refused.
+            ConfigError: the message names every key that is refused.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError([f"got {mapping!r}; allowed: a mapping of {', '.join(_KEYS)}"], source)
@@ -140,7 +141,7 @@ class Space:
         return cls(base, dimensions, budget, source)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that describe the same space; `from_dict` reads them."""
+        """Return plain values that describe the space, for `from_dict`."""
         plain: dict[str, Any] = {"base": self.base.to_dict()}
         plain["space"] = {key: dimension.to_plain() for key, dimension in self.dimensions.items()}
         if self.budget is not None and self.budget.target is not None:
@@ -154,7 +155,10 @@ class Space:
 
     @cached_property
     def size(self) -> int | None:
-        """How many draws differ, before those that come to the same configuration; None: uncountable."""
+        """Number of different samples, some of which may result in the same configuration.
+
+        None: uncountable.
+        """
         product = 1
         for dimension in self.dimensions.values():
             if dimension.count is None:
@@ -163,7 +167,7 @@ class Space:
         return product
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """All draws of a space that has a `size`, in a fixed order."""
+        """Yield all samples of a space with a `size`, in a fixed order."""
         lattices = []
         for dimension in self.dimensions.values():
             whole = dimension.values if isinstance(dimension, Choices) else dimension.points()
@@ -172,27 +176,27 @@ class Space:
             yield dict(zip(self.dimensions, values, strict=True))
 
     def sample(self, source: random.Random) -> dict[str, Any]:
-        """A draw, each key for itself; `config` makes it a configuration."""
+        """Return a sample, with independent keys. `config` converts it to a configuration."""
         return {key: dimension.draw(source) for key, dimension in self.dimensions.items()}
 
     def config(self, values: Mapping[str, Any]) -> StackWiseConfig:
-        """The configuration that a draw comes to: valid, and within the budget.
+        """Return the configuration of a sample: valid, and within the budget.
 
         Args:
-            values: by key of the space, one of its values each.
+            values: one allowed value for each key of the space.
 
         Raises:
-            ValueError: a key that is missing or not of this space.
-            ConfigError: a rule of the configuration was broken that relates more keys of this space than were
-                looked at together when it was made.
+            ValueError: a key that is missing or not part of this space.
+            ConfigError: a rule of the configuration is broken that relates more keys than the checks at
+                creation covered.
         """
         return self.build(self.settled(values))
 
     def settled(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A draw with the sizes that it has within the budget, and what was solved for.
+        """Return a sample with sizes within the budget, and with the solved key.
 
         Raises:
-            ValueError: a key that is missing or not of this space.
+            ValueError: a key that is missing or not part of this space.
         """
         if values.keys() != self.dimensions.keys():
             raise ValueError(f"values: got the keys {sorted(values)}; allowed: {sorted(self.dimensions)}")
@@ -202,10 +206,10 @@ class Space:
         return settled
 
     def build(self, settled: Mapping[str, Any]) -> StackWiseConfig:
-        """The configuration that settled values describe.
+        """Return the configuration that settled values describe.
 
         Raises:
-            ConfigError: as of `config`.
+            ConfigError: as in `config`.
         """
         return StackWiseConfig.from_dict(shaped(self.base, settled), source=self.source)
 
@@ -270,11 +274,11 @@ class Space:
                 yield f"space.d_ff_ratio: got {value!r}; allowed: numbers above 0"
 
     def _wrong_values(self) -> Iterator[str]:
-        """Values that are refused by themselves, or beside one of another key.
+        """Yield values that are refused by themselves, or together with a value of another key.
 
-        A rule of a configuration relates at most two keys that are not computed here, or those of `_RELATED`,
-        and is monotone in numbers or refuses odd ones, so that a space whose pairs of ends are allowed, and
-        these, holds nothing that is refused.
+        A rule of a configuration relates at most two keys that are not computed here, or the keys of
+        `_RELATED`. It is monotone in numbers, or refuses odd ones. If all pairs of end values and the
+        combinations of `_RELATED` are allowed, the space therefore contains no refused value.
         """
         first = {key: dimension.ends[0] for key, dimension in self.dimensions.items()}
         if self.budget is not None and self.budget.solve is not None:
@@ -283,7 +287,7 @@ class Space:
         for key, dimension in self.dimensions.items():
             for value in dimension.ends:
                 alone = self._problem(first | {key: value})
-                # What the first values of the others are to blame for is found beside each of them.
+                # An error caused by the first values of other keys is reported for these keys.
                 if alone is not None and self._alone(first, key, value):
                     refused.add((key, repr(value)))
                     yield f"space.{key}: got {value!r}; {alone}"
@@ -308,7 +312,7 @@ class Space:
                     yield f"space.{key}: got {drawn[key]!r} beside {beside}; {problem}"
 
     def _alone(self, first: Mapping[str, Any], key: str, value: Any) -> bool:
-        """Whether `value` is refused whatever the values of the other keys are."""
+        """Return True if `value` is refused with all values of the other keys."""
         others = [
             (other, each)
             for other, dimension in self.dimensions.items()
@@ -325,7 +329,7 @@ class Space:
         return None
 
     def _outside_budget(self) -> Iterator[str]:
-        """Whether each combination of what is no size has a size within the budget."""
+        """Yield an error if a combination of the keys that are not sizes has no size within the budget."""
         others = {
             key: dimension.ends
             for key, dimension in self.dimensions.items()
@@ -337,13 +341,13 @@ class Space:
             products = random.Random(0).sample(products, _CHECKED)  # noqa: S311
         for product in products:
             values = sizes | dict(zip(others, product, strict=True))
-            # Where the search begins changes nothing but how long it takes.
+            # The starting point only affects the duration of the search.
             if self._nearest(values | self._sizes_near(values)) is None:
                 yield self._no_size(values)
                 return
 
     def _sizes_near(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Of sizes that grow together from the smallest to the largest the first with parameters enough."""
+        """Return the first sizes with enough parameters, if all grow together from smallest to largest."""
         assert self.budget is not None
         lattices = {key: self.dimensions[key].lattice() for key in _SIZE_KEYS if key in self.dimensions}
         steps = max([len(lattice) - 1 for lattice in lattices.values()], default=0)
@@ -359,7 +363,7 @@ class Space:
         return at(bisect_left(range(steps), self.budget.low, key=counted))
 
     def _no_size(self, values: Mapping[str, Any]) -> str:
-        """Why no size is within the budget beside values of the other keys."""
+        """Return the reason why no size is within the budget with these values of the other keys."""
         budget = self.budget
         assert budget is not None
         sizes = {key: self.dimensions[key].lattice() for key in _SIZE_KEYS if key in self.dimensions}
@@ -388,13 +392,13 @@ class Space:
 
 
 def config_digest(config: StackWiseConfig) -> str:
-    """The same text for equal configurations, and for no others."""
+    """Return a text that is equal only for equal configurations."""
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _leaves(section: type[Section], path: str = "") -> Iterator[str]:
-    """Dotted keys that hold no others."""
+    """Yield dotted keys that do not contain other keys."""
     for name, field in section.model_fields.items():
         kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

@@ -1,4 +1,4 @@
-"""Where a study is: a journal file, any storage that Optuna knows, or this process's memory."""
+"""Storage of a study: a journal file, any storage that Optuna supports, or the memory of this process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of", "shown_place"]
 
 JOURNAL = "search.journal"
 MEMORY = "memory"
-_FIRST_LINE = b'{"op_code":0,"worker_id":'  # of a journal, as Optuna begins it
-_TABLES = {"studies", "version_info"}  # two of those that Optuna makes in a database
-_SQLITE_WAIT = 60.0  # seconds, while another process writes
-# What databases say of tables that another process has begun to make.
+_FIRST_LINE = b'{"op_code":0,"worker_id":'  # start of a journal, as Optuna writes it
+_TABLES = {"studies", "version_info"}  # two of the tables that Optuna creates in a database
+_SQLITE_WAIT = 60.0  # seconds to wait while another process writes
+# Error messages of databases for tables that another process is creating.
 _HALF_THERE = (
     "already exists",
     "UNIQUE constraint failed",
@@ -33,15 +33,15 @@ _HALF_THERE = (
 
 
 def place_of(storage: Any) -> str | BaseStorage:
-    """`storage` as every process of a search can be told of it.
+    """Return `storage` in a form that can be passed to every process of a search.
 
     Args:
-        storage: None is `search.journal` here; a path is a journal file, of a folder the one in it; with "://"
-            an Optuna URL (sqlite:///FILE, postgresql://..., mysql://...); "memory" is lost with the process;
-            an Optuna storage is itself.
+        storage: None is `search.journal` in the current folder; a path is a journal file, or a folder that
+            contains one; a text with "://" is an Optuna URL (sqlite:///FILE, postgresql://..., mysql://...);
+            "memory" is lost with the process; an Optuna storage is returned unchanged.
 
     Raises:
-        ValueError: none of these.
+        ValueError: another value.
     """
     optuna = import_optuna()
     if isinstance(storage, optuna.storages.BaseStorage):
@@ -56,7 +56,7 @@ def place_of(storage: Any) -> str | BaseStorage:
 
 
 def shown_place(place: str | BaseStorage) -> str:
-    """A place for people: of a URL without its password, of an Optuna storage its kind."""
+    """Return a place as text for users: a URL without its password, an Optuna storage as its type."""
     if not isinstance(place, str):
         return type(place).__name__
     if "://" not in place:
@@ -72,12 +72,12 @@ def shown_place(place: str | BaseStorage) -> str:
 
 
 def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
-    """The storage at a place that `place_of` gave; with `create=False` no file or table is made or mended.
+    """Return the storage at a result of `place_of`. With `create=False`, nothing is created or repaired.
 
     Raises:
-        ValueError: with `create=False`, what is not there, or a database without Optuna's tables; a file that
-            is no journal.
-        OSError: it cannot be made or read.
+        ValueError: with `create=False`, a missing file, or a database without Optuna's tables; a file that is
+            not a journal.
+        OSError: the storage cannot be created or read.
     """
     if not isinstance(place, str):
         return place
@@ -101,9 +101,9 @@ def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorag
 
 
 def _check_journal(path: Path) -> None:
-    """Refuse a file of another kind, by what Optuna begins each line of a journal with.
+    """Raise ValueError for a file that is not a journal, by the start of its first line.
 
-    A first line that was cut off, as where a disk was full, is one of a journal that has nothing yet.
+    An incomplete first line, for example after a full disk, is accepted as an empty journal.
     """
     with path.open("rb") as file:
         line = file.readline()
@@ -118,9 +118,9 @@ def _check_journal(path: Path) -> None:
 
 
 def _mend_journal(optuna: Any, path: Path) -> None:
-    """Take off a last line that was cut off, as where a disk was full.
+    """Remove an incomplete last line, for example after a full disk.
 
-    Whatever is appended to such a line can never be read again.
+    Otherwise, everything that is appended to it would be unreadable.
     """
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
@@ -135,7 +135,7 @@ def _mend_journal(optuna: Any, path: Path) -> None:
 
 
 def _check_database(url: str, options: dict[str, Any]) -> None:
-    """Refuse what holds no studies: SQLite would make the file, and Optuna its tables in any database."""
+    """Raise ValueError for a database without studies. SQLite or Optuna would otherwise create them."""
     import sqlalchemy
 
     shown = shown_place(url)
@@ -143,7 +143,7 @@ def _check_database(url: str, options: dict[str, Any]) -> None:
         engine = sqlalchemy.create_engine(url, **options)
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         raise OSError(f"storage: {shown}: {error}") from error
-    if engine.dialect.name == "sqlite" and "uri" not in engine.url.query:  # those say it to SQLite itself
+    if engine.dialect.name == "sqlite" and "uri" not in engine.url.query:  # a URI has its own mode
         require(Path(engine.url.database or "").is_file(), "storage", shown, "a database that is there")
     try:
         tables = set(sqlalchemy.inspect(engine).get_table_names())
@@ -161,14 +161,15 @@ def _database(optuna: Any, url: str, *, create: bool) -> BaseStorage:
     if url.startswith("sqlite:///") and ":memory:" not in url:
         from sqlalchemy.pool import NullPool
 
-        options["poolclass"] = NullPool  # Optuna never closes the connections that a pool would keep
+        options["poolclass"] = NullPool  # Optuna never closes pooled connections
     for attempt in range(5):
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=options)  # type: ignore[no-any-return]
         except (optuna.exceptions.OptunaError, ImportError):
             raise
         except Exception as error:
-            # Of two processes that make the tables of one database at a time one finds them half there.
+            # If two processes create the tables of one database at the same time, one may find them
+            # incomplete.
             if attempt == 4 or not any(text in str(error) for text in _HALF_THERE):
                 raise OSError(f"storage: {shown_place(url)}: {error}") from error
             time.sleep(0.2 * (attempt + 1))

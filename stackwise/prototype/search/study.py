@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 __all__ = ["load_search", "search_architecture_space"]
 
 Problem = Callable[[Mapping[str, Any]], str | None]
-_DEFINITION = "stackwise"  # attribute of a study: how its trials come to be
-_POLL = 0.2  # seconds between two looks at what workers have done
-_PATIENCE = 10.0  # seconds that workers have to give their trials back
-_DRAWS = 32  # combinations of ends of which one is wanted that can be trained
-_DEATHS = 3  # of each worker without a result between them; what kills three times is an error then
+_DEFINITION = "stackwise"  # attribute of a study: definition of its trials
+_POLL = 0.2  # seconds between two polls of the workers' results
+_PATIENCE = 10.0  # seconds that workers have to release their trials
+_DRAWS = 32  # random combinations of end values to find one that can be trained
+_DEATHS = 3  # per worker, without a result in between; three deaths of a configuration are an error
 
 
 def search_architecture_space(
@@ -80,65 +80,65 @@ def search_architecture_space(
     on_trial: OnTrial | None = None,
     stale_seconds: float = 120.0,
 ) -> SearchResult:
-    """Search for good architectures among those of a space.
+    """Search for good architectures in a space.
 
-    The budget is that of the study: called again with the same storage, or in a second process or machine at
-    the same time, it makes only what is missing, and returns once all is there. No trial is done twice.
+    The budget is that of the study. If the search is called again with the same storage, or at the same time
+    in a second process or machine, only missing trials run. The call returns when all are finished. No trial
+    runs twice.
 
-    - What fails is a result: "nan", "diverged", "spiky" as `ArchitecturePrototype` says, "error" where it
-      raised, "pruned" where a pruner ended it. It ranks behind every success, and a sampler is told of it
-      as infeasible.
-    - A draw that comes to a configuration which another trial has is not trained and does not count: another
-      one is drawn, after three in a row one that is in no trial. Where there is none left, the search ends.
-    - What the machine is to blame for is no result: see OSError, ImportError and AcceleratorError below.
-    - What a process was at when it ended is done again, at once on the same machine, after `stale_seconds`
-      on another. What ended its process three times is an error.
+    - A failure is a result: "nan", "diverged" or "spiky" from the verdict of `ArchitecturePrototype`, "error"
+      for an exception, "pruned" for an early stop by a pruner. It ranks after every success, and is
+      infeasible for a sampler.
+    - A sample with the configuration of another trial is not trained and does not count. After three
+      consecutive duplicates, a configuration without a trial is selected. If none is left, the search ends.
+    - A failure of the machine is not a result: see OSError, ImportError and AcceleratorError below.
+    - A trial of a dead process is repeated: immediately on the same machine, after `stale_seconds` on another
+      machine. After three deaths, it has the status "error".
 
     Args:
         space: a `Space`, a mapping that describes one, or a YAML file.
-        budget: results that the study is to have, failed ones included.
-        objective: "loss", "score", "tokens_per_second", "peak_bytes" or "parameters"; several for a Pareto
+        budget: number of results of the study, including failures.
+        objective: "loss", "score", "tokens_per_second", "peak_bytes" or "parameters". Several give a Pareto
             front.
         sampler: "tpe", "random", "gp", "nsga2", or an Optuna sampler; see `make_sampler`.
-        pruner: None; for loss or score "median", "hyperband", "wilcoxon" (over `seeds`); for one objective an
-            Optuna pruner. They are told of losses: at 16 even points of the first run of the mean since the
-            last of them.
-        steps: updates of each run; a verdict on stability wants 1000.
-        seeds: runs of each configuration: how many, from `seed` on; or which. Loss is their mean, and the
-            worst status counts.
-        storage: None: `search.journal` here; a path: that file, or the one in that folder; an Optuna URL; an
-            Optuna storage; "memory": none.
-        name: of the study; None: made of all that decides what a trial is, so that other searches in the same
-            storage are other studies.
-        jobs: processes here, of one thread each; 1: this process. A script that asks for more has to be
-            importable: it calls this under `if __name__ == "__main__":`.
-        seed: of all draws, and the first of `seeds`.
-        device: where to train; None: as configured. Trials of another type of device are another study.
-        small_factor: train what `create_small_variant` makes of each configuration instead of itself.
-        weights: of the score; None: `ScoreWeights()`.
-        evaluate: what is done instead of training an `ArchitecturePrototype`: (configuration, seed, report)
-            -> `TrialOutcome`; see `Evaluate`. A study is known by it: by the name of a function, by what a
-            partial or a dataclass holds of plain values, and by file and code of what a script or notebook
-            defines, unless there is a `name`. A lambda, a function that holds values of one around it, and
-            any other object wants a `name`.
-        on_trial: called here with each trial that ends while this call lasts.
+        pruner: None; for loss or score, "median", "hyperband" or "wilcoxon" (over `seeds`); for one
+            objective, an Optuna pruner. A pruner receives the mean loss since its last call at 16 equidistant
+            points of the first run.
+        steps: number of updates per run. A verdict on stability requires 1000.
+        seeds: runs of each configuration: their number, starting at `seed`, or a list of seeds. The loss is
+            their mean, and the worst status counts.
+        storage: None: `search.journal` in the current folder; a path: that file, or the one in that folder;
+            an Optuna URL; an Optuna storage; "memory": no storage.
+        name: name of the study. None: derived from everything that defines a trial, so that another search in
+            the same storage is another study.
+        jobs: number of processes on this machine, with one thread each. 1: this process. With more, a script
+            must be importable: it must call this function under `if __name__ == "__main__":`.
+        seed: seed of all samples, and the first of `seeds`.
+        device: device of the training. None: the configured one. Another type of device is another study.
+        small_factor: train `create_small_variant` of each configuration instead of the configuration.
+        weights: weights of the score. None: `ScoreWeights()`.
+        evaluate: replacement for the training of an `ArchitecturePrototype`: (configuration, seed, report) ->
+            `TrialOutcome`; see `Evaluate`. It is part of the study's identity: the name of a function, the
+            plain values of a partial or a dataclass, and, for a script or notebook without a `name`, the file
+            and the code. A lambda, a closure and any other object require a `name`.
+        on_trial: called in this process with each trial that finishes during this call.
         stale_seconds: see above.
 
     Raises:
-        ValueError: naming the argument, or the key of the space; a study of that name that was begun
-            otherwise.
-        ConfigError: a key of the space that no training reads, such as `training.seed`; in a study without
-            results a space of which nothing can be trained, or a value that cannot be beside any end of
-            another key.
-        ImportError: Optuna is not installed, or what a precision or a tokenizer of the space needs; or a
-            trial wanted a library before its first update, and is given back; with several jobs a
-            RuntimeError says so. The third time of one configuration is its `error`.
-        OSError: the data cannot be read; from a trial, before its first update, in the same way. A
+        ValueError: the message names the argument, or the key of the space; or a study of that name has other
+            settings.
+        ConfigError: a key of the space without effect on the training, such as `training.seed`; in a study
+            without results, a space without a trainable configuration, or a value that cannot be trained with
+            any end value of another key.
+        ImportError: Optuna is not installed, or a library for a precision or a tokenizer of the space; or a
+            trial required a library before its first update, and is requeued. With several jobs, this is a
+            RuntimeError. The third time for one configuration is its `error`.
+        OSError: the data cannot be read; in a trial before its first update, with the same consequences. A
             TimeoutError of a trial is its `error`.
-        torch.AcceleratorError: a trial left the device unusable for this process, and is given back; with
-            several jobs another process takes the place of the worker.
-        TypeError: `evaluate` returned what is no `TrialOutcome`; with several jobs a RuntimeError says so.
-        RuntimeError: a worker failed outside of a trial, or ended before it began, or again and again.
+        torch.AcceleratorError: a trial left the device unusable for this process, and is requeued. With
+            several jobs, another process replaces the worker.
+        TypeError: `evaluate` did not return a `TrialOutcome`. With several jobs, this is a RuntimeError.
+        RuntimeError: a worker failed outside of a trial, exited before it started, or died repeatedly.
     """
     import_optuna()
     check_sizes(budget=budget, steps=steps, jobs=jobs, small_factor=small_factor)
@@ -209,14 +209,14 @@ def search_architecture_space(
 
 
 def load_search(storage: str | Path | BaseStorage | None = None, name: str | None = None) -> SearchResult:
-    """What a stored study has so far, finished or not.
+    """Return the current results of a stored study, finished or not.
 
     Args:
-        storage: as of `search_architecture_space`.
-        name: of the study; None: the only one there is.
+        storage: as in `search_architecture_space`.
+        name: name of the study. None: the only study in the storage.
 
     Raises:
-        ValueError: there is no such study, or several to choose from.
+        ValueError: no such study, or several to choose from.
     """
     place = place_of(storage)
     opened = open_storage(place, create=False)
@@ -262,7 +262,7 @@ def _is_validated(trial: SearchTrial) -> bool:
 
 
 def _overlap(study: Study) -> bool:
-    """Whether two trials ran at the same time."""
+    """Return True if two trials ran at the same time."""
     spans = sorted(
         (each.datetime_start, each.datetime_complete)
         for each in study.get_trials(deepcopy=False)
@@ -272,7 +272,7 @@ def _overlap(study: Study) -> bool:
 
 
 def _device_type(space: Space, device: str | None) -> str | None:
-    """What trials run on; None: that is searched."""
+    """Return the type of device of all trials. None: the device is searched."""
     if device is None and "training.device" in space.dimensions:
         return None
     return resolve_device(str(device or space.base.training.device)).type
@@ -284,7 +284,7 @@ def _name(definition: Mapping[str, Any]) -> str:
 
 
 def _agree(study: Study, definition: Mapping[str, Any]) -> None:
-    """See to it that a study has trials of one kind."""
+    """Raise ValueError if the study has another definition. Set it for a new study."""
     there = study.user_attrs.get(_DEFINITION)
     wanted = json.loads(json.dumps(definition))
     if there is None:
@@ -299,9 +299,9 @@ def _agree(study: Study, definition: Mapping[str, Any]) -> None:
 
 
 def _check_space(task: Task, device: str | None) -> None:
-    """Refuse a space with values that trials could not be trained with, before one is spent on it.
+    """Raise ConfigError for a space with values that cannot be trained, before a trial runs.
 
-    What a study has results of is not refused any more: there it is the `error` of a trial.
+    A study with results is not refused. In it, such a value is the `error` of a trial.
     """
     unread = [*unread_keys(task.space.dimensions, device)]
     if unread:
@@ -319,10 +319,10 @@ def _check_space(task: Task, device: str | None) -> None:
 
 
 def _trained_ends(space: Space, problem_of: Problem) -> dict[str, Any]:
-    """Ends of all keys that can be trained together: the first ones where these can, else drawn ones.
+    """Return end values of all keys that can be trained together: the first ones, otherwise random ones.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: none were found.
     """
     ends = {key: dimension.ends for key, dimension in space.dimensions.items()}
     first, source = {key: each[0] for key, each in ends.items()}, random.Random(0)  # noqa: S311
@@ -338,7 +338,7 @@ def _trained_ends(space: Space, problem_of: Problem) -> dict[str, Any]:
 
 
 def _untrained_ends(space: Space, problem_of: Problem, trained: Mapping[str, Any]) -> Iterator[str]:
-    """Ends that cannot be trained beside any end of another key: a sentence each."""
+    """Yield a sentence for each end value that cannot be trained with any end value of another key."""
     ends = [(key, end) for key, dimension in space.dimensions.items() for end in dimension.ends]
     for key, value in ends:
         problem = problem_of({**trained, key: value})
@@ -350,13 +350,13 @@ def _untrained_ends(space: Space, problem_of: Problem, trained: Mapping[str, Any
 def _problem(
     task: Task, device: str | None, seen: dict[str, str | None], values: Mapping[str, Any]
 ) -> str | None:
-    """Why a draw cannot be trained; None: it can.
+    """Return the reason why a sample cannot be trained. None: it can be trained.
 
     Args:
-        task: of the search.
-        device: where to train.
-        seen: by `data_settings` what was said of the data: making them may take long.
-        values: by key of the space.
+        task: task of the search.
+        device: device of the training.
+        seen: cache of data errors by `data_settings`, because creating data may take long.
+        values: values by key of the space.
     """
     try:
         config = task.stand_in(task.space.config(values))
@@ -378,7 +378,7 @@ def _told(error: ValueError) -> str:
 
 
 def _results_in(task: Task) -> int:
-    """How many results the study of that name has where there is one; nothing is made."""
+    """Return the number of results of the study, 0 if it does not exist. Nothing is created."""
     try:
         opened = open_storage(task.place, create=False)
     except ValueError:
@@ -390,7 +390,7 @@ def _results_in(task: Task) -> int:
 
 
 def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | None) -> None:
-    """Have processes do it, and take over from one that is killed."""
+    """Run the task in several processes, and replace workers that are killed."""
     try:
         pickled = pickle.dumps(task)
     except Exception as error:
@@ -430,8 +430,8 @@ def _work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | 
                     raise RuntimeError(f"a worker failed: {said[-1]}")
                 if not process.exitcode:
                     continue
-                # It was killed; its trial is done again, and not for ever. Each of the workers may be at a
-                # configuration of its own that kills it.
+                # The worker was killed. Its trial is repeated, but not indefinitely. Each worker may have a
+                # different configuration that kills it.
                 now = _count_of_results(study)
                 deaths, results = deaths + 1 if now == results else 1, now
                 if deaths > _DEATHS * jobs:
@@ -462,7 +462,7 @@ def _tell_of_new(study: Study, told: set[int], on_trial: OnTrial | None) -> None
 
 
 def _received(ours: Connection) -> list[str]:
-    """All that a worker which has ended had said."""
+    """Return all messages of a finished worker."""
     said: list[str] = []
     with suppress(EOFError):
         while ours.poll():
@@ -471,7 +471,7 @@ def _received(ours: Connection) -> list[str]:
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:
-    """Have workers give their trials back and end; those that do not in time are killed."""
+    """Make workers release their trials and exit. Kill workers that exceed the time limit."""
     for process in processes:
         if process.is_alive() and process.pid is not None:
             with suppress(ProcessLookupError):

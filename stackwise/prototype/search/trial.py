@@ -1,4 +1,4 @@
-"""TrialOutcome and SearchTrial: what one configuration was found to do, and its place in a search."""
+"""TrialOutcome and SearchTrial: result of one configuration, and its place in a search."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _WORSE = get_args(Outcome)
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What became of a configuration under one seed. Numbers may be NumPy's; they are kept as Python's.
+    """Outcome of a configuration with one seed. Numbers of NumPy are converted to Python's.
 
     Attributes:
-        status: "success"; "spiky", "diverged" or "nan" as the run's verdict says; "error": it raised.
-        loss: in nats, lower is better; infinite where there is none.
-        tokens_per_second: of a training step; None: not measured.
-        peak_bytes: the most memory of a training step; None: not measured.
-        reason: in a line, of all but a success.
+        status: "success"; "spiky", "diverged" or "nan" from the verdict of the run; "error" for an exception.
+        loss: loss in nats; lower is better. Infinite if unknown.
+        tokens_per_second: speed of a training step. None: not measured.
+        peak_bytes: peak memory of a training step. None: not measured.
+        reason: reason in one line, except for a success.
 
     Raises:
-        ValueError: another status, a loss that is no number or not finite of a success, a speed or a peak
-            that is no finite number.
+        ValueError: unknown status; a loss that is not a number, or not finite for a success; a speed or a
+            peak that is not a finite number.
     """
 
     status: Outcome
@@ -57,7 +57,7 @@ class TrialOutcome:
 
 
 def merge_outcomes(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
-    """One of several seeds: the mean loss, the median speed, the largest peak, and the worst status."""
+    """Return one outcome for several seeds: mean loss, median speed, largest peak, and worst status."""
     require(len(outcomes) > 0, "outcomes", len(outcomes), "one or more")
     worst = max(outcomes, key=lambda each: _WORSE.index(each.status))
     rates = [each.tokens_per_second for each in outcomes if each.tokens_per_second is not None]
@@ -76,21 +76,21 @@ class SearchTrial:
     """One configuration of a search.
 
     Attributes:
-        number: of the trial in its study. Numbers may be missing: a trial that was lost, or that drew what
-            another one had drawn, is no result.
-        values: by key of the space, and by key that was solved for: what was drawn, moved into the budget.
-        config: what came of them.
-        status: that of its outcome; "pruned": ended early, since others were better at that point; "running"
-            and "waiting" where a search goes on.
-        reason: in a line, of all but a success.
-        loss: mean over seeds, in nats; of a pruned one the last that was seen; None: none is known.
-        losses: one for each seed that came to its end.
-        tokens_per_second: of a training step; None: not measured.
-        peak_bytes: the most memory of a training step; None: not measured.
-        parameters: of `config`.
-        score: of a success; None: none, or not asked for.
-        seconds: that the trial took; None: it has not ended.
-        worker: the machine and process that ran it.
+        number: number of the trial in its study. Numbers may be missing, because lost and duplicate trials
+            are not results.
+        values: sampled values, moved into the budget, by key of the space and by solved key.
+        config: resulting configuration.
+        status: status of its outcome; "pruned" for an early stop, because other trials were better at that
+            point; "running" and "waiting" in an unfinished search.
+        reason: reason in one line, except for a success.
+        loss: mean over seeds in nats; for a pruned trial, the last known loss. None: unknown.
+        losses: loss of each finished seed.
+        tokens_per_second: speed of a training step. None: not measured.
+        peak_bytes: peak memory of a training step. None: not measured.
+        parameters: number of parameters of `config`.
+        score: score of a success. None: not a success, or not computed.
+        seconds: duration of the trial. None: not finished.
+        worker: machine and process that ran it.
     """
 
     number: int
@@ -108,7 +108,7 @@ class SearchTrial:
     worker: str = field(default="", compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: what is not finite is None."""
+        """Return plain values for JSON. Values that are not finite are None."""
         plain = asdict(self) | {"config": self.config.to_dict()}
         plain["losses"] = [loss if math.isfinite(loss) else None for loss in self.losses]
         plain["loss"] = self.loss if self.loss is not None and math.isfinite(self.loss) else None
@@ -116,6 +116,6 @@ class SearchTrial:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Self:
-        """What `to_dict` gave, also after JSON."""
+        """Return the trial that `to_dict` encoded, also after JSON."""
         losses = tuple(math.inf if loss is None else loss for loss in plain["losses"])
         return cls(**plain | {"config": StackWiseConfig.from_json(plain["config"]), "losses": losses})

@@ -1,4 +1,4 @@
-"""Worker: does trials of a study, one after the other, until there are none left."""
+"""Worker: runs trials of a study one after the other until none are left."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ if TYPE_CHECKING:
 __all__ = ["READY", "Task", "open_study", "work", "work_apart"]
 
 OnTrial = Callable[[SearchTrial], object]
-READY = "ready"  # the first that a worker says
+READY = "ready"  # first message of a worker
 
 
 @dataclass(frozen=True)
 class Task:
-    """All that a process needs to know of a search.
+    """Description of a search for a process.
 
     Attributes:
-        place: of the storage.
-        name: of the study.
-        space: what is searched.
-        objectives: what is made small or large.
-        budget: how many results the study is to have.
-        evaluate: what is done with a configuration.
-        seeds: of the runs of each.
-        seed: of all draws.
+        place: place of the storage.
+        name: name of the study.
+        space: search space.
+        objectives: minimized or maximized numbers.
+        budget: number of results that the study should have.
+        evaluate: evaluation of a configuration.
+        seeds: seeds of the runs of each configuration.
+        seed: seed of all samples.
         sampler: name, or an Optuna sampler.
         pruner: name, an Optuna pruner, or None.
-        small_factor: how many times smaller what is trained is.
-        weights: of the score.
-        stale_seconds: how long a process on another machine may be without a sign of life.
+        small_factor: factor by which the trained variant is smaller.
+        weights: weights of the score.
+        stale_seconds: seconds without a heartbeat after which a process on another machine is treated as
+            dead.
     """
 
     place: Any
@@ -76,15 +77,15 @@ class Task:
     stale_seconds: float
 
     def stand_in(self, config: StackWiseConfig) -> StackWiseConfig:
-        """What is trained in the place of a configuration."""
+        """Return the configuration that is trained instead of `config`."""
         return config if self.small_factor == 1 else create_small_variant(config, self.small_factor).config
 
 
 def open_study(task: Task, storage: BaseStorage) -> Study:
-    """The study of a task, begun where it is not there yet.
+    """Return the study of a task. Create it if it does not exist.
 
     Raises:
-        ValueError: one of that name has other objectives.
+        ValueError: a study of that name has other objectives.
     """
     directions = [each.direction for each in task.objectives]
     n_objectives = len(directions)
@@ -102,9 +103,9 @@ def open_study(task: Task, storage: BaseStorage) -> Study:
 
 
 def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | None = None) -> None:
-    """Do trials in this process until the study has its budget, or its space holds no more.
+    """Run trials in this process until the budget is reached or the space is exhausted.
 
-    An interrupt gives the trial back, and passes through; so does what the machine is to blame for.
+    An interrupt or a failure of the machine releases the trial and is passed on.
     """
     worker = ProcessIdentity.of_new_search()
     try:
@@ -138,22 +139,23 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
 
 
 def work_apart(pickled: bytes, errors: Connection) -> None:
-    """The same as a process of its own, with one thread; what it raises is sent to whoever started it.
+    """Run `work` in a separate process with one thread, and send its errors to the parent process.
 
-    But for what leaves the device unusable: it ends this process, and another one may do better.
+    An error that leaves the device unusable is not sent but ends this process, because a new process may
+    succeed.
 
     Args:
-        pickled: a `Task`. What cannot be read here is an error that is told as all others are.
-        errors: where `READY` is sent at once, and after it the error, if there is one.
+        pickled: a `Task`. If it cannot be unpickled here, this error is sent like any other.
+        errors: connection to which `READY` is sent first, and later the error, if one occurs.
     """
     errors.send(READY)
     try:
         torch.set_num_threads(1)
-        task: Task = pickle.loads(pickled)  # noqa: S301  of the process that started this one
+        task: Task = pickle.loads(pickled)  # noqa: S301  from the process that started this one
         storage = open_storage(task.place)
         work(task, open_study(task, storage), storage)
     except KeyboardInterrupt:
-        # The same key may come twice, from the terminal and from who started this.
+        # The same Ctrl-C may arrive twice: from the terminal and from the parent process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except Exception as error:
         if _leaves_unusable(error):
@@ -169,16 +171,16 @@ def _tell_of(claim: Claim, study: Study, on_trial: OnTrial) -> None:
 
 
 def _write_down(finish_claim: Callable[[], None], claims: Claims, claim: Claim) -> None:
-    """Finish a trial, unless others give up on it meanwhile, whose word then counts."""
+    """Finish a trial. Ignore errors if another process has taken it over meanwhile."""
     try:
         finish_claim()
-    except Exception:  # what is written of a trial, read back or told depends on how far the others were
+    except Exception:  # errors of writing, reading or reporting depend on the progress of the other process
         if claims.owns(claim):
             raise
 
 
 def _give_back(claims: Claims, claim: Claim, error: BaseException) -> None:
-    """Give back a trial that an error ended; what may be of its configuration counts."""
+    """Release a trial after an error. If the configuration may be the cause, the attempt counts."""
     if _leaves_unusable(error):
         claims.release(claim, "its process ended", counts=True)
     elif isinstance(error, OSError | ImportError):
@@ -188,20 +190,20 @@ def _give_back(claims: Claims, claim: Claim, error: BaseException) -> None:
 
 
 class _NoOutcomeError(TypeError):
-    """What was evaluated says nothing that could be kept."""
+    """Error for an evaluation that returned no outcome."""
 
 
 def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
-    """Do what a trial asks for.
+    """Run a trial.
 
     Returns:
-        What writes it down.
+        Function that stores the result.
 
     Raises:
         TypeError: `evaluate` returned no outcome.
-        OSError: it raised one before its first report, of its data as a rule; no TimeoutError.
-        ImportError: and so it did of a library.
-        torch.AcceleratorError: the device cannot be used in this process any more.
+        OSError: raised before the first report, usually for the data. A TimeoutError is excluded.
+        ImportError: raised before the first report.
+        torch.AcceleratorError: the device is unusable in this process.
     """
     optuna = import_optuna()
     maximize = task.objectives[0].maximize
@@ -227,10 +229,11 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     except optuna.TrialPruned:
         last = merge_outcomes(outcomes).loss if outcomes else rungs.last
         return lambda: finish_pruned(study, claim.trial, last, outcomes)
-    except _NoOutcomeError:  # of every configuration alike, so that it is none of its results
+    except _NoOutcomeError:  # it affects every configuration, so it is not the result of one
         raise
-    except Exception as error:  # a configuration that cannot be trained is a result as well
-        # The next one would fail alike: what is not there is missing before there is a loss.
+    except Exception as error:  # a configuration that cannot be trained is a result
+        # The next trial would fail in the same way: a missing file or library is noticed before the first
+        # loss.
         missing = isinstance(error, OSError | ImportError) and not isinstance(error, TimeoutError)
         missing = missing and not outcomes and not report.was_called
         if missing or _leaves_unusable(error):
@@ -242,7 +245,7 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
 
 
 class _Report:
-    """A report that knows whether it was called."""
+    """Report that records if it was called."""
 
     def __init__(self, report: Report) -> None:
         self._report, self.was_called = report, False
@@ -258,9 +261,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _leaves_unusable(error: BaseException) -> bool:
-    """Whether all that a process does on a device after this error fails as well."""
+    """Return True if everything that the process does on a device after this error fails."""
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def _unheard(done: float, loss: float) -> None:
-    """Nobody asks."""
+    """Ignore the report."""

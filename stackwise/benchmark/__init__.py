@@ -1,4 +1,4 @@
-"""Measurement of speed and memory: workloads, clocks, FLOPs and comparisons for any model or training loop."""
+"""Measurement of speed and memory: workloads, clocks, FLOPs and comparisons for models and training loops."""
 
 from stackwise.benchmark.comparison import (
     ArchitectureBenchmark,

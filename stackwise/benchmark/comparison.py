@@ -346,7 +346,7 @@ def _rows(
 
 
 def _handicap(config: ComparisonConfig, case: Case, spec: ModelSpec) -> str | None:
-    """Return why the time of a model says nothing about its architecture; None if it does."""
+    """Return the reason why a model's time is no measure of its architecture. None: it is one."""
     by_itself = case.mode == "generate" and config.loop == "own"
     if case.mode not in ("decode", "generate") or by_itself or spec.decode is not None:
         return None

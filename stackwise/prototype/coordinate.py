@@ -123,7 +123,7 @@ class CoordinateCheck:
     def plot(self, path: str | Path) -> Path:
         """Draw sizes over width as a new SVG, with a panel per step and a line per module.
 
-        It is deterministic.
+        The file is deterministic.
 
         Raises:
             ValueError: another file extension than .svg.

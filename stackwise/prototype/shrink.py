@@ -46,8 +46,8 @@ def create_small_variant(
 ) -> SmallVariant:
     """Return a variant with fewer heads and fewer Blocks of the same types.
 
-    These properties are preserved: the size of a head, including queries, keys and values of `mla` and random
-    features; the feed-forward ratio; the ratio of latent ranks to the width; the ratio of
+    These properties are preserved: the size of a head; the sizes of queries, keys and values of `mla`; the
+    number of random features; the feed-forward ratio; the ratio of latent ranks to the width; the ratio of
     `embedding_max_norm` to the initial length of a row; the law of initialization, in which scaling with
     depth uses the new depth; and the types of Blocks. The width is divided by `factor` together with the
     number of heads. The depth is divided by the same factor as the width, so that their ratio is constant. If

@@ -31,7 +31,7 @@ _is_importing = False  # true in the new process until the call has been created
 
 
 class FreshProcessError(RuntimeError):
-    """Error of the new process: the exception that it raised, or its exit status."""
+    """Error of the new process: its exception, its exit status, or a time-out."""
 
 
 @dataclass(frozen=True)

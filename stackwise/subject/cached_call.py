@@ -35,9 +35,8 @@ __all__ = [
 ]
 
 NO_PARAMETER = "forward has no parameter for one"
-_OTHER_LOGITS, _WRONG_SHAPE = "other logits than without a cache", "tokens gave logits"
-# Part of the problem of a call that gives wrong outputs, without an exception, for a batch of several rows.
-ONLY_ONE_ROW = "continues one row correctly, and several rows give"
+# Start of `cache_problem` if the cache is correct for one row only, and several rows raise no exception.
+ONLY_ONE_ROW = "The cache works for batches of one row only"
 
 Verdict = Literal["refused", "ignored", "remembers", "equal"]
 PlaceKind = Literal["start", "index", "rows"]
@@ -227,10 +226,9 @@ def _only_one_row(trial: _Trial, capacity: int | None) -> str:
     call = find_cached_call(row.model, row.inputs, row.form, capacity=capacity).call
     if call is None or row.verdict(call) != "equal" or trial.verdict(call) == "equal":
         return ""
-    is_silent = trial.last_error == _OTHER_LOGITS or _WRONG_SHAPE in trial.last_error
-    return (
-        f"{call} {ONLY_ONE_ROW} {trial.last_error.partition(': ')[2] or _OTHER_LOGITS}" if is_silent else ""
-    )
+    if not isinstance(trial.error, _WrongOutput | None):
+        return ""  # the model refuses several rows
+    return f"{ONLY_ONE_ROW}: with {call}, several rows give {trial.error or 'other logits'}"
 
 
 def _likelihood(call: CachedCall, verdict: str) -> str:
@@ -266,12 +264,16 @@ def names_cache(name: str) -> bool:
     return bool(_CACHE_NAME.search(name)) and not is_flag and not _POSITION_NAME.search(name)
 
 
+class _WrongOutput(ValueError):  # noqa: N818  not for users
+    """The output of a call has not one row of logits for each token."""
+
+
 class _Trial:
     """A model that is tried with one call after another."""
 
     def __init__(self, model: nn.Module, inputs: Tensor, form: CallForm) -> None:
         self.model, self.inputs, self.form = model, inputs, form
-        self.last_error = ""
+        self.error: Exception | None = None
         half = max(1, inputs.shape[1] // 2)
         self._sizes = (half, *(1,) * min(_CONTINUED, inputs.shape[1] - half))
         other = inputs.flip(0) if len(inputs) > 1 and not torch.equal(*inputs[:2]) else inputs.roll(1, dims=1)
@@ -298,8 +300,15 @@ class _Trial:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            self.error = error
             return None
+
+    @property
+    def last_error(self) -> str:
+        """Return the last error in words."""
+        if self.error is None:
+            return "other logits than without a cache"
+        return f"{type(self.error).__name__}: {' '.join(str(self.error).split())[:160]}"
 
     def verdict(self, call: CachedCall) -> Verdict:
         """Return the verdict on `call`, from a continuation of the prefix."""
@@ -314,7 +323,7 @@ class _Trial:
         whole = self._whole[:, :end]
         if any(found is None or found.shape != whole.shape for found in (with_cache, after_others, again)):
             return "refused"
-        self.last_error = _OTHER_LOGITS
+        self.error = None
         limit = _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE) * float((whole - whole[:, :1]).abs().max())
         depends = float((with_cache - after_others)[:, half:].abs().max()) > limit
         restarts = float((with_cache - again).abs().max()) <= limit
@@ -329,7 +338,7 @@ class _Trial:
             output, cache = call(self.model, part.contiguous(), cache)
             outputs.append(logits_of(output))
             if outputs[-1].shape[:2] != part.shape[:2]:
-                raise ValueError(f"{part.shape[1]} {_WRONG_SHAPE} {tuple(outputs[-1].shape)}")
+                raise _WrongOutput(f"logits {tuple(outputs[-1].shape)} for {part.shape[1]} tokens")
         return torch.cat(outputs, dim=1)
 
 

@@ -20,10 +20,12 @@ class NoSwitch(Exception):  # noqa: N818  not for users
 
 
 def switched(model: nn.Module, switch: Callable[[nn.Module], None]) -> None:
-    """Switch recomputation on, without the warnings of old names."""
+    """Switch recomputation on and the cache off, as training code does, without the warnings of old names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         switch(model)
+    if "use_cache" in forward_parameters(model):
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def by_its_own_switch(model: nn.Module) -> None:
@@ -60,8 +62,6 @@ def by_wrapping_layers(model: nn.Module) -> None:
         raise NoSwitch
     for layer in layers:
         layer.forward = _recomputed(layer.forward)
-    if "use_cache" in forward_parameters(model):  # training code switches the cache off
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

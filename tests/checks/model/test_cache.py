@@ -206,10 +206,16 @@ class Wrapped(TableOfPositions):
 
 
 class FullEarly(Placed):
+    error = IndexError
+
     def place(self, input_ids, past, keep, documents):
         if past >= LIMIT - 1:
-            raise ValueError("the cache is full")
+            raise self.error("the cache is full")
         return super().place(input_ids, past, keep, documents)
+
+
+class StatesItsLimit(FullEarly):
+    error = ValueError
 
 
 @pytest.mark.parametrize(
@@ -220,6 +226,7 @@ class FullEarly(Placed):
         (Clamped, "failed", "around max_length=8", "differ"),
         (Wrapped, "failed", "beyond max_length=8", "IndexError"),
         (FullEarly, "warned", "within max_length=8", "the cache is full"),
+        (StatesItsLimit, "passed", "", "within max_length=8: ValueError: the cache is full"),
     ],
 )
 def test_limit_of_a_cache(subjects, build, status, place, part):
@@ -284,7 +291,7 @@ class ShiftedState(nn.Module):
 def test_cache_for_one_row_only():
     result = answers(ModelSpec.of(ShiftedState, causal=True), "cache_call")["cache_call"]
     assert result.status == "failed"
-    assert "1 tokens gave logits (2, 2, 31)" in result.meaning
+    assert "several rows give logits (2, 2, 31) for 1 tokens" in result.meaning
     healthy = type("WithTokenAxis", (ShiftedState,), {"has_token_axis": True})
     assert answers(ModelSpec.of(healthy, causal=True), "cache_call")["cache_call"].status == "passed"
 

@@ -147,7 +147,21 @@ def test_declared_call_that_opens_later_tokens_is_a_warning():
         return model(words, is_image=(positions > 1) & (positions < 5))
 
     [result] = check_model(ModelSpec.of(Images, forward=with_image), checks=["causality"])
-    assert (result.status, "declare visible=" in result.advice) == ("warned", True)
+    assert (result.status, "then declare visible=" in result.advice) == ("warned", True)
+
+
+def test_declared_mask_that_shows_later_tokens_fails():
+    class Masked(CausalNet):
+        def forward(self, words, mask=None):
+            x = self.embedding(words)
+            seen = torch.ones(x.shape[1], x.shape[1]).tril() if mask is None else mask
+            return self.head(seen @ x)
+
+    def shifted(model, words):
+        return model(words, torch.ones(words.shape[1], words.shape[1]).tril(1))
+
+    [result] = check_model(ModelSpec.of(Masked, forward=shifted), checks=["causality"])
+    assert result.status == "failed"
 
 
 @pytest.mark.parametrize("model", FOUND, ids=lambda model: model.__name__)

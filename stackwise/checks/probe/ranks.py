@@ -35,7 +35,7 @@ from stackwise.support.hooks import temporary_hooks
 from stackwise.support.random_state import keep_random_states, seeded
 from stackwise.support.system_errors import false_if_raised
 
-__all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "run_ranks"]
+__all__ = ["N_RANKS", "Ranks", "Record", "assembled", "dense", "has_evaluation_set", "run_ranks"]
 
 N_RANKS = 2
 N_STEPS = 2
@@ -103,13 +103,20 @@ class Ranks:
         return _disagreement(self.collectives)
 
 
-def run_ranks(subject: TrainerSubject, *, unequal: bool = False, spoiled: bool = False) -> Ranks | str:
+def run_ranks(
+    subject: TrainerSubject,
+    *,
+    unequal: bool = False,
+    spoiled: bool = False,
+    has_set: bool = False,
+) -> Ranks | str:
     """Run two steps on two ranks, once for all checks. Return the reason if this is not possible.
 
     Args:
         subject: the training run.
         unequal: the last rank has few targets, and the others have many.
         spoiled: in the last step, the first layer of the model of the last rank returns NaN.
+        has_set: also evaluate the evaluation set of the run, which may be large.
     """
     if subject.spec.distributed is None:
         return "needs TrainerSpec.distributed"
@@ -120,16 +127,16 @@ def run_ranks(subject: TrainerSubject, *, unequal: bool = False, spoiled: bool =
         _require_rows(whole_batch(subject, 0, unequal))
     except ValueError as error:
         return str(error)
-    ranks = _run(subject, recipe, unequal, spoiled)
+    ranks = _run(subject, recipe, unequal, spoiled, has_set)
     if not ranks.known:
         return f"needs a run that a new process can set up; errors: {'; '.join(ranks.errors.values())}"
     return ranks
 
 
-@lru_cache(maxsize=3)
-def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool) -> Ranks:
+@lru_cache(maxsize=4)
+def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool, has_set: bool) -> Ranks:
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
-    evaluates, has_set = _can_evaluate(subject), _has_evaluation_set(subject)
+    evaluates = _can_evaluate(subject)
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
         arguments = [
@@ -208,14 +215,13 @@ def run_rank(
     return record
 
 
-def dense(subject: TrainerSubject, *, unequal: bool = False) -> Record:
+def dense(subject: TrainerSubject, *, unequal: bool = False, has_set: bool = False) -> Record:
     """Run the same steps in one process, on the batches of all ranks."""
     run = subject.run()
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     with seeded(subject.seed):
         norm = _gradient_norm(subject, batches[0]) if callable(getattr(run, "loss", None)) else None
-        evaluates, has_set = _can_evaluate(subject), _has_evaluation_set(subject)
-        record = observe(run, batches, None, evaluates=evaluates, has_set=has_set)
+        record = observe(run, batches, None, evaluates=_can_evaluate(subject), has_set=has_set)
     record.norm = norm
     return record
 
@@ -232,8 +238,8 @@ def _can_evaluate(subject: TrainerSubject) -> bool:
 
 
 @false_if_raised
-def _has_evaluation_set(subject: TrainerSubject) -> bool:
-    """Return True if the run evaluates a set of its own in one process, twice with the same result."""
+def has_evaluation_set(subject: TrainerSubject) -> bool:
+    """Return True if `evaluate()` without batches works in one process and gives the same result twice."""
     run: Any = subject.run()
     with seeded(subject.seed):
         first = number_in(run.evaluate())

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from stackwise.checks.check import trainer_check
-from stackwise.checks.probe.ranks import N_RANKS, Ranks, Record, assembled, dense, run_ranks
+from stackwise.checks.probe.ranks import (
+    N_RANKS,
+    Ranks,
+    Record,
+    assembled,
+    dense,
+    has_evaluation_set,
+    run_ranks,
+)
 from stackwise.checks.probe.run_state import different
 from stackwise.checks.probe.update import norm
 from stackwise.checks.result import CheckResult, listed
@@ -206,18 +214,22 @@ def unequal_targets(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
     """Is the evaluation loss of all ranks equal to that of one process on their joint batches?"""
-    found = _evaluated(subject, "evaluation", "evaluate(batches)")
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    whole = dense(subject)
+    found = _common_evaluation(subject, ranks, whole, "evaluation", "needs evaluate(batches)")
     if isinstance(found, CheckResult):
         return found
-    loss, wanted, limit = found
+    loss, wanted = found
     ratio = loss / wanted if wanted else 1.0
-    if abs(ratio - 1) <= limit:
-        return subject.passed(abs(ratio - 1), limit)
+    if abs(ratio - 1) <= _limit(whole):
+        return subject.passed(abs(ratio - 1), _limit(whole))
     is_scaled = min(abs(ratio - N_RANKS), abs(ratio - 1 / N_RANKS)) < 1e-3
     return subject.failed_unless(
         None if is_scaled else "one rank evaluates for all, or ranks have different numbers of targets",
         abs(ratio - 1),
-        limit,
+        _limit(whole),
         where="the result of evaluate(batches)",
         meaning=f"The loss is {loss:.6g} on two ranks, and {wanted:.6g} in one process.",
         advice="Sum the losses and the numbers of targets of all ranks, and divide once. Do not multiply by "
@@ -228,31 +240,37 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def evaluation_set_equals_dense(subject: TrainerSubject) -> CheckResult:
     """Do all ranks together give each example of the evaluation set the same weight as one process?"""
-    found = _evaluated(
-        subject, "evaluation_set", "evaluate() without batches, with the same result for each call"
-    )
+    reason = "needs evaluate() without batches, with the same result for each call"
+    if subject.spec.distributed is None or not has_evaluation_set(subject):
+        return subject.not_applicable(reason)
+    ranks = _finished(subject, has_set=True)
+    if isinstance(ranks, CheckResult):
+        return ranks
+    whole = dense(subject, has_set=True)
+    found = _common_evaluation(subject, ranks, whole, "evaluation_set", reason)
     if isinstance(found, CheckResult):
         return found
-    loss, wanted, limit = found
+    loss, wanted = found
     gap = abs(loss / wanted - 1) if wanted else abs(loss)
-    if gap <= limit:
-        return subject.passed(gap, limit)
-    ranks = run_ranks(subject)
-    assert isinstance(ranks, Ranks)
+    if gap <= _limit(whole):
+        return subject.passed(gap, _limit(whole))
     read = Counter(row for record in ranks.records for row in record.evaluated)
-    rows = Counter(dense(subject).evaluated)
-    twice = (read - rows).total() if set(read) == set(rows) else 0
+    rows = Counter(whole.evaluated)
+    again = (read - rows).total() if set(read) == set(rows) else 0
+    # If each rank reads the whole set, the difference has another cause.
+    is_repeated = 0 < again < rows.total() and not subject.averages_batches(subject.run(), "evaluate")
     return subject.failed_unless(
         None
-        if twice
+        if is_repeated
         else "the ranks evaluate other examples than one process, or each batch has the same weight",
         gap,
-        limit,
+        _limit(whole),
         where="the result of evaluate()",
         meaning=f"The loss is {loss:.6g} on two ranks, and {wanted:.6g} in one process."
-        + f" The ranks evaluate {twice} of {rows.total()} examples again." * bool(twice),
-        advice="A distributed sampler repeats examples so that all ranks have the same number. Leave them "
-        "out of the sums. Sum the losses and the numbers of targets of all ranks, and divide once.",
+        + f" The ranks evaluate {again} of {rows.total()} examples again." * is_repeated,
+        advice="A distributed sampler repeats examples so that all ranks have the same number. Leave the "
+        "repeated examples out of the sums. Sum the losses and the numbers of targets of all ranks, and "
+        "divide once.",
     )
 
 
@@ -281,28 +299,26 @@ def ranks_share_data(subject: TrainerSubject) -> CheckResult:
     )
 
 
-def _evaluated(
-    subject: TrainerSubject, attribute: str, needed: str
-) -> tuple[float, float, float] | CheckResult:
-    """Return an evaluation loss of all ranks, that of one process, and the largest rounding difference.
+def _common_evaluation(
+    subject: TrainerSubject, ranks: Ranks, whole: Record, attribute: str, reason: str
+) -> tuple[float, float] | CheckResult:
+    """Return an evaluation loss of all ranks and that of one process, or why they cannot be compared.
 
     Args:
         subject: the training run.
+        ranks: the records of the ranks.
+        whole: the record of one process.
         attribute: attribute of a record that has the loss.
-        needed: the method that a run without this loss lacks.
+        reason: reason if a record has no such loss.
     """
-    ranks = _finished(subject)
-    if isinstance(ranks, CheckResult):
-        return ranks
-    whole = dense(subject)
     found, wanted = {getattr(record, attribute) for record in ranks.records}, getattr(whole, attribute)
     if None in found or wanted is None:
-        return subject.not_applicable(f"needs {needed}")
-    if (reason := _not_comparable(subject, ranks, whole)) is not None:
         return subject.not_applicable(reason)
+    if (other := _not_comparable(subject, ranks, whole)) is not None:
+        return subject.not_applicable(other)
     if len(found) > 1:
         return subject.not_applicable("needs an evaluation over all ranks; each rank has its own result")
-    return found.pop(), wanted, _limit(whole)
+    return found.pop(), wanted
 
 
 def _gaps(ranks: Ranks, whole: Record) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:
@@ -342,8 +358,8 @@ def _replicas(subject: TrainerSubject, ranks: Ranks, when: str) -> list[dict[str
     return [{name: each[name] for name in names} for each in weights]
 
 
-def _finished(subject: TrainerSubject) -> Ranks | CheckResult:
-    ranks = run_ranks(subject)
+def _finished(subject: TrainerSubject, *, has_set: bool = False) -> Ranks | CheckResult:
+    ranks = run_ranks(subject, has_set=has_set)
     if isinstance(ranks, str):
         return subject.not_applicable(ranks)
     return ranks if len(ranks.records) == N_RANKS else subject.not_applicable(_UNFINISHED)

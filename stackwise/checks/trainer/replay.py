@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.call import reason_of
-from stackwise.checks.probe.update import observed
+from stackwise.checks.probe.update import each_update, observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.replay import (
     Recording,
@@ -50,56 +51,88 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     if result.status != "passed":
         return result
     by_optimizer, by_step = _changed_while_frozen(subject)
+    stale = list(by_optimizer)
+    if stale:
+        # An optimizer may take a missing gradient as zero, so that only its momentum moves the parameter.
+        with_zeros, _ = _changed_while_frozen(subject, zero_gradients=True)
+        stale = [name for name in stale if _differs(by_optimizer[name], with_zeros.get(name))]
     if not by_step:
         return result
+    where = sorted(stale or by_step)
     return subject.failed_unless(
         None
-        if by_optimizer
-        else "the loop changes frozen parameters on purpose, or trains them again in the step",
-        float(len(by_optimizer or by_step)),
+        if stale
+        else "the loop changes frozen parameters on purpose, trains them again in the step, or takes a "
+        "missing gradient as zero",
+        float(len(where)),
         0.0,
-        where=listed(sorted(by_optimizer or by_step)),
-        meaning="These parameters are frozen and have no gradient in three steps, and "
+        where=listed(where),
+        meaning="The check freezes these parameters in three steps. "
         + (
-            "optimizer.step() changes them in each of these steps."
-            if by_optimizer
-            else "each step changes them."
+            "optimizer.step() changes them although they have no gradient, and unlike a gradient of zero."
+            if stale
+            else "Each of these steps changes them."
         ),
         advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does not "
         "clear.",
     )
 
 
-def _changed_while_frozen(subject: TrainerSubject) -> tuple[set[str], set[str]]:
+def _differs(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is None or other is None or not torch.allclose(one, other, rtol=1e-3, atol=0.0)
+
+
+def _changed_while_frozen(
+    subject: TrainerSubject, *, zero_gradients: bool = False
+) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Return the parameters that change in each step in which they are frozen and have no gradient.
 
+    Args:
+        subject: the training run.
+        zero_gradients: give them a gradient of zero just before each call of `optimizer.step`.
+
     Returns:
-        The names of those that `optimizer.step` changes, and of those that any part of the step changes.
+        The change that `optimizer.step` makes in the first of these steps, for each parameter that it changes
+        in all of them; and the names of the parameters that any part of the step changes.
     """
     run = subject.run()
     names = {p: name for name, p in run.model.named_parameters()}
-    by_optimizer, by_step = list[set[str]](), list[set[str]]()
+    changes, by_step = list[dict[str, torch.Tensor]](), list[set[str]]()
     with subject.fixed_randomness():
         for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
             if number not in _FROZEN_STEPS:
                 run.step(subject.batch(number))
                 continue
-            with _frozen(run) as frozen, observed(run) as seen:
+            with _frozen(run) as frozen, observed(run) as seen, ExitStack() as stack:
+                if zero_gradients:
+                    stack.enter_context(each_update(run.optimizer, partial(_give_zeros, frozen)))
                 before = {p: p.detach().clone() for p in frozen if p in names}
                 run.step(subject.batch(number))
-            moved = {names[p] for p, value in before.items() if not torch.equal(p, value)}
-            by_step.append(moved)
-            by_optimizer.append(
+            by_step.append({names[p] for p, value in before.items() if _is_moved(p.detach(), value)})
+            changes.append(
                 {
-                    name
+                    name: update.moved(name)
                     for update in seen.updates
-                    for name in moved - update.gradients.keys()
-                    if bool(update.moved(name).any())
+                    for name in by_step[-1]
+                    if (zero_gradients or name not in update.gradients)
+                    and _is_moved(update.after[name], update.before[name])
                 }
             )
     if not by_step:
-        return set(), set()
-    return set.intersection(*by_optimizer), set.intersection(*by_step)
+        return {}, set()
+    always = set.intersection(*(set(each) for each in changes))
+    return {name: changes[0][name] for name in always}, set.intersection(*by_step)
+
+
+def _is_moved(after: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return True if a parameter has changed by more than rounding, as by a projection to the same norm."""
+    limit = 4 * torch.finfo(before.dtype).eps * before.abs().max()
+    return not bool((after - before).abs().max() <= limit)
+
+
+def _give_zeros(parameters: Sequence[nn.Parameter], _: object) -> None:
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
 
 
 @trainer_check

@@ -13,7 +13,7 @@ from stackwise.checks.engine.question import Call, Question, Segment
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.ties import chooses_among_equals
-from stackwise.subject.inference.causality import READS_AHEAD
+from stackwise.subject.inference.causality import CALL_READS_AHEAD, READS_AHEAD
 
 _Value = tuple[str, int]
 
@@ -81,10 +81,9 @@ class LaterTokens(Variation):
     def correct_if(self, exam: Examination, value: _Value) -> str | None:
         """Return a condition if the model may be an encoder, or if a top k selects among equal scores."""
         if READS_AHEAD in exam.spec.notes:
-            return (
-                "the model is an encoder (declare causal=False), or positions of an image see each other "
-                "(declare visible=)"
-            )
+            return "the model is an encoder (then declare causal=False)"
+        if CALL_READS_AHEAD in exam.spec.notes:
+            return "some positions see later ones, such as those of an image (then declare visible=)"
         inputs = exam.sequence(0, exam.longest)[None]
         if chooses_among_equals(lambda: exam.subject.logits(exam.model(), inputs)):
             return "only the order of equal scores changes: a top-k of this model chooses among equal scores"

@@ -17,10 +17,13 @@ from stackwise.subject.inference.inputs import example_batch
 from stackwise.subject.output import logits_of
 from stackwise.support.random_state import seeded
 
-__all__ = ["ASSUMED_CAUSAL", "READS_AHEAD", "claimed_causality"]
+__all__ = ["ASSUMED_CAUSAL", "CALL_READS_AHEAD", "READS_AHEAD", "claimed_causality"]
 
 ASSUMED_CAUSAL = "assumed causal (otherwise declare causal=False)"
 READS_AHEAD = "assumed causal, although it reads later tokens (otherwise declare causal=False)"
+CALL_READS_AHEAD = (
+    "assumed causal, although the declared call reads later tokens (otherwise declare visible=)"
+)
 # Settings that make a model causal.
 _CAUSAL_SETTINGS = {
     "is_decoder": True,
@@ -64,7 +67,8 @@ def claimed_causality(
     if known["inputs"] != "tokens":
         return None, "no claim about causality (declare causal=True to check it)"
     if not _reads_ahead(model, known) or _is_meant_causal(model, known):
-        return True, READS_AHEAD if has_own_call and _opens_later_tokens(model, known) else ASSUMED_CAUSAL
+        opens = has_own_call and _opens_later_tokens(model, known)
+        return True, CALL_READS_AHEAD if opens else ASSUMED_CAUSAL
     if _may_be_causal(model, known):
         return True, READS_AHEAD
     return None, "no claim about causality: it reads later tokens (declare causal=True if it should not)"
@@ -188,12 +192,25 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
 
 
 def _opens_later_tokens(model: nn.Module, known: Mapping[str, Any]) -> bool:
-    """Return True if only the declared call reads later tokens, and a call with ids alone does not."""
-    lengths = range(1, known["seq_len"])
-    alone = {**known, "forward": _called}
-    if attempt(lambda: any(_reads_ahead(model, alone, length) for length in lengths)) is not False:
+    """Return True if only the declared call reads later tokens, and it passes more than ids and masks."""
+    start = next((n for n in range(1, known["seq_len"]) if _reads_ahead(model, known, n)), None)
+    if start is None or not _passes_more(model, known):
         return False
-    return any(_reads_ahead(model, known, length) for length in lengths)
+    return attempt(lambda: _reads_ahead(model, {**known, "forward": _called}, start)) is False
+
+
+def _passes_more(model: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return True if the declared call passes a tensor that is neither the inputs nor a mask of pairs."""
+    inputs, found = example_batch(model, known), list[bool]()
+
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        T = inputs.shape[1]
+        found.extend(x.shape[-2:] != (T, T) for x in tensors if not x.equal(inputs))
+
+    with model.register_forward_pre_hook(see, with_kwargs=True):
+        attempt(lambda: known["forward"](model, inputs))
+    return any(found)
 
 
 def _reads_ahead(model: nn.Module, known: Mapping[str, Any], start: int = -1) -> bool:

@@ -17,7 +17,12 @@ from stackwise.subject.call_form import CallForm, attempt, forward_parameters
 from stackwise.subject.capability import capabilities, padding_of_rows
 from stackwise.subject.facts import Facts, facts_in
 from stackwise.subject.generation import GenerateCall, inferred_generate
-from stackwise.subject.inference.causality import ASSUMED_CAUSAL, READS_AHEAD, claimed_causality
+from stackwise.subject.inference.causality import (
+    ASSUMED_CAUSAL,
+    CALL_READS_AHEAD,
+    READS_AHEAD,
+    claimed_causality,
+)
 from stackwise.subject.inference.inputs import (
     RandomBatch,
     example_batch,
@@ -59,7 +64,8 @@ def infer(model: nn.Module, declared: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(f"returns ({', '.join(['B', *map(str, trial.output_shape[1:])])}), an output per row")
     elif "causal" not in declared:
         inferred["causal"], reason = claimed_causality(model, known, has_own_call="forward" in declared)
-        inferred["assumed"] = ("causal",) if reason in (ASSUMED_CAUSAL, READS_AHEAD) else ()
+        is_assumed = reason in (ASSUMED_CAUSAL, READS_AHEAD, CALL_READS_AHEAD)
+        inferred["assumed"] = ("causal",) if is_assumed else ()
         notes.append(reason)
     known = {**inferred, **declared}
     if known["max_length"] is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.reports.loops import composer_2218_evaluates_padding_of_sampler as composer
 from stackwise.checks import check_trainer
 from stackwise.checks.check import select_checks
 from stackwise.checks.probe import ranks as probe
@@ -207,8 +208,8 @@ def given(monkeypatch, subject=None, **changes):
     """Let both ranks have the record of one process, with some changes for each rank."""
     subject = subject or TrainerSubject(loop_spec_of(Undivided), torch.device("cpu"), 0)
 
-    def run_ranks(_, *, unequal=False, spoiled=False):
-        record = dense(subject, unequal=unequal)
+    def run_ranks(_, *, unequal=False, spoiled=False, has_set=False):
+        record = dense(subject, unequal=unequal, has_set=has_set)
         records = [
             replace(record, **{name: values[rank] for name, values in changes.items()}) for rank in (0, 1)
         ]
@@ -253,8 +254,9 @@ class EvaluatesItsSet(Undivided):
     ids=["healthy", "repeated", "weights", "other-examples"],
 )
 def test_evaluation_set_of_ranks(monkeypatch, factor, repeated, status):
-    base = TrainerSubject(loop_spec_of(EvaluatesItsSet), torch.device("cpu"), 0)
-    whole = dense(base)
+    spec = replace(loop_spec_of(EvaluatesItsSet), distributed=EvaluatesItsSet)
+    base = TrainerSubject(spec, torch.device("cpu"), 0)
+    whole = dense(base, has_set=True)
     rows = [("other",) if index == "other" else whole.evaluated[index] for index in repeated]
     changes = {
         "evaluation_set": [factor * whole.evaluation_set] * 2,
@@ -266,6 +268,13 @@ def test_evaluation_set_of_ranks(monkeypatch, factor, repeated, status):
 
     assert (result.status, len(whole.evaluated)) == (status, 5)
     assert ("evaluate 1 of 5 examples again" in result.meaning) == (status == "failed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "status"), [("buggy", "failed"), ("healthy", "passed")])
+def test_evaluation_set_of_a_sampler_that_repeats_examples(form, status):
+    [result] = check_trainer(getattr(composer, f"{form}_declared")(), checks=["evaluation_set_equals_dense"])
+    assert result.status == status, result
 
 
 @pytest.mark.parametrize(

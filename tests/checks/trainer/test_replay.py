@@ -456,7 +456,7 @@ class OnClearedCopies(OnCopies):
 def test_an_update_without_a_gradient():
     result = ask(training_of(lambda parameters: OnCopies(parameters, lr=1e-2)), "separate_updates")
     assert (result.status, result.where) == ("failed", "head.bias")
-    assert "optimizer.step() changes them" in result.meaning
+    assert "optimizer.step() changes them although they have no gradient" in result.meaning
     sound = training_of(lambda parameters: OnClearedCopies(parameters, lr=1e-2))
     assert ask(sound, "separate_updates").status == "passed"
 
@@ -478,3 +478,36 @@ def test_frozen_parameters_that_the_step_trains_again_are_a_warning():
         return step(model, optimizer, batch)
 
     assert ask(training_of(torch.optim.AdamW, step=trains_all), "separate_updates").status == "warned"
+
+
+class TakesMissingAsZero(torch.optim.Optimizer):
+    """Momentum, in which a missing gradient is zero, as in an optimizer with one flat buffer."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+            buffer.mul_(0.9).add_(torch.zeros_like(p) if p.grad is None else p.grad)
+            p.sub_(buffer, alpha=self.param_groups[0]["lr"])
+
+
+def test_missing_gradients_that_count_as_zero_are_a_warning():
+    assert ask(training_of(TakesMissingAsZero), "separate_updates").status == "warned"
+
+
+class OnTheSphere(torch.optim.AdamW):
+    """Projects the rows of each matrix to length 1 in each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.div_(p.norm(dim=-1, keepdim=True))
+
+
+def test_projection_of_frozen_parameters_is_no_finding():
+    spec = training_of(lambda params: OnTheSphere(params, lr=0.01, weight_decay=0.0), without_bias)
+    assert ask(spec, "separate_updates").status == "passed"

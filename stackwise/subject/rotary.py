@@ -153,7 +153,7 @@ def rotary_in(config: Any) -> tuple[RotaryClaim | None, ...]:
 
 
 def rotary_source(config: Any) -> str:
-    """Return the key of the rotary embeddings that a configuration states, and their texts."""
+    """Return the key of the configuration that states the rotary embeddings, and a description of each."""
     key = "rope_base" if _is_of_litgpt(config) else "rope_parameters"
     return f"config.{key}: " + " or ".join(str(claim) for claim in rotary_in(config) if claim is not None)
 

@@ -196,6 +196,7 @@ def changed_calls(
         if "inputs_embeds" in arguments:  # they replace the ids
             inputs, kwargs = (), {name: value for name, value in kwargs.items() if name != first}
         if not transforms:
+            # An argument that the call passes by position stays as it is.
             added = {name: value for name, value in arguments.items() if name not in names[: len(args)]}
             return (*inputs, *args), {**added, **kwargs}
         return inputs, transformed({**arguments, **dict(zip(names, args, strict=False)), **kwargs})

@@ -348,8 +348,8 @@ class Examination:
     def takes_positions(self) -> bool:
         """Return True if `forward` has a parameter `position_ids` that a plain call does not pass."""
         inputs = self.sequence(0, self.lengths[-1])[None]
-        is_free = accepts(self.base, "position_ids")
-        return is_free and not passes(self.spec, self.model(), inputs, "position_ids")
+        is_accepted = accepts(self.base, "position_ids")
+        return is_accepted and not passes(self.spec, self.model(), inputs, "position_ids")
 
     @cached_property
     def first_position(self) -> int:

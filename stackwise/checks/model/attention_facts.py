@@ -252,7 +252,9 @@ def _heads(x: Tensor, places: list[int] | None) -> tuple[int, ...]:
     if len(x) % N_ROWS:
         return ()
     order: list[int] = []
-    heads = by_row(x)[0] if places is None else by_row(x)[0][places]
+    heads = by_row(x)[0]
+    if places is not None:
+        heads = heads[places]
     for n, head in enumerate(heads):
         same = [i for i in range(n) if torch.equal(heads[i], head)]
         order.append(order[same[0]] if same else max(order, default=-1) + 1)

@@ -112,9 +112,9 @@ def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
 
 
 def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Tensor | None:
-    """Return the weight of the first module whose input is the ids, with one row for each token if possible.
+    """Return the weight of the first module whose input is the ids.
 
-    Positions may also be computed from the ids.
+    A weight with one row for each token is preferred: a table of positions may also be called with ids.
     """
     found: list[Tensor] = []
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from stackwise.benchmark.memory.growth_trial import collected_by_hand
 from stackwise.benchmark.memory.live_memory import Earlier, census
@@ -18,23 +17,7 @@ _WARMUP, _LATE = 4, 128
 _MEASURED = 12
 # Largest number of bytes per call that may be values for a log.
 _LARGE = 1024
-_NOUNS = ("tensors", "bytes of tensors", "autograd nodes", "hooks")
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """Trends of the numbers of live tensors, bytes of their storages, autograd nodes and hooks."""
-
-    tensors: Trend
-    bytes: Trend
-    nodes: Trend
-    hooks: Trend
-
-    @property
-    def rising(self) -> dict[str, Trend]:
-        """Return the numbers that continue to rise."""
-        trends = zip(_NOUNS, (self.tensors, self.bytes, self.nodes, self.hooks), strict=True)
-        return {noun: each for noun, each in trends if each.exceeds(0)}
+_TENSORS, _BYTES, _NODES, _HOOKS = "tensors", "bytes of tensors", "autograd nodes", "hooks"
 
 
 def growth_result(subject: Examined, calls: Mapping[str, Callable[[], object]]) -> CheckResult:
@@ -47,42 +30,51 @@ def growth_result(subject: Examined, calls: Mapping[str, Callable[[], object]]) 
     """
     warned = None
     with collected_by_hand() as earlier:
-        if not _growth(calls.values(), earlier, warmup=_WARMUP).rising:
+        if not _rises([*calls.values()], earlier, warmup=_WARMUP):
             return subject.passed(0.0, 0.0)
         for noun, call in calls.items():
-            growth = _growth([call], earlier, warmup=_LATE)
-            if not growth.rising:
+            rises = _rises([call], earlier, warmup=_LATE)
+            if not rises:
                 continue
-            result = _reported(subject, growth, noun)
+            result = _reported(subject, rises, noun)
             if result.status == "failed":
                 return result
             warned = warned or result
     return warned or subject.passed(0.0, 0.0)
 
 
-def _growth(calls: Iterable[Callable[[], object]], earlier: Earlier, *, warmup: int) -> _Growth:
-    """Return the trends over equal rounds of calls, after `warmup` rounds."""
-    calls = list(calls)
-    series: list[tuple[int, int, int, int]] = []
-    for number in range(warmup + _MEASURED):
+def _rises(calls: Sequence[Callable[[], object]], earlier: Earlier, *, warmup: int) -> dict[str, Trend]:
+    """Return the numbers of live objects that continue to rise over equal rounds of calls.
+
+    Args:
+        calls: the calls of a round.
+        earlier: what existed before, and is frozen.
+        warmup: number of rounds before the first measured one.
+    """
+    series: dict[str, list[int]] = {name: [] for name in (_TENSORS, _BYTES, _NODES, _HOOKS)}
+    for index in range(warmup + _MEASURED):
         for call in calls:
             call()
-        if number < warmup:
+        gc.collect()  # otherwise reference cycles of the warm-up fill the memory
+        if index < warmup:
             continue
-        gc.collect()
         seen = census(earlier, sizes=True)
         # Count tensors only: their type names contain a module. `census` also measures lists and dicts.
-        size = sum(number for name, number in seen.sizes.items() if "." in name)
-        series.append((seen.tensors, size, seen.nodes, seen.hooks))
-    return _Growth(*(trend(values) for values in zip(*series, strict=True)))
+        size = sum(n_bytes for name, n_bytes in seen.sizes.items() if "." in name)
+        for values, value in zip(series.values(), (seen.tensors, size, seen.nodes, seen.hooks), strict=True):
+            values.append(value)
+    trends = {name: trend(values) for name, values in series.items()}
+    return {name: each for name, each in trends.items() if each.exceeds(0)}
 
 
-def _reported(subject: Examined, growth: _Growth, noun: str) -> CheckResult:
-    texts = [f"{rise.per_step:.4g} {name}" for name, rise in growth.rising.items()]
-    is_small = not (growth.nodes.exceeds(0) or growth.hooks.exceeds(0) or growth.bytes.exceeds(_LARGE))
+def _reported(subject: Examined, rises: Mapping[str, Trend], noun: str) -> CheckResult:
+    texts = [f"{rise.per_step:.4g} {name}" for name, rise in rises.items()]
+    is_small = not ({_NODES, _HOOKS} & rises.keys()) and not (
+        _BYTES in rises and rises[_BYTES].exceeds(_LARGE)
+    )
     return subject.failed_unless(
         "the values are for a log that is cleared later" if is_small else None,
-        max(growth.bytes.per_step, 0.0),
+        rises[_BYTES].per_step if _BYTES in rises else 0.0,
         0.0,
         where=noun,
         meaning=f"Each {noun} leaves {' and '.join(texts)} in memory, also after {_LATE} equal ones.",

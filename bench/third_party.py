@@ -348,6 +348,8 @@ def _litgpt() -> Iterator[tuple[str, Callable[[], Any]]]:
             small |= {"n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": WIDTH}
         if settings.get("sliding_window_size"):
             small |= {"sliding_window_size": 8, "sliding_window_indices": [1, 0]}
+        if int(8 * settings.get("rotary_percentage", 0.25)) % 2:  # elements are rotated in pairs
+            small |= {"rotary_percentage": 0.5}
         if settings.get("rope_indices"):
             small |= {"rope_indices": settings["rope_indices"][:LAYERS]}
         known = {field.name for field in dataclasses.fields(Config)}

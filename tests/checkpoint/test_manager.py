@@ -134,7 +134,7 @@ def raised_os_error(number):
     ],
     ids=["AdamW", "fused", "momentum", "SGD", "Adagrad"],
 )
-def test_a_run_goes_on_bit_for_bit(tmp_path, kind, options, asynchronous):
+def test_restored_run_continues_bit_for_bit(tmp_path, kind, options, asynchronous):
     whole = Run(optimizer=kind, **options).train(12).bits()
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
         run = Run(optimizer=kind, **options).train(7)
@@ -150,7 +150,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, kind, options, asynchronous):
     assert (found.remarks, found.damaged) == ((), ())
 
 
-def test_what_is_restored_is_not_the_file(tmp_path):
+def test_restored_state_is_independent_of_the_file(tmp_path):
     run, manager = Run().train(3), CheckpointManager(tmp_path)
     manager.save(3, run.objects)
     manager.restore(run.objects)
@@ -162,7 +162,7 @@ def test_what_is_restored_is_not_the_file(tmp_path):
     assert run.train(2).bits() == Run().train(5).bits()
 
 
-def test_a_save_takes_the_state_of_its_moment(tmp_path, monkeypatch):
+def test_asynchronous_save_keeps_the_state_at_the_call(tmp_path, monkeypatch):
     """However late the thread comes to write it."""
     run = Run().train(3)
     manager = CheckpointManager(tmp_path, asynchronous=True)
@@ -214,7 +214,7 @@ def held(monkeypatch):
     return go
 
 
-def test_an_optimizer_waits_for_what_is_copied_beside_it(tmp_path, held):
+def test_optimizer_step_waits_for_overlapped_copies(tmp_path, held):
     """What a forward pass changes is copied before; what a step changes is copied before it."""
     run = Wide()
     run.backward()
@@ -238,7 +238,7 @@ def test_an_optimizer_waits_for_what_is_copied_beside_it(tmp_path, held):
     run.optimizer.step()  # waits for nothing any more
 
 
-def test_what_is_changed_by_hand_meanwhile_is_not_written(tmp_path, held):
+def test_state_changed_by_hand_during_a_save_is_not_written(tmp_path, held):
     run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
     manager.save(1, run.objects)
     with torch.no_grad():
@@ -320,7 +320,7 @@ def raised_by(call):
         return error
 
 
-def test_data_goes_on_where_it_was(tmp_path):
+def test_data_loader_resumes_at_its_position(tmp_path):
     def made():
         return TokenWindows(torch.arange(100), 2, 4, shuffle=True)
 
@@ -351,7 +351,7 @@ def test_some_of_the_objects(tmp_path):
         manager.restore({"model": nn.Sequential(nn.Linear(3, 8))})
 
 
-def test_wrappers_are_looked_through(tmp_path):
+def test_checkpoint_of_a_compiled_model_restores_a_plain_model(tmp_path):
     run, manager = Run().train(3), CheckpointManager(tmp_path)
     compiled = torch.compile(run.model, backend="eager")
     manager.save(3, {"model": compiled})
@@ -417,7 +417,7 @@ class MadeWhileLoading(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_a_compiled_part_makes_while_it_is_loaded(tmp_path, compiled):
+def test_state_created_by_a_compiled_part_while_loading_is_restored(tmp_path, compiled):
     def made(compiled):
         part = MadeWhileLoading()
         inside = torch.compile(part, backend="eager") if compiled else part
@@ -519,7 +519,7 @@ def test_the_state_of_an_optimizer_is_not_rounded(tmp_path, kind, alone):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
-def test_an_optimizer_alone_goes_on_beside_weights_of_another_dtype(tmp_path, kind):
+def test_optimizer_alone_is_restored_beside_weights_of_another_dtype(tmp_path, kind):
     manager = CheckpointManager(tmp_path)
     manager.save(3, {"optimizer": small(kind, torch.float32)["optimizer"]})
     run = small(kind, torch.bfloat16)
@@ -530,7 +530,7 @@ def test_an_optimizer_alone_goes_on_beside_weights_of_another_dtype(tmp_path, ki
     run["optimizer"].step()
 
 
-def test_state_goes_with_the_dtype_of_its_parameter(tmp_path):
+def test_optimizer_state_follows_the_dtype_of_its_parameter(tmp_path):
     """Where that is another one than was saved; all else stays what it was."""
     run, manager = small(Averaging, torch.bfloat16), CheckpointManager(tmp_path)
     manager.save(3, run)
@@ -543,7 +543,7 @@ def test_state_goes_with_the_dtype_of_its_parameter(tmp_path):
     assert found == wanted
 
 
-def test_what_an_optimizer_makes_of_its_state_by_itself_stays(tmp_path):
+def test_state_converted_by_the_optimizer_itself_is_kept(tmp_path):
     run, manager = small(Halving, torch.bfloat16), CheckpointManager(tmp_path)
     manager.save(3, run)
     fresh = small(Halving, torch.bfloat16)
@@ -552,7 +552,7 @@ def test_what_an_optimizer_makes_of_its_state_by_itself_stays(tmp_path):
         assert torch.equal(ours["average"], theirs["average"].bfloat16() / 2)
 
 
-def test_an_optimizer_knows_its_parameters_by_name(tmp_path):
+def test_optimizer_state_is_matched_by_parameter_name(tmp_path):
     def made(order):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
@@ -597,7 +597,7 @@ def test_an_optimizer_alone(tmp_path):
     assert flat(other.optimizer.state_dict()) == flat(run.optimizer.state_dict())
 
 
-def test_metric_notes_and_files_of_others(tmp_path):
+def test_metric_notes_and_third_party_files_are_restored(tmp_path):
     weights = {"w": torch.ones(3)}
     with CheckpointManager(tmp_path) as manager:
         manager.save(
@@ -645,7 +645,7 @@ def test_metric_notes_and_files_of_others(tmp_path):
         "x" * 300,
     ],
 )
-def test_names_of_files_that_may_not_be(tmp_path, name):
+def test_invalid_file_name_is_refused(tmp_path, name):
     manager = CheckpointManager(tmp_path / "here")
     with pytest.raises(ValueError, match=r"^files: got"):
         manager.save(1, {}, files={name: lambda path: path.write_text("")})
@@ -721,13 +721,13 @@ def test_tensors_are_a_file(tmp_path):
         manager.save(2, {}, files={"w": 3})
 
 
-def test_a_directory_that_is_none(tmp_path):
+def test_file_as_directory_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(ValueError, match=r"^directory: got"):
         CheckpointManager(tmp_path / "x")
 
 
-def test_nothing_to_go_on_from(tmp_path):
+def test_restore_without_checkpoints_returns_none(tmp_path):
     manager = CheckpointManager(tmp_path / "new")
     assert manager.restore({"counts": {}}) is None
     assert (manager.latest(), manager.best(), manager.steps()) == (None, None, [])
@@ -767,7 +767,7 @@ def test_retention(tmp_path, asynchronous):
     assert higher.best() == tmp_path / "step-6"
 
 
-def test_what_was_just_written_stays(tmp_path):
+def test_newest_save_survives_retention(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(50, {})
     manager.save(10, {})  # a run that went back
@@ -777,7 +777,7 @@ def test_what_was_just_written_stays(tmp_path):
 
 
 @BOTH
-def test_what_a_run_has_gone_back_behind_is_set_aside(tmp_path, asynchronous):
+def test_rewind_sets_later_checkpoints_aside(tmp_path, asynchronous):
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     for step in (10, 20, 30):
         manager.save(step, {"counts": {"step": step}})
@@ -792,7 +792,7 @@ def test_what_a_run_has_gone_back_behind_is_set_aside(tmp_path, asynchronous):
 
 
 @BOTH
-def test_the_only_ones_stay_until_there_is_another(tmp_path, asynchronous):
+def test_rewind_keeps_the_only_checkpoints_until_the_next_save(tmp_path, asynchronous):
     """Else a run that is killed meanwhile would begin anew."""
     manager = CheckpointManager(tmp_path, keep_last=2, asynchronous=asynchronous)
     for step in (30, 40):
@@ -807,7 +807,7 @@ def test_the_only_ones_stay_until_there_is_another(tmp_path, asynchronous):
     assert counts == {"step": "new"}
 
 
-def test_one_that_cannot_be_set_aside_is_told_of(tmp_path, monkeypatch):
+def test_rewind_warns_if_a_checkpoint_cannot_be_set_aside(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     for step in (20, 30):
         manager.save(step, {})
@@ -816,7 +816,7 @@ def test_one_that_cannot_be_set_aside_is_told_of(tmp_path, monkeypatch):
         manager.rewind(20)
 
 
-def test_a_place_that_cannot_be_read_is_told_of(tmp_path, monkeypatch):
+def test_rewind_warns_if_the_upload_directory_is_unreadable(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path / "here", upload=DirectoryUpload(tmp_path / "there"))
     for step in (20, 30):
         manager.save(step, {})
@@ -835,7 +835,7 @@ def test_a_place_that_cannot_be_read_is_told_of(tmp_path, monkeypatch):
     assert names_in(tmp_path / "here") == ["step-20", "step-30.damaged"]
 
 
-def test_one_that_was_passed_over_is_none_to_go_back_to(tmp_path):
+def test_rewind_does_not_count_a_damaged_checkpoint_as_a_target(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (20, 30):
         manager.save(step, {"counts": {"step": step}})
@@ -845,7 +845,7 @@ def test_one_that_was_passed_over_is_none_to_go_back_to(tmp_path):
 
 
 @BOTH
-def test_the_same_step_again(tmp_path, asynchronous):
+def test_second_save_of_a_step_replaces_the_first(tmp_path, asynchronous):
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     for value in (1, 2):
         manager.save(5, {"counts": {"value": value}})
@@ -860,7 +860,7 @@ def test_the_same_step_again(tmp_path, asynchronous):
 @pytest.mark.parametrize(
     "harm", ["flip", "truncate", "lengthen", "empty", "remove", "link", "folder", "zeros"]
 )
-def test_damage_is_named_and_the_one_before_taken(tmp_path, name, harm):
+def test_damaged_checkpoint_is_named_and_the_previous_one_restored(tmp_path, name, harm):
     run, manager = Run().train(2), CheckpointManager(tmp_path / "run")
     manager.save(2, run.objects)
     before = run.bits()
@@ -904,7 +904,7 @@ def test_damage_is_named_and_the_one_before_taken(tmp_path, name, harm):
     fresh.verify(4)
 
 
-def test_every_one_damaged_is_not_none(tmp_path):
+def test_restore_fails_if_every_checkpoint_is_damaged(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, {"counts": {"step": step}})
@@ -915,7 +915,7 @@ def test_every_one_damaged_is_not_none(tmp_path):
         manager.restore({"counts": {}})
 
 
-def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
+def test_retention_does_not_count_damaged_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=2)
     manager.save(1, {})
     manager.save(8, {})
@@ -931,7 +931,7 @@ def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
     assert names_in(tmp_path) == ["step-10", "step-9"]
 
 
-def test_damaged_ones_that_keep_their_names(tmp_path, monkeypatch):
+def test_damaged_checkpoint_that_cannot_be_renamed_is_skipped(tmp_path, monkeypatch):
     """A folder that cannot be renamed: as good as not there, and in nobody's way."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     manager.save(1, {})
@@ -951,7 +951,7 @@ def test_damaged_ones_that_keep_their_names(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("name", [MANIFEST, "state-00000.json", "tensors/rank-00000.safetensors"])
-def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch, number, name):
+def test_temporary_read_error_is_raised_and_not_skipped(tmp_path, monkeypatch, number, name):
     """Else the run goes back, and the restart after takes what it has gone back behind."""
     run, manager = Run().train(1), CheckpointManager(tmp_path)
     manager.save(1, run.objects)
@@ -974,7 +974,7 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path, monkeypatch, numbe
     assert manager.restore(run.objects).step == 2
 
 
-def test_a_bad_sector_is_damage(tmp_path, monkeypatch):
+def test_io_error_while_reading_counts_as_damage(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, {})
@@ -990,7 +990,7 @@ def test_a_bad_sector_is_damage(tmp_path, monkeypatch):
         assert manager.restore({}).step == 1
 
 
-def test_a_checkpoint_that_was_being_replaced_is_not_forgotten(tmp_path, monkeypatch):
+def test_checkpoint_of_an_interrupted_replacement_is_recovered(tmp_path, monkeypatch):
     """By a process whose number another has by now; by one that is there; where nothing can be renamed."""
     manager = CheckpointManager(tmp_path)
     manager.save(4, {"counts": {"a": 4}})
@@ -1021,7 +1021,7 @@ def test_a_checkpoint_that_was_being_replaced_is_not_forgotten(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "left by an error"])
-def test_what_fails_in_the_thread_leaves_nothing_behind(tmp_path, monkeypatch, closes):
+def test_failed_writer_thread_leaves_no_optimizer_hooks(tmp_path, monkeypatch, closes):
     """No hook of the optimizers."""
     hooks, run = len(_global_optimizer_pre_hooks), Wide()
     manager = CheckpointManager(tmp_path, asynchronous="overlapped")
@@ -1033,7 +1033,7 @@ def test_what_fails_in_the_thread_leaves_nothing_behind(tmp_path, monkeypatch, c
     assert len(_global_optimizer_pre_hooks) == hooks
 
 
-def test_an_error_of_the_run_leaves_nothing_behind(tmp_path):
+def test_error_of_the_run_leaves_no_optimizer_hooks(tmp_path):
     hooks, run = len(_global_optimizer_pre_hooks), Wide()
 
     def fails():
@@ -1047,7 +1047,7 @@ def test_an_error_of_the_run_leaves_nothing_behind(tmp_path):
     assert CheckpointManager(tmp_path).steps() == [1]
 
 
-def test_no_thread_for_it(tmp_path, monkeypatch):
+def test_failed_thread_start_does_not_block_the_optimizer(tmp_path, monkeypatch):
     """No optimizer waits for copies that nobody makes."""
     run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
 
@@ -1071,7 +1071,7 @@ NUMBERS = pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 @NUMBERS
 @BOTH
 @pytest.mark.parametrize("operation", ["write", "fsync", "mkdir", "open", "rename"])
-def test_the_disk_refuses(tmp_path, monkeypatch, number, asynchronous, operation):
+def test_disk_error_keeps_earlier_checkpoints(tmp_path, monkeypatch, number, asynchronous, operation):
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     run = Run().train(2)
     manager.save(2, run.objects)
@@ -1104,7 +1104,7 @@ def test_the_disk_refuses(tmp_path, monkeypatch, number, asynchronous, operation
 
 
 @pytest.mark.parametrize("count", range(1, 16))
-def test_the_disk_refuses_at_any_point(tmp_path, monkeypatch, count):
+def test_disk_error_at_any_operation_keeps_a_restorable_checkpoint(tmp_path, monkeypatch, count):
     """Also between two renames: what was there is there."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(3, {"counts": {"good": 1}})
@@ -1155,7 +1155,7 @@ def test_a_disk_that_is_really_full(tmp_path, asynchronous):
     assert content_of(tmp_path) == before
 
 
-def test_a_write_that_says_nothing_of_being_short(tmp_path, monkeypatch):
+def test_silently_truncated_write_is_detected(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {})
     write = os.write
@@ -1169,7 +1169,7 @@ def test_a_write_that_says_nothing_of_being_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), SafetensorError("I/O error: full")], ids=repr
 )
-def test_a_file_of_others_that_cannot_be_written(tmp_path, error):
+def test_failing_third_party_file_is_not_published(tmp_path, error):
     def write(path):
         path.write_text("half")
         raise error
@@ -1183,7 +1183,7 @@ def test_a_file_of_others_that_cannot_be_written(tmp_path, error):
     manager.close()  # once is enough
 
 
-def test_a_dtype_that_cannot_be_kept_is_refused_by_its_own_save(tmp_path):
+def test_unsupported_dtype_is_refused_by_its_own_save(tmp_path):
     with CheckpointManager(tmp_path, asynchronous=True) as manager:
         with pytest.raises(ValueError, match=r"^own\.x: got torch\.complex128; allowed in a checkpoint"):
             manager.save(1, {"own": {"x": torch.ones(1, dtype=torch.complex128)}})
@@ -1191,7 +1191,7 @@ def test_a_dtype_that_cannot_be_kept_is_refused_by_its_own_save(tmp_path):
     assert manager.steps() == [2]
 
 
-def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):
+def test_non_disk_error_is_raised(tmp_path, monkeypatch):
     def write(path):
         raise KeyError("mistake")
 
@@ -1211,7 +1211,7 @@ def test_an_error_that_is_not_the_disks_is_raised(tmp_path, monkeypatch):
     assert later.steps() == [4]
 
 
-def test_an_error_of_the_run_is_the_one_that_is_seen(tmp_path, monkeypatch):
+def test_error_of_the_run_takes_precedence_over_a_failed_save(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="of the run"), pytest.warns(CheckpointWarning):  # noqa: PT012, PT031, SIM117
         with CheckpointManager(tmp_path, asynchronous=True) as manager:
             monkeypatch.setattr(os, "fsync", raised_os_error(errno.ENOSPC))
@@ -1219,7 +1219,7 @@ def test_an_error_of_the_run_is_the_one_that_is_seen(tmp_path, monkeypatch):
             raise KeyError("of the run")
 
 
-def test_an_old_one_that_cannot_be_removed(tmp_path, monkeypatch):
+def test_failed_removal_of_an_old_checkpoint_warns(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {})
     monkeypatch.setattr("stackwise.checkpoint.manager.remove", raised_os_error(errno.EACCES))
@@ -1230,7 +1230,7 @@ def test_an_old_one_that_cannot_be_removed(tmp_path, monkeypatch):
 
 
 @BOTH
-def test_what_failed_is_over_when_the_next_is_written(tmp_path, monkeypatch, asynchronous):
+def test_save_failure_is_cleared_by_the_next_save(tmp_path, monkeypatch, asynchronous):
     with CheckpointManager(tmp_path, asynchronous=asynchronous) as manager:
         monkeypatch.setattr(os, "fsync", raised_os_error(errno.ENOSPC))
         with pytest.warns(CheckpointWarning, match="step 1 is not written"):  # noqa: PT031
@@ -1243,7 +1243,7 @@ def test_what_failed_is_over_when_the_next_is_written(tmp_path, monkeypatch, asy
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own, as it is imported
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_torchdata_goes_on(tmp_path, workers):
+def test_torchdata_loader_resumes_at_its_position(tmp_path, workers):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def made():
@@ -1441,7 +1441,7 @@ def test_an_optimizer_whose_state_dict_lacks_state_is_refused(tmp_path, make, me
     assert "\n" not in str(error.value)
 
 
-def test_state_that_contains_itself_is_refused_also_beside_overlapped_saves(tmp_path):
+def test_self_containing_state_is_refused_by_overlapped_saves(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     endless = []

@@ -52,7 +52,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_what_no_file_holds_is_refused_before_any_block_has_moved(rack, tmp_path):
+def test_unsupported_tensor_type_is_refused_before_any_block_moves(rack, tmp_path):
     class Quantized(torch.Tensor):
         pass
 
@@ -88,7 +88,7 @@ def test_run_is_the_blocks_in_turn_without_gradients(rack, tmp_path, kind):
     store.close()
 
 
-def test_what_a_resident_block_learns_is_kept(rack, tmp_path):
+def test_updates_of_a_resident_block_are_kept(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
     block, frozen = blocks_of(rack)[2], blocks_of(rack)[1]
     with store.resident([2]):
@@ -112,7 +112,7 @@ def test_a_folder_is_one_run_s_until_that_is_over(rack, tmp_path):
     BlockStore(rack, CPU, "disk", tmp_path).close()
 
 
-def test_what_is_expected_is_read_and_nothing_else_happens(rack, tmp_path):
+def test_expected_blocks_are_read_without_changing_state(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
     before = state_of(rack)
     store.expect([2, 3])
@@ -121,7 +121,7 @@ def test_what_is_expected_is_read_and_nothing_else_happens(rack, tmp_path):
     BlockStore(rack, CPU).expect([0])
 
 
-def test_what_was_frozen_stays_frozen(rack, tmp_path):
+def test_frozen_blocks_stay_frozen(rack, tmp_path):
     rack.get_stack(0).freeze()
     store = BlockStore(rack, CPU, "disk", tmp_path)
     with store.resident([0, 3]):
@@ -157,7 +157,7 @@ def test_a_rack_is_not_built_over_the_blocks_of_another_run(rack, tmp_path):
     create_rack_from_config(CONFIG, place=block_writer(tmp_path))
 
 
-def test_a_rack_that_was_built_onto_disk_keeps_its_weights_whatever_is_built_there(tmp_path):
+def test_rack_built_onto_disk_keeps_its_weights_if_another_is_built_there(tmp_path):
     """Two runs that begin together: neither has its Blocks there yet."""
     built = create_rack_from_config(CONFIG, place=block_writer(tmp_path))
     before = state_of(built)

@@ -108,7 +108,7 @@ LONGER = {"narrow weights", "accumulated", "narrow blocks", "own heads", "right 
     "settings",
     [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, run in RUNS.items()],
 )
-def test_to_the_same_bits(make, settings):
+def test_resumed_run_is_bitwise_identical(make, settings):
     config, rack, batches = make(settings)
     expected = train(config, rack, batches)
     total = len(expected["records"])
@@ -122,7 +122,7 @@ def test_to_the_same_bits(make, settings):
         assert untimed(dict(result)) == untimed(dict(expected)), step
 
 
-def test_what_is_not_there_is_begun(make):
+def test_resume_without_checkpoints_starts_a_new_run(make):
     config, rack, batches = make({})
     train(config, rack, batches)
     shutil.rmtree(config.training.checkpoint_dir)
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_begun(make):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_a_damaged_checkpoint_is_passed_over(make):
+def test_damaged_checkpoint_is_skipped(make):
     config, rack, batches = make({})
     train(config, rack, batches)
     newest = Path(config.training.checkpoint_dir) / f"step-{STEPS}"
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_passed_over(make):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_with_what_a_finished_run_has(make):
+def test_resuming_a_finished_run_returns_its_result(make):
     config, rack, batches = make({})
     expected = train(config, rack, batches)
     config, fresh, _ = make({}, resume=True)
@@ -239,7 +239,7 @@ def test_data_may_be_at_another_place(make_config, tmp_path):
         check_same_run(ours, make_config(data={"dataset_path": None}).to_dict(), tmp_path)
 
 
-def test_what_changes_nothing_may_change(make):
+def test_settings_without_effect_on_weights_may_change(make):
     config, rack, batches = make({})
     train(config, rack, batches)
     forget(config.training.checkpoint_dir, 2)
@@ -249,12 +249,12 @@ def test_what_changes_nothing_may_change(make):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_without_a_folder_it_is_refused(make_config):
+def test_resume_without_checkpoint_dir_is_refused(make_config):
     with pytest.raises(ConfigError, match=r"training\.resume: got True.*checkpoint_dir=not null"):
         make_config(training={"resume": True, "checkpoint_dir": None})
 
 
-def test_after_a_step_that_was_not_finite(make):
+def test_run_resumes_before_a_non_finite_step(make):
     """From the last checkpoint before it; what broke it is gone."""
     config, rack, batches = make({"save_interval": 2})
     train(config, rack, batches)
@@ -348,7 +348,7 @@ def test_the_epoch_of_a_dataset_in_a_loader(make_config):
         ),
     ],
 )
-def test_what_is_best_is_known(make, intervals, kept):
+def test_best_checkpoint_is_chosen_among_evaluated_steps(make, intervals, kept):
     """Among steps that are saved only those that are evaluated count."""
     config, rack, batches = make({"checkpoint": {"keep_last": 1, "keep_best": 1}} | intervals)
     run = ArchitectureTrainer(config, progress=False).train_architecture
@@ -362,7 +362,7 @@ def test_what_is_best_is_known(make, intervals, kept):
     assert set(kept) == {path.name for path in Path(config.training.checkpoint_dir).iterdir()}
 
 
-def test_lines_go_on(make, tmp_path):
+def test_telemetry_lines_continue_without_duplicates(make, tmp_path):
     telemetry = {"telemetry": {"jsonl": str(tmp_path / "run.jsonl")}}
     config, rack, batches = make(telemetry)
     expected = train(config, rack, batches)
@@ -400,7 +400,7 @@ def test_a_full_disk_does_not_end_the_training(make, monkeypatch):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_the_last_checkpoint_is_not_lost_without_a_word(make, monkeypatch):
+def test_failure_to_write_the_last_checkpoint_is_raised(make, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
@@ -681,7 +681,7 @@ def test_signal_saves_and_the_run_can_be_resumed(tmp_path, number, exit_code):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_is_written_down_goes_on(make, tmp_path):
+def test_telemetry_totals_continue_after_resume(make, tmp_path):
     """No step twice, and tokens and seconds since the run began."""
     log = tmp_path / "steps.jsonl"
     telemetry = {"jsonl": str(log), "tensorboard": str(tmp_path / "events")}
@@ -747,7 +747,7 @@ def test_copies_beside_the_training_are_of_their_moment(make, monkeypatch, setti
         assert torch.equal(weights(fresh), weights(rack)), step
 
 
-def test_on_another_machine_from_the_copies(make, tmp_path, monkeypatch):
+def test_run_resumes_from_uploaded_copies(make, tmp_path, monkeypatch):
     """As the configuration says; and a run of the beginning is not mixed with them."""
     add = Uploader.add
     # These steps take less than a copy on a busy machine, which then leaves some out, and warns.
@@ -766,7 +766,7 @@ def test_on_another_machine_from_the_copies(make, tmp_path, monkeypatch):
     assert torch.equal(weights(fresh), weights(rack))
 
 
-def test_a_folder_whose_checkpoint_was_being_replaced_is_that_of_an_old_run(make):
+def test_folder_with_an_interrupted_replacement_counts_as_used(make):
     config, rack, batches = make({"save_interval": 99})
     train(config, rack, batches)
     folder = Path(config.training.checkpoint_dir)

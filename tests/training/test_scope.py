@@ -76,7 +76,7 @@ def test_a_suffix_leaves_the_first_unit_alone(suffix):
         plan_phases([2, 1], settings("stackwise", suffix=suffix))
 
 
-def test_polish_takes_its_steps_from_the_units_and_goes_on_behind_them_in_the_data():
+def test_polish_steps_are_taken_from_units_and_continue_their_data():
     *units, polish = plan_phases([1, 1], settings("stackwise", polish_steps=4))
     assert [(phase.steps, phase.first_step) for phase in units] == [(6, 0), (6, 0)]
     assert (polish.steps, polish.first_step, polish.schedule_start) == (4, 6, 0)

@@ -85,7 +85,7 @@ def test_the_other_precisions_train_to_the_same_loss(precision, compiled):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_weights"])
-def test_outcome_has_the_loss_before_the_update_and_the_norm_before_clipping(precision):
+def test_outcome_has_loss_before_update_and_norm_before_clipping(precision):
     rack = rack_of()
     twin = copy.deepcopy(rack)
     outcome = step_of(rack, settings(precision=precision, grad_clip=1e-6))(batch(), lr=1e-3)

@@ -80,7 +80,7 @@ def test_compiled_step_with_padding(backend):
     torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4 * alone.abs().max().item())
 
 
-def test_bfloat16_weights_are_read_as_they_are_and_computed_with_in_float32(backend):
+def test_bfloat16_weights_are_computed_in_float32(backend):
     """So that it is closer to float64 than the plain bfloat16 step is."""
     rack = rack_of(2, n_kv_heads=2).bfloat16().eval()
     prompt, tokens = torch.randint(50, (1, 6)), torch.randint(50, (1, 5))

@@ -81,7 +81,7 @@ def test_where_a_text_ends(byte_tokenizer):
     assert continue_texts(scorer, [], max_new_tokens=4) == []
 
 
-def test_tokens_that_end_a_text_are_those_of_tokenizer_and_model_or_what_is_asked(byte_tokenizer):
+def test_end_tokens_come_from_tokenizer_and_model_unless_specified(byte_tokenizer):
     model = Spelling()
     model.generation_config = type("Config", (), {"eos_token_id": [ord("x"), ord("e")]})()
     contexts = ["a", "v", "y"]

@@ -105,7 +105,7 @@ def test_as_by_hand_where_angles_depend_on_the_longest_row(options, by_hand):
     assert abs(moved) > 0.1  # the other angles are seen
 
 
-def test_a_model_of_dynamic_angles_is_read_no_farther_than_they_are_the_same():
+def test_dynamic_rope_limits_max_length_to_the_unscaled_range():
     from transformers import LlamaForCausalLM
 
     config = tiny_llama(max_length=64).config

@@ -356,7 +356,7 @@ def test_placeholder_of_a_cache_is_no_cache(cache):
     assert find_cached_call(Compatible().eval(), ids, CallForm()).call is None
 
 
-def test_empty_cache_with_the_name_of_one_is_returned_so_that_checks_report_it():
+def test_empty_cache_with_a_cache_name_is_returned_to_be_reported():
     ids = torch.arange(16).view(2, 8)
     found = find_cached_call(EmptyCache().eval(), ids, CallForm())
     assert (found.call.parameter, found.call.part) == ("past_key_values", "past_key_values")

@@ -169,7 +169,7 @@ def _applied_to_an_unused_variable(model, x):
         x = result
 
 
-def test_discarded_results_names_a_custom_function_whose_result_is_not_used(subjects):
+def test_discarded_results_names_custom_function_with_unused_result(subjects):
     result = subjects.ask(lambda: Statement(_applied_to_an_unused_variable), "discarded_results")
     assert result.status == "failed"
     assert "that Identity.apply computes" in result.meaning

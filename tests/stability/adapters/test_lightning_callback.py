@@ -252,7 +252,7 @@ def test_a_training_that_is_resumed_ends_the_same(tmp_path):
     assert same(state_of(resumed), state_of(whole))
 
 
-def test_what_is_saved_within_an_accumulation_is_the_state_of_the_step_before(tmp_path):
+def test_checkpoint_within_an_accumulation_holds_the_last_full_step(tmp_path):
     class Validated(Regression):
         def validation_step(self, batch, batch_idx):
             pass
@@ -449,7 +449,7 @@ def test_the_last_one_of_a_training_that_ends_among_alarms_is_told_of(tmp_path):
     assert not vars(last).keys() & WATCHED
 
 
-def test_what_was_put_off_has_the_last_one_with_it_and_what_callbacks_behind_have_made(tmp_path):
+def test_delayed_checkpoint_updates_last_and_includes_later_callbacks(tmp_path):
     class Counted(lightning.Callback):
         count, last = 0, None
 

@@ -71,7 +71,7 @@ def test_a_gradient_that_overflows_once_costs_nothing(trained):
     assert all(torch.equal(a, b) for a, b in zip(weights, trained([])[1], strict=True))
 
 
-def test_written_weights_are_undone_by_the_rewind_that_alarms_in_a_row_bring(trained):
+def test_damaged_weights_are_restored_by_rewind_after_repeated_alarms(trained):
     run, _ = trained([NanInjection(step=6, target="weight")], steps=14)
     assert run.fired == [6]
     assert [(a.step, a.action) for a in run.alarms] == [

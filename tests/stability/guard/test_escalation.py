@@ -21,13 +21,13 @@ def with_batch(alarm, i):
     return replace(alarm, batch=((0, i),))
 
 
-def test_batches_that_break_are_left_out_then_training_goes_back_then_it_stops():
+def test_bad_batches_are_skipped_then_rewound_then_training_stops():
     alarms = [with_batch(GUILTY, i) for i in range(7)]
     actions = ["skipped", "skipped", "rewound", "skipped", "skipped", "skipped", "raised"]
     assert answers(Escalation(POLICY), alarms) == [(action, False) for action in actions]
 
 
-def test_without_a_snapshot_it_stops_one_later_than_it_would_go_back():
+def test_training_without_a_snapshot_stops_one_alarm_later():
     alarms = [with_batch(GUILTY, i) for i in range(4)]
     actions = ["skipped", "skipped", "skipped", "raised"]
     assert answers(Escalation(POLICY), alarms, can_rewind=False) == [(action, False) for action in actions]
@@ -41,14 +41,14 @@ def test_a_finite_spike_that_may_be_of_its_batch_never_stops_training(kind, repr
     assert [action for action, _ in found] == ["skipped"] * 2 + ["rewound"] + ["skipped"] * 6
 
 
-def test_a_step_that_broke_in_the_loop_alone_has_its_batch_again():
+def test_unreproduced_failure_retries_its_batch():
     escalation = Escalation(POLICY)
     assert answers(escalation, [LOOP, LOOP]) == [("retried", True), ("retried", True)]
     escalation.sound(LOOP.batch)
     assert escalation.in_row == 0
 
 
-def test_a_batch_that_breaks_in_the_loop_behind_a_rewind_too_is_to_blame():
+def test_batch_that_fails_again_after_a_rewind_is_skipped():
     escalation = Escalation(POLICY)
     assert answers(escalation, [LOOP] * 3)[-1] == ("rewound", True)
     for i in range(2):
@@ -70,7 +70,7 @@ def test_another_batch_later_has_as_much_patience():
     assert answers(escalation, [other] * 3, can_rewind=False) == expected
 
 
-def test_a_loop_that_stays_broken_behind_a_rewind_loses_no_batch():
+def test_persistent_loop_failure_after_a_rewind_skips_no_batch():
     escalation = Escalation(POLICY)
     answers(escalation, [LOOP] * 3)
     behind = answers(escalation, [with_batch(LOOP, 1), with_batch(LOOP, 1), with_batch(LOOP, 1)])
@@ -79,7 +79,7 @@ def test_a_loop_that_stays_broken_behind_a_rewind_loses_no_batch():
 
 
 @pytest.mark.parametrize("sound, action", [(9, "skipped"), (10, "rewound")])
-def test_it_may_go_back_again_after_as_many_sound_steps_as_a_snapshot_is_old(sound, action):
+def test_second_rewind_needs_a_snapshot_interval_of_sound_steps(sound, action):
     escalation = Escalation(POLICY)
     assert answers(escalation, [with_batch(GUILTY, i) for i in range(3)])[-1][0] == "rewound"
     for i in range(sound):
@@ -88,7 +88,7 @@ def test_it_may_go_back_again_after_as_many_sound_steps_as_a_snapshot_is_old(sou
 
 
 @pytest.mark.parametrize("unknown", [{"batch": None}, {"reproduced": None}, {"reproduced": True}])
-def test_what_is_not_known_to_be_of_the_loop_is_of_the_batch(unknown):
+def test_unknown_cause_is_attributed_to_the_batch(unknown):
     assert not Escalation(POLICY).answer(replace(LOOP, **unknown), can_rewind=True).innocent
 
 

@@ -394,7 +394,7 @@ def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
 
 
 @pytest.mark.parametrize("lag", [0, 3])
-def test_a_loss_with_a_random_generator_of_its_own_is_judged_without_recomputation(lag):
+def test_loss_with_own_random_generator_is_judged_without_recomputation(lag):
     """Its recomputations differ, and say nothing of the step. A NaN is located all the same."""
     generator = torch.Generator().manual_seed(0)
 

@@ -242,7 +242,7 @@ def train(model, make, after_step):
     ],
     ids=["from the start on", "from the first step on"],
 )
-def test_an_optimizer_with_state_in_attributes_is_refused_after_its_first_update(make, path):
+def test_optimizer_with_state_in_attributes_is_refused_at_first_update(make, path):
     torch.manual_seed(0)
     made = []
     with pytest.raises(ValueError, match=rf"^optimizer\.{path}: got 'a tensor that a rewind loses'; "):

@@ -56,7 +56,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("before", [0, 3])
-def test_everything_comes_back(name, before):
+def test_model_and_optimizer_are_restored_exactly(name, before):
     model = Tied()
     optimizer = OPTIMIZERS[name](model.parameters())
     snapshot = Snapshot(model, optimizer)
@@ -82,7 +82,7 @@ def test_everything_comes_back(name, before):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_that_was_not_there_is_dropped(name):
+def test_state_created_after_the_snapshot_is_dropped(name):
     model = Tied()
     optimizer = OPTIMIZERS[name](model.parameters())
     snapshot = Snapshot(model, optimizer)
@@ -94,7 +94,7 @@ def test_state_that_was_not_there_is_dropped(name):
     train(model, optimizer, 2, seed=0)  # and it can be trained again
 
 
-def test_state_that_is_gone_comes_back():
+def test_deleted_state_is_restored():
     model = Tied()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, 2, seed=0)
@@ -118,7 +118,7 @@ def test_it_holds_one_state():
     assert snapshot.nbytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-def test_the_copies_are_written_over():
+def test_snapshot_reuses_its_buffers():
     model = Tied()
     optimizer = OPTIMIZERS["plain"](model.parameters())
     snapshot = Snapshot(model, optimizer)
@@ -129,7 +129,7 @@ def test_the_copies_are_written_over():
     assert {key: value.tensor.data_ptr() for key, value in snapshot._kept.items()} == places
 
 
-def test_weights_that_only_the_optimizer_has():
+def test_weights_only_in_the_optimizer_are_restored():
     model, outside = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*model.parameters(), outside], lr=1.0)
     snapshot = Snapshot(model, optimizer)
@@ -140,7 +140,7 @@ def test_weights_that_only_the_optimizer_has():
     assert outside.tolist() == [1, 1, 1]
 
 
-def test_state_in_containers_comes_back_each_time():
+def test_state_in_containers_is_restored_repeatedly():
     """As where preconditioners are a list, which the optimizer changes in place."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -155,7 +155,7 @@ def test_state_in_containers_comes_back_each_time():
         assert same(optimizer.state[model.weight]["factors"], [torch.ones(2), {"side": torch.ones(2)}])
 
 
-def test_a_parameter_of_another_shape_is_refused_before_anything_is_put_back():
+def test_parameter_of_changed_shape_is_refused_before_any_restore():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     snapshot = Snapshot(model, torch.optim.SGD(model[:1].parameters(), lr=1.0))
     snapshot.take()
@@ -167,7 +167,7 @@ def test_a_parameter_of_another_shape_is_refused_before_anything_is_put_back():
     assert not model[0].weight.any()
 
 
-def test_what_came_or_grew_since_stays_as_it_is():
+def test_new_or_resized_tensors_are_left_unchanged():
     """Tables that are computed for the longest input so far, and weights that nobody trains."""
     model = nn.Module()
     model.linear = nn.Linear(2, 2)
@@ -185,7 +185,7 @@ def test_what_came_or_grew_since_stays_as_it_is():
     assert all(tensor.all() for tensor in (model.table, model.mask, model.adapter))
 
 
-def test_state_of_another_shape_comes_back():
+def test_state_of_changed_shape_is_restored():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.state[model.weight]["basis"] = torch.ones(2)
@@ -215,7 +215,7 @@ def test_options_go_with_their_group():
     ]
 
 
-def test_scheduler_rates_and_others_come_back():
+def test_scheduler_rates_and_other_objects_are_restored():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=20)
@@ -290,7 +290,7 @@ def test_other_modules_and_optimizers_are_kept_as_the_model_is():
     assert average.n_averaged == 2
 
 
-def test_another_optimizer_that_had_no_state_has_none_again():
+def test_second_optimizer_without_state_has_none_after_restore():
     model, first, others = narrow_pair()
     snapshot, moment = Snapshot(model, first, others), Moment(first, None, others)
     snapshot.take()
@@ -329,7 +329,7 @@ class OfItsOwnLayout(torch.optim.SGD):
         self.updates = state["updates"]
 
 
-def test_what_others_have_beside_tensors_comes_back():
+def test_non_tensor_state_of_other_objects_is_restored():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     more, own = WithMore(), OfItsOwnLayout(nn.Linear(2, 2).parameters())
@@ -346,7 +346,7 @@ def test_what_others_have_beside_tensors_comes_back():
     assert (more.seen, own.updates) == (0, 0)
 
 
-def test_an_expanded_tensor_comes_back():
+def test_expanded_tensor_is_restored():
     model = nn.Linear(4, 1)
     model.register_buffer("scale", torch.ones(1).expand(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -359,7 +359,7 @@ def test_an_expanded_tensor_comes_back():
 
 
 @pytest.mark.parametrize("place", [0, 1, 99])
-def test_others_that_join_a_group_move_nothing(place):
+def test_parameter_added_to_a_group_shifts_no_state(place):
     """As surgery does: what was there before keeps its state and options, and what is new has none."""
     model = Tied()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -379,7 +379,7 @@ def test_others_that_join_a_group_move_nothing(place):
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_extra_state_of_the_model_comes_back():
+def test_extra_state_of_the_model_is_restored():
     """As amax histories of float8 layers, which are no buffers."""
     model = nn.Sequential(WithMore(), nn.Linear(2, 2))
     snapshot = Snapshot(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -391,7 +391,7 @@ def test_extra_state_of_the_model_comes_back():
         assert model[0].seen == 3
 
 
-def test_weights_that_only_another_optimizer_has_come_back():
+def test_weights_only_in_another_optimizer_are_restored():
     model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     first, second = (torch.optim.SGD(each.parameters(), lr=1.0, momentum=0.9) for each in (model, critic))
     snapshot = Snapshot(model, first, {"second": second})
@@ -404,7 +404,7 @@ def test_weights_that_only_another_optimizer_has_come_back():
 
 
 @pytest.mark.parametrize("container", [Contained, WithLayout])
-def test_states_within_another_optimizer_come_back_unrounded(container):
+def test_nested_optimizer_state_is_restored_unrounded(container):
     """NAdam keeps a product in float32 beside weights in bfloat16, which `load_state_dict` would round."""
     model, first, others = narrow_pair()
     inner = others["second"]

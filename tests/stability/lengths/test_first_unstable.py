@@ -194,7 +194,7 @@ class Growing(Chancy):
 
 
 @pytest.mark.parametrize("seeds, judged", [((0,), False), ((0, 1), True)], ids=["in trouble", "one is sound"])
-def test_a_second_look_at_the_shortest_length_may_give_what_others_are_held_against(seeds, judged):
+def test_second_test_of_shortest_length_may_provide_the_baseline(seeds, judged):
     fates = {8: iter([True, False]), 12: iter([False])}
     growing = ModelSpec.of(lambda: Growing(fates), name="growing", causal=True, width=7, inputs="tokens")
     probe = LengthProbe(growing, 12, memory=False, arguments={"steps": 8})

@@ -399,7 +399,7 @@ def test_logits_of_zero_are_seen_and_no_signal():
     assert math.isnan(logit_of(model, numbers(2, 5, 8)))
 
 
-def test_a_model_that_was_made_without_memory_is_watched_where_it_comes_to_be():
+def test_model_built_on_meta_device_is_watched_once_materialized():
     with torch.device("meta"):
         model = Attends(fused)
     watch = AttentionLogit(model)

@@ -151,7 +151,7 @@ def test_a_norm_beyond_float32_is_infinite_and_no_nan(norms_of):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (5, 1), (7, 0), (6,)])
-def test_norms_of_matrices_are_exact_from_the_smallest_values_to_the_largest(dtype, shape):
+def test_matrix_norms_are_exact_from_smallest_to_largest_values(dtype, shape):
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randn(shape, generator=generator)
     gradients = [(sizes * scale).to(dtype) for scale in (1.0, 1e-7, 1e-25, 1e-38, 0.0, 1e15, 1e30)]

@@ -37,7 +37,7 @@ def told(tmp_path, monkeypatch):
     return of
 
 
-def test_what_is_installed_is_told_of(told):
+def test_installed_modules_are_reported_as_early_imports(told):
     assert told(["lib/site-packages"], {"numpy": "lib/site-packages", "email": "lib/site-packages"}) == {
         "numpy"
     }
@@ -48,7 +48,7 @@ def test_what_is_installed_is_told_of(told):
 
 
 @pytest.mark.parametrize("place", ["deps", "late/site-packages"])
-def test_none_where_one_is_from_where_twins_do_not_look_and_they_would_find_another(told, place):
+def test_no_early_imports_if_twins_would_find_another_installation(told, place):
     """torch would import the installed NumPy, and the sides be left with it."""
     path, loaded = ["deps", "lib/site-packages"], {"numpy": place, "torch": "lib/site-packages"}
     assert told(path, loaded, ["lib/site-packages/torch/__init__.py"]) == {"torch"}

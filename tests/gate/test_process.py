@@ -582,7 +582,7 @@ def test_what_later_twins_may_import_ahead(start):
 
 @beside_no_device
 @pytest.mark.parametrize("name", ["test_once", "test_changed"])
-def test_where_an_import_is_measured_or_finds_other_variables_none_is_made_ahead(start, name):
+def test_no_early_imports_if_import_is_measured_or_environment_changes(start, name):
     """What is called once may be the import; a library may read the variable that the tests have set."""
     process = start(["test_first", name], IMPORTS)
     finish(process)

@@ -226,7 +226,7 @@ def test_sides_take_turns():
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no thread where it is")
-def test_both_sides_run_on_one_processor_if_only_their_main_threads_compute():
+def test_sides_share_one_processor_if_only_main_threads_compute():
     seen = set()
     for seed in range(20):
         _, log = play({A: cost(alone=1.0)}, {A: cost(alone=1.0)}, seed=seed, tests=(A,))
@@ -365,7 +365,7 @@ def test_a_call_that_holds_nothing():
     ],
 )
 @pytest.mark.parametrize("role", ["base", "head"])
-def test_what_keeps_a_test_from_being_measured_keeps_no_other(word, how, detail, role):
+def test_unmeasurable_test_does_not_affect_other_tests(word, how, detail, role):
     sides = {"base": {A: cost(), B: cost()}, "head": {A: cost(), B: cost()}}
     sides[role][A] = word
     found, _ = play(**sides)
@@ -386,7 +386,7 @@ def test_a_call_that_fails_and_a_test_that_fails_after_it(key, role):
 
 @pytest.mark.parametrize(("word", "how"), [("crash", "crashed"), ("hang", "hung")])
 @pytest.mark.parametrize("role", ["base", "head"])
-def test_a_process_that_is_lost_costs_its_test_and_no_other(word, how, role):
+def test_lost_process_affects_only_its_current_test(word, how, role):
     sides = {"base": {A: cost(), B: cost(), C: cost()}, "head": {A: cost(), B: cost(), C: cost()}}
     sides[role][B] = word
     found, log = play(**sides, tests=(A, B, C))
@@ -397,7 +397,7 @@ def test_a_process_that_is_lost_costs_its_test_and_no_other(word, how, role):
     assert [test for test, _ in itertools.groupby(log, key=lambda each: each[0])] == [A, C]
 
 
-def test_each_pair_of_processes_is_asked_for_what_is_left_with_a_seed_of_its_own():
+def test_each_process_pair_gets_the_remaining_tests_and_its_own_seed():
     asked, seeds = [], []
     head = {A: "crash", B: cost(), C: "crash"}
 
@@ -826,7 +826,7 @@ def test_tests_are_given_up_where_later_rounds_are_slower(sides, tmp_path, clock
     assert found.tests[3].trials["time"].decision.reason.endswith("too few for a decision; the time is up")
 
 
-def test_what_a_lost_process_took_is_no_part_of_later_rounds(sides, tmp_path, clock):
+def test_duration_of_a_lost_process_is_excluded_from_later_rounds(sides, tmp_path, clock):
     tests = many(10)
     costs = dict.fromkeys(tests, cost(takes=1.0))
     sides(costs, {**costs, tests[0]: "hang"})
@@ -916,7 +916,7 @@ def test_a_process_that_ends_at_its_start(broken, status, sides, tmp_path, monke
     assert found.tests[0].detail == "at its start: unknown option"
 
 
-def test_what_was_found_stands_though_the_test_ends_otherwise_later(sides, tmp_path):
+def test_decided_metric_stands_if_the_test_is_skipped_later(sides, tmp_path):
     jitter = random.Random(0)
     seen = []
 
@@ -981,14 +981,14 @@ def test_a_test_that_was_only_watched_is_not_begun(sides, tmp_path):
     assert (found.tests[0].status, found.exit_code) == ("not begun", 5)
 
 
-def test_what_a_broken_test_used_is_told(sides, tmp_path):
+def test_foreign_import_of_a_failed_test_is_reported(sides, tmp_path):
     sides({A: cost()}, {A: cost(fails=True, stray="/x.py")})
     found = gate(tmp_path, (A,))
     assert found.tests[0].status == "crashed on head"
     assert "E  Oops; head imported /x.py" in found.tests[0].detail
 
 
-def test_files_that_both_sides_write_are_told(sides, tmp_path):
+def test_files_written_by_both_sides_are_noted(sides, tmp_path):
     used = {"files": {"written": ["/var/tmp/log"]}}
     sides({A: cost(**used)}, {A: cost(**used)})
     found = gate(tmp_path, (A,))
@@ -1066,7 +1066,7 @@ def test_a_call_that_takes_no_time_costs_its_test_and_no_other(role):
     assert isinstance(found[B], Paired)
 
 
-def test_a_metric_that_head_has_lost_is_open(sides, tmp_path):
+def test_metric_missing_on_head_is_inconclusive(sides, tmp_path):
     """That its text ends at its first token is why it takes less time."""
     sides({A: cost(ttft=0.05, tpot=0.01)}, {A: cost(0.01, ttft=0.05, tpot=0.0)})
     result = gate(tmp_path, (A,))
@@ -1080,7 +1080,7 @@ def test_a_metric_that_head_has_lost_is_open(sides, tmp_path):
     assert GateResult.from_dict(json.loads(json.dumps(result.to_dict()))).verdict == Verdict.INCONCLUSIVE
 
 
-def test_a_metric_that_is_asked_for_is_open_where_it_cannot_be_had(sides, tmp_path):
+def test_requested_metric_without_measurements_is_inconclusive(sides, tmp_path):
     once = cost(only_once=True)
     sides({A: once, B: once, C: once}, {A: once, B: once, C: once})
     memory, time = Limits(time=None), Limits(memory=None)
@@ -1103,7 +1103,7 @@ def test_a_metric_that_is_asked_for_is_open_where_it_cannot_be_had(sides, tmp_pa
     )
 
 
-def test_a_metric_that_a_later_round_lacks_is_open(sides, tmp_path):
+def test_metric_missing_in_a_later_round_is_inconclusive(sides, tmp_path):
     jitter = random.Random(0)
 
     def text(number):
@@ -1127,7 +1127,7 @@ def test_a_metric_that_the_first_round_lacks_is_not_judged(sides, tmp_path):
     assert set(found.trials) == {"time", "ttft", "memory"}
 
 
-def test_the_metrics_that_there_are_decide_how_strictly_flags_are_confirmed(sides, tmp_path):
+def test_confirmation_strictness_depends_on_number_of_judged_metrics(sides, tmp_path):
     seen = []
 
     class Seen(Rule):
@@ -1181,7 +1181,7 @@ def test_sampling_refused(given):
         Sampling(**given)
 
 
-def test_a_head_that_hangs_everywhere_takes_no_longer_than_it_may(sides, tmp_path):
+def test_head_that_hangs_in_every_test_stops_at_the_time_limit(sides, tmp_path):
     sides({A: cost(), B: cost(), C: cost()}, {A: "hang", B: "hang", C: "hang"})
     found = gate(tmp_path, (A, B, C), most_seconds=1e-9)
     assert [test.status for test in found.tests] == ["hung on head", "not begun", "not begun"]
@@ -1222,7 +1222,7 @@ def test_an_interruption_before_anything_was_measured(sides, tmp_path):
     assert (found.status, found.detail) == ("not begun", "interrupted")
 
 
-def test_calls_that_are_slower_now_and_then_are_told(sides, tmp_path):
+def test_occasionally_slower_calls_are_noted(sides, tmp_path):
     """Their median is as it was, and PASS."""
 
     class Fifth(dict):

@@ -212,7 +212,7 @@ def test_refused(project, pytester, options, message):
     result.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
-def test_sides_get_what_the_run_was_told_but_for_what_is_its_own(pytester, monkeypatch):
+def test_sides_inherit_options_except_those_of_the_run_itself(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS")
     pytester.makeconftest(
         """
@@ -319,7 +319,7 @@ def test_it(benchmark):
     assert not set(told["base"]) & set(told["head"])
 
 
-def test_where_nothing_was_compared_the_run_is_not_green(project, pytester):
+def test_run_without_any_comparison_does_not_pass(project, pytester):
     work = WORK.format(one=100, other=100)
     project(
         """
@@ -349,7 +349,7 @@ def test_gives_up(benchmark): pytest.xfail("not on this machine")
     assert not list((pytester.path / "tmp").iterdir())
 
 
-def test_a_file_that_cannot_be_imported_is_no_matter_of_the_others_if_told_so(project, pytester):
+def test_import_error_does_not_affect_other_files_if_collection_continues(project, pytester):
     work = WORK.format(one=100, other=100)
     project("import work\ndef test_it(benchmark): benchmark(work.one)\n", work, work + "new = one\n")
     (pytester.path / "bench" / "test_broken.py").write_text("import nothing_of_this_name\n")
@@ -492,7 +492,7 @@ def test_what_is_installed_is_not_compared_with_itself(project, pytester):
     result.stderr.fnmatch_lines(["ERROR: *installed code was compared with itself*"])
 
 
-def test_a_file_that_the_base_cannot_import_is_no_matter_of_the_others(project, pytester):
+def test_file_that_the_base_cannot_import_does_not_affect_other_files(project, pytester):
     work = WORK.format(one=100, other=100)
     project("import work\ndef test_it(benchmark): benchmark(work.one)\n", work, work + "new = one\n")
     (pytester.path / "bench" / "test_new.py").write_text(
@@ -587,7 +587,7 @@ def test_options_of_the_configuration_file_wait_for_a_base(pytester):
     assert (found.asked.missing, found.asked.limits.time.tolerance) == ("fail", 0.03)
 
 
-def test_limits_that_are_not_judged_are_told(project, pytester, monkeypatch):
+def test_unjudged_limits_are_reported(project, pytester, monkeypatch):
     wanted = {}
 
     def ran(base, head, tests, launch, *, missing, notes, asked, **_):
@@ -706,7 +706,7 @@ def test_slower_suite_fails_a_run_in_which_no_test_fails(status, code, monkeypat
     assert finished(result, status)[0] == code
 
 
-def test_what_was_interrupted_is_published_and_not_kept(tmp_path, monkeypatch):
+def test_interrupted_run_is_reported_but_not_stored_in_history(tmp_path, monkeypatch):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     result = GateResult("base", "head", (of(Verdict.PASS), TestResult("b", "not begun")))

@@ -562,7 +562,7 @@ def test_hooks_that_are_removed_or_come_now_and_then_are_no_growth():
     assert memory_growth(step, steps=STEPS).verdict == "flat"
 
 
-def test_records_of_a_run_are_no_callbacks():
+def test_run_records_are_not_counted_as_callbacks():
     """What a run notes of itself may grow by an object in each step, below the tolerance."""
     history = []
     found = memory_growth(lambda: history.append(Place(len(history))), steps=STEPS)
@@ -592,7 +592,7 @@ def test_bytes_are_those_that_the_step_keeps():
 
 
 @needs_glibc
-def test_graph_of_activations_is_measured_though_no_python_object_holds_them():
+def test_activation_graph_without_python_objects_is_measured():
     class Held(KeepsGraphBeforeBackward):
         def inputs(self):
             return torch.randn(2000, WIDTH)
@@ -603,7 +603,7 @@ def test_graph_of_activations_is_measured_though_no_python_object_holds_them():
 
 
 @needs_glibc
-def test_what_no_python_object_holds_is_told_apart():
+def test_growth_outside_python_objects_is_reported_separately():
     import ctypes
 
     allocate = ctypes.CDLL(None).malloc
@@ -668,7 +668,7 @@ def test_tolerance_decides():
     assert growth_of(step, steps=STEPS).verdict == "grows"
 
 
-def test_what_waits_for_the_collector_is_told():
+def test_memory_held_by_reference_cycles_is_reported():
     found = growth_of(Cycles(), steps=12)
     if found.host is not None:
         assert found.cyclic_bytes == pytest.approx(4000, rel=0.5)
@@ -712,7 +712,7 @@ def test_a_training_step_that_is_described():
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("tracing", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_all_is_put_back(enabled, tracing, fails, whole_heap):
+def test_garbage_collection_and_tracing_state_is_restored(enabled, tracing, fails, whole_heap):
     calls = []
 
     def step():
@@ -744,7 +744,7 @@ def test_in_a_process_where_nothing_is_frozen(kind, whole_heap):
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_froze_is_thawed(whole_heap):
+def test_previously_frozen_objects_are_unfrozen(whole_heap):
     gc.freeze()
     kept = []
     assert memory_growth(lambda: kept.append(torch.zeros(1000)), steps=8).tensors_per_step == 1.0
@@ -808,7 +808,7 @@ def allocator(monkeypatch):
 MIB = 2**20
 
 
-def test_fragments_where_only_what_is_reserved_grows(allocator):
+def test_growth_of_reserved_memory_alone_is_fragmentation(allocator):
     found = allocator(lambda n: 50 * MIB, lambda n: 60 * MIB + 2 * MIB * (n // 2))
     assert found.verdict == "fragments"
     assert found.device_free.per_step == pytest.approx(MIB, rel=0.05)
@@ -829,7 +829,7 @@ def test_fragments_of_the_host(allocator):
     assert allocator(lambda n: 50 * MIB, lambda n: 60 * MIB + 4096 * n, "host").verdict == "flat"
 
 
-def test_what_is_reserved_for_tensors_that_stay_is_a_leak_and_no_fragmentation(allocator):
+def test_reserved_memory_of_live_tensors_is_a_leak_not_fragmentation(allocator):
     found = allocator(lambda n: MIB * n, lambda n: MIB * n + MIB)
     assert found.verdict == "grows"
     reason, _ = found.reasons
@@ -841,7 +841,7 @@ def test_both_at_once_are_a_leak(allocator):
     assert allocator(lambda n: MIB * n, lambda n: 3 * MIB * n).verdict == "grows"
 
 
-def test_allocator_that_has_reserved_all_that_it_needs_is_sound(allocator):
+def test_allocator_with_a_stable_reservation_is_flat(allocator):
     assert allocator(lambda n: 50 * MIB, lambda n: 60 * MIB + 20 * MIB * min(n // 4, 5)).verdict == "flat"
 
 

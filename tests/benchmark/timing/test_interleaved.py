@@ -66,7 +66,7 @@ def test_times_and_their_ratio(watched):
     assert json.loads(json.dumps(ratio.to_dict()))["rounds"] == 8
 
 
-def test_each_has_a_turn_in_each_round_and_follows_each_other_equally_often(watched):
+def test_round_runs_each_workload_once_in_balanced_order(watched):
     make, calls = watched
     found = interleave(make(a=1.0, b=1.0, c=1.0), rounds=20)
     turns = calls[3 * 6 :][: 3 * 20]

@@ -88,7 +88,7 @@ def test_a_machine_that_is_another_today_tells_nothing():
     assert found.decision.reason == "the machine is not as it was: the copy of memory took 6 ms"
 
 
-def test_results_without_a_reference_are_not_compared_with_those_that_have_one():
+def test_results_with_and_without_reference_are_not_compared():
     history = points(drawn()) + points([5.0] * 10, reference=None)
     assert judge(history, [result(0.0)], LIMIT).points == 20
     found = judge(history, [result(5.0, reference=None)], LIMIT)

@@ -324,7 +324,7 @@ class TestResult:
         data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert data["worst"]["slope"] is None
 
-    def test_what_breaks_at_all_widths_is_not_what_is_expected_of_the_standard_one(self):
+    def test_non_finite_at_all_widths_is_not_as_expected_of_standard(self):
         found = check(config_of(), parametrization="standard", learning_rate=1e38, seeds=1)
         assert (found.verdict, found.as_expected) == ("not finite", False)
         assert str(found).startswith("Rack: not finite, not as expected of standard; ")

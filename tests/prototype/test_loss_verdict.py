@@ -45,7 +45,7 @@ def test_one_low_loss_at_the_start_is_no_divergence():
     assert (loss_verdict(rising).status, loss_verdict(rising).step) == ("diverged", 2)
 
 
-def test_the_step_at_which_it_left_is_not_that_of_a_first_loss_that_was_low_by_chance():
+def test_divergence_step_ignores_an_accidentally_low_first_loss():
     sound = [5.5 - 0.6 * i / 399 for i in range(400)]
     up = [6.5 + 0.02 * math.sin(i) for i in range(100)]
     for first in (5.5, 3.0):

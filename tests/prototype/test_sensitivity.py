@@ -137,7 +137,7 @@ def test_a_run_of_a_configuration_is_that_of_the_prototype():
         assert run.attention_logit_max == max(alone.attention_logit_max[-1][1].values())
 
 
-def test_what_becomes_no_number_counts_with_the_initial_loss():
+def test_non_finite_run_counts_with_the_initial_loss():
     config = config_of({"grad_clip": None, "optimizer": {"weight_decay": 0.0}})
     sweep = learning_rate_sweep(config, [1e-3, 1e30], (1,), steps=5, seeds=(0, 1))
     broken = [run for run in sweep.runs if run.learning_rate == 1e30]
@@ -370,14 +370,14 @@ def test_sweep_keeps_runs_that_were_running_at_an_error(tmp_path, monkeypatch):
     assert 1 <= len(kept) <= 2  # of 40. The thread of the error may begin one more.
 
 
-def test_a_model_that_is_no_number_from_the_start_is_no_matter_of_learning_rates(tmp_path):
+def test_non_finite_initial_loss_is_refused(tmp_path):
     spec = ModelSpec.of(quadratic(), loss=lambda model, inputs: model.x.sum() * math.nan)
     with pytest.raises(ValueError, match="loss at initialisation: got nan"):
         learning_rate_sweep(spec, [0.1], (1,), steps=STEPS, seeds=(7,), store=tmp_path / "sweep.jsonl")
     assert not (tmp_path / "sweep.jsonl").exists()
 
 
-def test_what_is_kept_is_not_made_again(tmp_path):
+def test_stored_runs_are_not_repeated(tmp_path):
     path, ended = tmp_path / "sweep.jsonl", []
     asked = {"steps": STEPS, "seeds": (0, 1), "store": path, "on_run": ended.append}
     first = learning_rate_sweep(quadratic(), [0.1, 0.2], (1,), **asked)

@@ -33,7 +33,7 @@ def bowl(best_of, depth=0.1):
 
 
 @given(LOSSES, st.floats(1, 10))
-def test_sensitivity_is_the_mean_excess_over_the_best_of_losses_cut_at_the_initial_one(losses, initial):
+def test_sensitivity_is_mean_excess_of_losses_clipped_at_initial_loss(losses, initial):
     cut = np.minimum(losses, initial)
     expected = np.mean(cut) - np.min(cut)
     assert learning_rate_sensitivity(losses, initial) == pytest.approx(expected, abs=1e-12)
@@ -102,7 +102,7 @@ def test_the_refined_best_is_that_of_a_fit_through_the_neighbours(losses):
             assert math.log(best.refined) == pytest.approx(near[1] - b / (2 * a), abs=1e-6)
 
 
-def test_a_best_learning_rate_at_an_end_of_the_grid_is_marked_and_shows_no_transfer():
+def test_best_learning_rate_at_grid_edge_is_marked_and_shows_no_transfer():
     made = sweep(bowl(lambda width, seed: 1e-4))
     assert all(made.best(width).at_edge for width in made.widths)
     assert made.drift().grid_steps == 0

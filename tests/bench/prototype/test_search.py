@@ -53,7 +53,7 @@ def test_hypervolume_is_a_share_of_all_that_there_is(grid):
     assert grid.share_of_hypervolume(o for o in everything if o.status != "success") == 0.0
 
 
-def test_two_points_dominate_what_is_computed_by_hand():
+def test_hypervolume_of_points_matches_hand_computation():
     losses, rates = (2.0, 3.0, 4.0), (1.0, 2.0, 4.0)
     made = {(i, 1, 1, 1, 1.0): TrialOutcome("success", losses[i], rates[i], 1) for i in range(3)}
     grid = TrainedGrid(made)
@@ -62,7 +62,7 @@ def test_two_points_dominate_what_is_computed_by_hand():
     assert grid.share_of_hypervolume(iter([made[2, 1, 1, 1, 1.0]])) == 0.0
 
 
-def test_the_recipe_draws_the_same_from_the_same_seed_and_may_repeat_itself(grid):
+def test_random_recipe_is_reproducible_per_seed_and_may_repeat_draws(grid):
     [one], [same], [other] = (list(search.sample(SPACE, grid, 30, repeat)) for repeat in (0, 0, 1))
     assert one == same
     assert one != other
@@ -103,20 +103,20 @@ def test_bars_are_of_the_low_end(grid):
     assert search.table(made).row_count == 1 + len(WAYS)
 
 
-def test_a_way_whose_repeats_are_not_all_there_is_left_out(grid):
+def test_sampler_with_missing_repeats_is_left_out(grid):
     made = figures(grid, repeats=3)
     assert made["ways"] == {}
     assert [bar.value for bar in search.bars(made, whole=False)][:3] == [None] * 3
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on():
+def test_killed_study_resumes_without_lost_trials():
     [found] = killed_search(6, 0.2)
     assert found["ended_before"] >= 3
     assert (found["running_at_kill"], found["lost"], found["done_twice"]) == (1, 0, 0)
 
 
 @pytest.mark.slow
-def test_a_shared_study_does_nothing_twice():
+def test_shared_study_runs_no_trial_twice():
     [found] = shared_search(6, 0.2)
     assert (found["done"], found["done_twice"]) == (6, 0)

@@ -59,7 +59,7 @@ def test_a_best_learning_rate_at_an_end_of_the_grid_is_not_measured():
     assert [bar.verdict for bar in transfer.bars({})] == ["NOT MEASURED"]
 
 
-def test_both_parametrisations_are_of_one_model_and_the_widest_is_eight_times_the_narrowest():
+def test_mup_and_standard_sweeps_use_the_same_widths_up_to_8x():
     plan = transfer.Plan()
     of = {name: plan.sweep(name).runs() for name in ("mup", "standard")}
     for name, runs in of.items():

@@ -347,7 +347,7 @@ class TestMachine:
         there.append(True)
         assert len(search_architecture_space(FEW, 3, **asked).succeeded) == 3
 
-    def test_what_one_configuration_misses_three_times_is_its_error_and_the_rest_goes_on(self, folder):
+    def test_configuration_missing_a_file_three_times_becomes_an_error(self, folder):
         def evaluate(config, seed, report):
             if depth_of(config) == 3:
                 raise FileNotFoundError("no such text")

@@ -96,7 +96,7 @@ def test_a_database_of_something_else_is_left_as_it_is(tmp_path, tables):
     assert path.read_bytes() == before
 
 
-def test_a_database_is_shown_where_there_are_tables_of_optuna_beside_others(tmp_path):
+def test_database_with_optuna_and_other_tables_is_opened_unchanged(tmp_path):
     path = tmp_path / "photos.db"
     with closing(sqlite3.connect(path)) as database:
         database.execute("create table photo (id int)")

@@ -66,24 +66,12 @@ def token_order(subject: Subject) -> CheckResult:
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
     limit = _rounding(exam)
-    other = exam.unlike(sequence, exam.filler(1, length)[0])
-    effect, order = 0.0, 0.0
-    for i, j in ((length - 3, length - 2), (0, length - 2), (0, 1)):
-        original, changed, exchanged = sequence.clone(), sequence.clone(), sequence.clone()
-        original[i] = exam.unlike(sequence[j], other[i])
-        changed[i] = sequence[j]
-        exchanged[i], exchanged[j] = original[j], original[i]
-        try:
-            plain, replaced, swapped = (
-                _read_at(exam, _output(exam, exam.model(), each), (i, j))
-                for each in (original, changed, exchanged)
-            )
-        except refusals() as error:
-            return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
-        effect = max(effect, float(relative_difference(plain, replaced).max()))
-        order = max(order, float(relative_difference(plain, swapped).max()))
-        if order > limit:
-            return subject.passed(meaning=f"the output changes by {order:.2g}")
+    try:
+        places, effect, order = _exchanged(exam, sequence, limit)
+    except refusals() as error:
+        return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
+    if order > limit:
+        return subject.passed(meaning=f"the output changes by {order:.2g}")
     if effect <= limit:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
     if order > limit / 3:  # a third of the limit is three times the measured rounding
@@ -98,7 +86,7 @@ def token_order(subject: Subject) -> CheckResult:
         "positionless=True",
         order,
         limit,
-        where=f"inputs {i} and {j} of {length}" + (f"; {idle}" if idle else ""),
+        where=f"inputs {places[0]} and {places[1]} of {length}" + (f"; {idle}" if idle else ""),
         meaning="Exchanging two inputs does not change the output at other positions: the model does not "
         "know the order of its inputs"
         + (", and at most one row of its table of positions has an effect." if idle else "."),
@@ -106,6 +94,29 @@ def token_order(subject: Subject) -> CheckResult:
         "positions, and for a rotation that is not applied."
         + (" If the model needs no order, declare positionless=True." if idle else ""),
     )
+
+
+def _exchanged(exam: Examination, sequence: Tensor, limit: float) -> tuple[tuple[int, int], float, float]:
+    """Return two places, and the largest changes if one input is replaced, and if two are exchanged.
+
+    The changes are those of outputs at other places. The first exchange with an effect ends the search.
+    """
+    length, effect, order = len(sequence), 0.0, 0.0
+    other = exam.unlike(sequence, exam.filler(1, length)[0])
+    for i, j in ((length - 3, length - 2), (0, length - 2), (0, 1)):
+        original, changed, exchanged = sequence.clone(), sequence.clone(), sequence.clone()
+        original[i] = exam.unlike(sequence[j], other[i])
+        changed[i] = sequence[j]
+        exchanged[i], exchanged[j] = original[j], original[i]
+        plain, replaced, swapped = (
+            _read_at(exam, _output(exam, exam.model(), each), (i, j))
+            for each in (original, changed, exchanged)
+        )
+        effect = max(effect, float(relative_difference(plain, replaced).max()))
+        order = max(order, float(relative_difference(plain, swapped).max()))
+        if order > limit:
+            break
+    return (i, j), effect, order
 
 
 def _named_tables(model: nn.Module, length: int) -> list[str]:

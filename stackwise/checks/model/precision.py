@@ -229,26 +229,8 @@ def _judged(
             meaning=f"An output is NaN or infinite in {format_name}, and finite in float64.",
             advice=advice["activation"],
         )
-    if shadow.loss is not None and _stays_inside(run, eps):
-        return subject.passed(
-            shadow.loss.error / eps,
-            limits[shadow.loss.kind],
-            where=_place(shadow.loss),
-            meaning=f"The operation amplifies rounding; error of the logits: {run.error / eps:.2g} eps",
-        )
     if shadow.loss is not None:
-        correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
-        if autocast and correct_if and _differs_without_autocast(subject, dtype, shadow.loss, limits):
-            return subject.not_applicable(f"bfloat16_error finds the same error: {_place(shadow.loss)}")
-        return subject.failed_unless(
-            correct_if,
-            shadow.loss.error / eps,
-            limits[shadow.loss.kind],
-            where=_place(shadow.loss),
-            meaning=f"The result in {format_name} differs from float64 by {shadow.loss.error / eps:.3g} eps "
-            "of the format.",
-            advice=hint or advice[shadow.loss.kind],
-        )
+        return _of_loss(subject, dtype, run, limits, autocast, advice)
     if autocast and shadow.uncast:
         return subject.failed(
             float(len(shadow.uncast)),
@@ -275,11 +257,33 @@ def _judged(
     )
 
 
-def _stays_inside(run: _Run, eps: float) -> bool:
-    """Return True if an operation amplifies the rounding of its operands, and the logits are still exact."""
-    loss = run.shadow.loss
-    amplifies = loss is not None and (loss.is_sharp or (loss.is_difference and loss.kind == "activation"))
-    return amplifies and run.error <= _HARMLESS * eps
+def _of_loss(
+    subject: Subject,
+    dtype: torch.dtype,
+    run: _Run,
+    limits: Mapping[Kind, float],
+    autocast: bool,
+    advice: Mapping[Kind, str],
+) -> CheckResult:
+    """Return the result for an operation with a large error."""
+    loss, eps = run.shadow.loss, torch.finfo(dtype).eps
+    assert loss is not None
+    value, limit, place = loss.error / eps, limits[loss.kind], _place(loss)
+    amplifies = loss.is_sharp or (loss.is_difference and loss.kind == "activation")
+    if amplifies and run.error <= _HARMLESS * eps:
+        meaning = f"The operation amplifies rounding; error of the logits: {run.error / eps:.2g} eps"
+        return subject.passed(value, limit, where=place, meaning=meaning)
+    correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
+    if autocast and correct_if and _differs_without_autocast(subject, dtype, loss, limits):
+        return subject.not_applicable(f"bfloat16_error finds the same error: {place}")
+    return subject.failed_unless(
+        correct_if,
+        value,
+        limit,
+        where=place,
+        meaning=f"The result in {_name(dtype)} differs from float64 by {value:.3g} eps of the format.",
+        advice=hint or advice[loss.kind],
+    )
 
 
 def _excuse(

@@ -77,7 +77,10 @@ def claimed_attention_cap(subject: Subject, claim: float) -> list[Pair]:
 def claimed_alibi_slopes(subject: Subject, claim: tuple[float, ...]) -> list[Pair]:
     """Do scores decrease with the distance by the claimed slope of each head?"""
     found = [_slopes(site) for site in planted(subject).sites]
-    for n in {len(x) for x in found if x is not None}:
+    counts = {len(x) for x in found if x is not None}
+    if counts == {1} != {len(claim)}:
+        raise UnmeasuredError("needs all heads of a layer in one product")
+    for n in counts:
         require(len(claim) == n, "alibi_slopes", claim, f"a tuple of {n} numbers, one for each head")
     farthest = lambda rows, wanted: max(rows, key=lambda x: abs(x - wanted))  # noqa: E731
     return [(x and tuple(map(farthest, x, claim)), claim) for x in found]
@@ -112,6 +115,8 @@ def claimed_key_heads(subject: Subject, claim: int) -> list[Pair]:
             continue
         keys, values = (() if x is None else _heads(x, order) for x in (site.keys, site.values))
         n = len(keys) or claim
+        if n == 1 != claim:
+            raise UnmeasuredError("needs all heads of a layer in one product")
         require(n % claim == 0, "key_heads", claim, f"a divisor of the number of heads, {n}")
         wanted = tuple(head // (n // claim) for head in range(n))
         pairs += [(heads or None, wanted) for heads in (keys, values)]
@@ -194,17 +199,27 @@ def _largest(x: Tensor, site: Site) -> float:
 
 
 def _slopes(site: Site) -> list[list[float]] | None:
-    """Return for each head the mean step of the bias per position, one for each query after the first."""
+    """Return for each head the mean decrease of the bias per position of distance.
+
+    There is one for the keys before each query after the first, and one for the visible keys after it.
+    """
     if site.factor is None:
         return None
-    steps = by_row(site.scores - site.factor * site.queries @ site.keys.mT).mean(dim=0).diff(dim=-1)
+    steps = by_row(site.scores - site.factor * site.queries @ site.keys.mT).mean(dim=0).diff(dim=-1)[:, 1:]
     visible = by_row(site.visible).all(dim=0)
-    is_seen = (visible[..., 1:] & visible[..., :-1]).tril(-1)[:, 1:]  # keys at or before the query
-    steps = steps[:, 1:].where(is_seen, 0.0)
-    means = steps.sum(dim=-1) / is_seen.sum(dim=-1)
-    gaps = (steps - means[..., None]).abs().where(is_seen, 0.0)
-    is_even = is_seen.any(dim=-1).all() and gaps.max() <= 1e-2 * steps.abs().max() + 1e-6
-    return means.tolist() if is_even else None
+    pairs = visible[..., 1:] & visible[..., :-1]
+    slopes = []
+    for sign, is_seen in ((1, pairs.tril(-1)[:, 1:]), (-1, pairs.triu()[:, 1:])):
+        is_used = is_seen.any(dim=-1).all(dim=0)  # by query
+        if sign == 1 and not is_used.all():
+            return None
+        chosen, seen = sign * steps[:, is_used], is_seen[:, is_used]
+        means = chosen.where(seen, 0.0).sum(dim=-1) / seen.sum(dim=-1)
+        gaps = (chosen - means[..., None]).abs().where(seen, 0.0)
+        if gaps.numel() and gaps.max() > 1e-2 * steps.where(is_seen, 0.0).abs().max() + 1e-6:
+            return None
+        slopes.append(means)
+    return torch.cat(slopes, dim=-1).tolist()
 
 
 def _first_other(site: Site, n_buckets: int, farthest: int) -> Pair:

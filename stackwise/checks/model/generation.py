@@ -102,7 +102,8 @@ class _Engine:
         count = next((place + 1 for place, token in enumerate(row) if token in stop), len(row))
         row, rest = row[:count], row[count:]
         if count > n or (count < n and not stop):
-            return f"{count} new tokens, but max_new_tokens is {n}"
+            hint = ". Declare stop= if the model has an end token" if count < n else ""
+            return f"{count} new tokens, but max_new_tokens is {n}{hint}"
         if len(set(rest)) > 1:
             return f"tokens {rest} follow the stop token {row[-1]}"
         # A list may omit the stop token.
@@ -354,9 +355,12 @@ def _requests(logits: Tensor) -> list[dict[str, Any]]:
     top_p = float(p[:2].sum() + p[2] / 2)
     sums = torch.cat([p[:k].cumsum(0), p[:k].cumsum(0) / p[:k].sum()])
     of_k = max((float(x) for x in torch.linspace(0.5, 0.95, 10)), key=lambda x: float((sums - x).abs().min()))
+    # The most likely token is e^1.5 times as likely as the last allowed one.
+    uneven = max(float(ordered[0] - ordered[k - 1]) / 1.5, 0.05)
     return [
         {"temperature": 0.5},
         {"temperature": 1.5, "top_k": k},
+        {"temperature": uneven, "top_k": k},
         {"temperature": 1.0, "top_p": top_p},
         {"temperature": 1.0, "top_k": k, "top_p": of_k},
     ]

@@ -198,12 +198,13 @@ def load_round_trip(subject: Subject) -> CheckResult:
 @check
 def shared_modules(subject: Subject) -> CheckResult:
     """Does a list of modules hold each module with parameters once?"""
-    if subject.spec.facts.block_weights is not None:
-        return subject.not_applicable("the layers share weights as declared; see claimed_block_weights")
+    blocks = subject.spec.facts.block_weights or ()
     shared = [
         f"{name}.{index}" if name else index
         for name, module in subject.model().named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
+        if len(module) != len(blocks)
+        or len(set(blocks)) == len(blocks)  # claimed_block_weights compares them
         for position, (index, part) in enumerate(module._modules.items())
         if part is not None and any(True for _ in part.parameters())
         if any(part is earlier for earlier in list(module)[:position])

@@ -63,6 +63,16 @@ def rotary_frequencies(subject: Subject) -> CheckResult:
         if is_still and len(layer) == 1 and len(layer[-1]) > 2 and len(subject.spec.rotary) == 1:
             text = "Queries or keys do not depend on the position, and the claim holds for each layer."
             return subject.failed(1.0, 0.0, where=place, meaning=text, advice=_BOTH)
+    if layers and not is_rotary and all(y.is_pure for layer in layers for x in layer for y in x[:2]):
+        return subject.failed_unless(
+            None
+            if subject.spec.rotary != rotary_in(config)
+            else "the model has other positions in its place",
+            0.0,
+            where=f"all {len(layers)} layers",
+            meaning="No layer rotates queries and keys by their positions.",
+            advice="Look for a rotation whose result is not used, and for a table of angles that is 0.",
+        )
     if not any(rotated):
         return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
     share = f"{sum(map(bool, rotated))} of {len(layers)} layers"

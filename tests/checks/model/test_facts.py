@@ -520,6 +520,41 @@ def test_other_forms_pass_or_fail_only_if_measured(model, fact, value, status):
     assert result.status == status, result
 
 
+class Biased(nn.Module):
+    """Bidirectional attention with a bias for each distance."""
+
+    def __init__(self, bias_of):
+        super().__init__()
+        self.bias_of, self.embedding, self.head = bias_of, nn.Embedding(61, 32), nn.Linear(32, 61)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32), "qkv": nn.Linear(32, 96), "out": nn.Linear(32, 32)})
+            for _ in range(2)
+        )
+
+    def forward(self, ids):
+        x, positions = self.embedding(ids), torch.arange(ids.shape[1])
+        bias = self.bias_of((positions[:, None] - positions).to(x.dtype))
+        for layer in self.layers:
+            q, k, v = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.mT * 8**-0.5 + torch.tensor(SLOPES).to(x)[:, None, None] * bias
+            x = x + layer["out"]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("bias_of", "status"),
+    [
+        (lambda distance: -distance.abs(), "passed"),
+        (lambda distance: -distance, "failed"),
+        (lambda distance: torch.where(distance < 0, 2 * distance, -distance), "failed"),
+    ],
+    ids=["both directions", "signed", "twice ahead"],
+)
+def test_slopes_of_later_keys_are_measured(bias_of, status):
+    spec = ModelSpec.of(lambda: Biased(bias_of), causal=False, facts=Facts(alibi_slopes=SLOPES))
+    assert ask(spec, "alibi_slopes").status == status
+
+
 @pytest.mark.parametrize(
     ("model", "fact", "value", "status"),
     [

@@ -98,6 +98,37 @@ def test_method_in_the_style_of_nanogpt_is_inferred(model, status):
     assert statuses(spec)["generation_greedy"] == status
 
 
+def drawn(logits, temperature, top_k):
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(-1), 1)
+
+
+def uniform_among_k(logits, temperature, top_k):
+    return drawn(logits.where(logits.isinf(), 0.0) if top_k else logits, temperature, top_k)
+
+
+def no_temperature_with_k(logits, temperature, top_k):
+    return drawn(logits, 1.0 if top_k and temperature else temperature, top_k)
+
+
+@pytest.mark.parametrize(
+    ("draw", "status"), [(drawn, "passed"), (uniform_among_k, "failed"), (no_temperature_with_k, "failed")]
+)
+def test_probabilities_among_the_top_k(draw, status):
+    def generate(model, prompts, *, max_new_tokens, temperature=0.0, top_k=None):
+        ids = torch.stack(prompts)
+        for _ in range(max_new_tokens):
+            logits = model(ids).logits[:, -1]
+            if top_k is not None:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+            ids = torch.cat((ids, draw(logits, temperature, top_k)), dim=1)
+        return ids[:, len(prompts[0]) :]
+
+    [result] = check_model(spec_of(GPT, generate=generate), checks=["sampling_distribution"])
+    assert result.status == status, result
+
+
 def drawing(model, idx, max_new_tokens):
     return torch.cat((idx, torch.randint(61, (len(idx), max_new_tokens))), dim=1)
 

@@ -406,7 +406,10 @@ def test_shared_modules_warns_about_a_repeated_reference(subjects):
     result = subjects.ask(build, "shared_modules")
     assert (result.status, result.where, result.value) == ("warned", "layers.1, layers.2", 2.0)
     declared = ModelSpec.of(build, facts=Facts(block_weights=(0, 0, 0)))
-    assert subjects.ask(declared, "shared_modules").status == "not applicable"
+    assert subjects.ask(declared, "shared_modules").status == "passed"
+    for other in ((0, 0), (0, 1, 2)):
+        wrong = ModelSpec.of(build, facts=Facts(block_weights=other))
+        assert subjects.ask(wrong, "shared_modules").status == "warned"
 
 
 def test_shared_modules_passes_a_shared_activation(subjects):

@@ -118,6 +118,21 @@ def test_model_without_rotation_is_not_compared():
     assert result.meaning == "needs a layer that rotates queries and keys, and changes nothing else"
 
 
+class Unrotated(Rotating):
+    """The result of the rotation is not used."""
+
+    def rotate(self, x, positions):
+        super().rotate(x, positions)
+        return x
+
+
+def test_rotation_that_is_never_applied_fails():
+    result = ask(of(Unrotated))
+
+    assert (result.status, result.where) == ("failed", "all 2 layers")
+    assert result.meaning == "No layer rotates queries and keys by their positions."
+
+
 @pytest.mark.parametrize("claim", [10000.0, None, (None,)])
 def test_claim_that_is_no_rotary_is_refused(claim):
     with pytest.raises(ValueError, match="rotary: got"):

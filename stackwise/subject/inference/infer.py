@@ -5,6 +5,7 @@ Shapes: B batch, T positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -107,7 +108,10 @@ def _capabilities(
     if known["inputs"] == "tokens" and known["causal"] and "generate" not in declared:
         sides = {**can, **known}.get("padding_sides", ())
         generate = inferred_generate(model, sides)
-        if generate is not None and _is_greedy(generate, model, [example[0], example[0]]):
+        prompts = [example[0], example[0]]
+        if generate is not None and (
+            _is_greedy(generate, model, prompts) or _is_in_style_of_nanogpt(generate, model, prompts)
+        ):
             can["generate"] = generate
             # The checks of generation compare tokens from a cache inside the model with plain calls.
             if can.get("cache_problem", "").endswith(NO_PARAMETER):
@@ -141,6 +145,19 @@ def _is_greedy(call: GenerateCall, model: nn.Module, prompts: list[Tensor]) -> b
             if found[-1] is not None and random_states_equal(before, random_states()):
                 return True
     return "temperature" in call.options and found[0] is not None and found[0] == found[1]
+
+
+def _is_in_style_of_nanogpt(call: GenerateCall, model: Any, prompts: list[Tensor]) -> bool:
+    """Return True if generation has the parameters of nanoGPT and draws tokens.
+
+    A bug in top_k is no reason to leave the method out, although it prevents greedy tokens.
+    """
+    parameters = inspect.signature(model.generate).parameters
+    if {*list(parameters)[1:]} != {"max_new_tokens", "temperature", "top_k"}:
+        return False
+    if parameters["top_k"].default is not None or parameters["temperature"].default != 1.0:
+        return False
+    return attempt(partial(call, model, prompts, max_new_tokens=2, temperature=1.0)) is not None
 
 
 def _may_be_padded(trial: Trial, example: Tensor, known: Mapping[str, Any]) -> bool:

@@ -98,6 +98,24 @@ def test_method_in_the_style_of_nanogpt_is_inferred(model, status):
     assert statuses(spec)["generation_greedy"] == status
 
 
+class ZeroForOthers(Nano):
+    """Tokens outside the top k get the logit 0, so that they are drawn too."""
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -24:]).logits[:, -1] / temperature
+            if top_k is not None:
+                logits[logits < logits.topk(top_k).values[:, [-1]]] = 0.0
+            idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+        return idx
+
+
+def test_bug_in_top_k_does_not_hide_the_method():
+    found = statuses(ModelSpec.of(ZeroForOthers, causal=True))
+    assert {found["generation_greedy"], found["sampling_distribution"]} == {"failed"}
+
+
 def drawn(logits, temperature, top_k):
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)

@@ -42,11 +42,13 @@ def rivals(record: Mapping[str, Any]) -> str:
         "cannot be asked": unasked,
         "alarms on clean twins": sum(bool(twin["statuses"].get("failed")) for twin in twins),
     }
-    twins_text = f"false alarms on {len(twins)} correct versions"
-    header = ("caught", "missed", "not supported", twins_text)
+    header = ("caught", "missed", "not supported", "false alarms")
     rows = [f"| | {' | '.join(header)} |", "| --- " * (1 + len(header)) + "|"]
-    for tool, row in {"stackwise": ours, **figures.get("rivals", {}).get("table", {})}.items():
-        rows.append(f"| {tool} | {' | '.join(str(row[name]) for name in names)} |")
+    others = figures.get("rivals", {})
+    for tool, row in {"stackwise": ours, **others.get("table", {})}.items():
+        n_twins = len(twins) if tool == "stackwise" else len(others["twins"])
+        cells = [*(str(row[name]) for name in names[:-1]), f"{row[names[-1]]} of {n_twins}"]
+        rows.append(f"| {tool} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -65,7 +65,7 @@ class GuardPolicy(Section):
     bundle_weights: bool = True
     """Store the weights in each bundle (the saved files of a broken step)."""
     max_bundles: Count = 8
-    """Largest number of bundles per start of the run."""
+    """Largest number of bundles of a run. A resumed run continues the count."""
 
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:

@@ -75,8 +75,11 @@ def rotary_frequencies(subject: Subject) -> CheckResult:
         )
     if not any(rotated):
         return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
-    share = f"{sum(map(bool, rotated))} of {len(layers)} layers"
-    return subject.passed(worst, _LIMIT, meaning=f"{share}; {' or '.join(map(str, claims))}.")
+    meaning = f"{sum(map(bool, rotated))} of {len(layers)} layers; {' or '.join(map(str, claims))}."
+    has_factor = any(claim.attention_factor not in (None, 1.0) for claim in claims)
+    if has_factor and subject.spec.facts.attention_scale is None:
+        meaning += " The attention factor is not measured: declare Facts.attention_scale."
+    return subject.passed(worst, _LIMIT, meaning=meaning)
 
 
 def _layers(seen: list[tuple[Rotation, ...]]) -> list[list[tuple[Rotation, ...]]]:

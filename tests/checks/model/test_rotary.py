@@ -346,3 +346,9 @@ def test_attention_factor_is_part_of_the_scores():
 
     assert status(1.2) == "passed"
     assert status(1.0) == status(1.44) == "failed"
+
+
+def test_attention_factor_without_a_scale_is_noted():
+    claim = replace(RotaryClaim(), attention_factor=1.5)
+    result = ask(replace(of(Rotating), rotary=(claim,)))
+    assert (result.status, "The attention factor is not measured" in result.meaning) == ("passed", True)

@@ -72,6 +72,8 @@ _FAR = 80
 _DRAWN_LENGTHS = 8
 # Constants beyond this size are masks, not weights.
 _LARGE = 1e3
+# Memory for gradients of plain answers. Older ones are computed again.
+_GRADIENT_BYTES = 64 * 2**20
 HALF_PRECISION: tuple[Precision, ...] = (torch.bfloat16, torch.float16, "autocast")
 
 T = TypeVar("T")
@@ -98,6 +100,7 @@ class Examination:
     random_norms: bool = True
     settings: list[Any] = field(default_factory=settings_now)
     _results: dict[str, Any] = field(default_factory=dict)
+    _gradients: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, subject: Subject) -> Examination:
@@ -296,7 +299,14 @@ class Examination:
             model = self.model().train(self.gradients_in_train_mode)
             return self._plain_gradients(model, number, length)
 
-        return self.once(f"gradients {number} of {length} in {self.dtype}", trial)
+        key = f"gradients {number} of {length} in {self.dtype}"
+        found = self.once(key, trial)
+        self._gradients[key] = self._gradients.pop(key, None)  # the last one is the most recent
+        size = sum(8 * p.numel() for p in self.base.parameters() if p.requires_grad)
+        while len(self._gradients) > max(_GRADIENT_BYTES // max(size, 1), 4):
+            oldest = next(iter(self._gradients))
+            del self._gradients[oldest], self._results[oldest]
+        return found
 
     def reference_loss(
         self, labels: list[tuple[int, int, Tensor]], shift: int

@@ -149,7 +149,7 @@ def test_a_report_without_a_new_measurement_is_not_shown_as_missed():
     assert rows and all(row.endswith("| not measured |") for row in rows)
 
 
-def test_what_a_tool_says_of_the_twin_is_no_catch():
+def test_finding_on_the_twin_is_no_catch():
     def said(failed=(), reason=None):
         return {tool: {"failed": list(failed), "reason": reason} for tool in rivals.TOOLS}
 
@@ -162,9 +162,10 @@ def test_what_a_tool_says_of_the_twin_is_no_catch():
     assert table == dict.fromkeys(rivals.TOOLS, expected)
     twins = {"clean": {"statuses": {"passed": 3}}}
     catalogue = {"mutants": {"a": mutant("loss", ["loss"])}, "twins": twins}
-    shown = detection_table.rivals({"figures": {"catalogue": catalogue, "rivals": {"table": table}}})
-    assert "| stackwise | 1 | 0 | 0 | 0 |" in shown
-    assert "| torchtest2 | 1 | 1 | 1 | 1 |" in shown
+    others = {"table": table, "twins": figures["twins"]}
+    shown = detection_table.rivals({"figures": {"catalogue": catalogue, "rivals": others}})
+    assert "| stackwise | 1 | 0 | 0 | 0 of 1 |" in shown
+    assert "| torchtest2 | 1 | 1 | 1 | 1 of 1 |" in shown
 
 
 def test_tools_that_are_not_there_say_so(monkeypatch):

@@ -34,8 +34,9 @@ def test_plots_show_the_lengths_of_the_record():
 
 def test_page_says_what_the_plan_is():
     text = " ".join((ROOT / PAGE).read_text().split())
-    assert f"window {FULL.window}, {FULL.tokens_per_step} tokens a step" in text
-    assert f"from {FULL.planted} positions on" in text
+    assert f"an attention window of {FULL.window}" in text
+    assert f"{FULL.tokens_per_step} tokens per step" in text
+    assert f"From {FULL.planted} positions on" in text
     assert f"a step of {FULL.step}" in text
 
 

@@ -240,8 +240,11 @@ def evaluation_equals_dense(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def evaluation_set_equals_dense(subject: TrainerSubject) -> CheckResult:
     """Do all ranks together give each example of the evaluation set the same weight as one process?"""
+    ranks = _finished(subject)
+    if isinstance(ranks, CheckResult):
+        return ranks
     reason = "needs evaluate() without batches, with the same result for each call"
-    if subject.spec.distributed is None or not has_evaluation_set(subject):
+    if not has_evaluation_set(subject):
         return subject.not_applicable(reason)
     ranks = _finished(subject, has_set=True)
     if isinstance(ranks, CheckResult):

@@ -48,7 +48,7 @@ def evaluation_exact(subject: TrainerSubject) -> CheckResult:
     }
     exact = exact_loss(run, rows, subject.spec.ignored_label)
     wanted = evaluated(run, [joined(rows, 1)]) if exact is None else exact
-    if exact is None:
+    if exact is None and isinstance(rows[0], Mapping) and "input_ids" in rows[0]:
         with WithoutDropout():  # dropout is a finding, random masks of tokens are not
             if len({evaluated(run, [joined(rows, 1)]) for _ in range(2)}) > 1:
                 return subject.not_applicable("needs an evaluation that masks no random tokens")

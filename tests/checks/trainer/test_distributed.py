@@ -321,7 +321,7 @@ def test_unequal_targets_of_equal_gradients(monkeypatch):
     subject = given(monkeypatch)
     assert checks.unequal_targets(subject).status == "passed"
 
-    def halved(_, *, unequal=False):
+    def halved(_, *, unequal=False, has_set=False):
         record = dense(subject, unequal=unequal)
         gradients = {name: g / (1 + unequal) for name, g in record.gradients.items()}
         return Ranks([replace(record, gradients=gradients)] * 2, {}, [["end"]] * 2, True)

@@ -338,7 +338,7 @@ class _Trial:
             output, cache = call(self.model, part.contiguous(), cache)
             outputs.append(logits_of(output))
             if outputs[-1].shape[:2] != part.shape[:2]:
-                raise _WrongOutput(f"logits {tuple(outputs[-1].shape)} for {part.shape[1]} tokens")
+                raise _WrongOutput(f"logits {tuple(outputs[-1].shape)} for inputs {tuple(part.shape)}")
         return torch.cat(outputs, dim=1)
 
 

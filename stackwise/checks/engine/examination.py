@@ -132,7 +132,7 @@ class Examination:
 
     def other_model(self) -> nn.Module:
         """Return a model of another seed in eval mode."""
-        return replace(self.subject, seed=self.subject.seed + 1).model(dtype=self._cast_to)
+        return _with_exact_norms(replace(self.subject, seed=self.subject.seed + 1).model(dtype=self._cast_to))
 
     def in_dtype(self, dtype: Precision) -> Examination:
         """Return the examination of the same model in another dtype."""
@@ -146,7 +146,7 @@ class Examination:
 
     def model(self) -> nn.Module:
         """Return a new model in eval mode: a copy, or built again if copies are not independent."""
-        return self._template.copy() if self._can_copy else self._built(self._cast_to)
+        return _with_exact_norms(self._template.copy() if self._can_copy else self._built(self._cast_to))
 
     @cached_property
     def _template(self) -> Template:
@@ -559,6 +559,22 @@ class Examination:
             if output.requires_grad:
                 (output * projection(output, number)).sum().backward()  # type: ignore[no-untyped-call]
         return gradients_in(model)
+
+
+def _with_exact_norms(model: nn.Module) -> nn.Module:
+    """Return a model whose 2-dimensional norms get contiguous gradients.
+
+    On the CPU, torch computes wrong gradients of these norms for one row and strides of channels_last.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.InstanceNorm2d):
+            module.register_forward_hook(_make_gradient_contiguous)
+    return model
+
+
+def _make_gradient_contiguous(_: nn.Module, __: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.contiguous())  # type: ignore[no-untyped-call]
 
 
 def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:

@@ -51,13 +51,11 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     if result.status != "passed":
         return result
     by_optimizer, by_step = _changed_while_frozen(subject)
-    stale = list(by_optimizer)
-    if stale:
-        # An optimizer may take a missing gradient as zero, so that only its momentum moves the parameter.
-        with_zeros, _ = _changed_while_frozen(subject, zero_gradients=True)
-        stale = [name for name in stale if _differs(by_optimizer[name], with_zeros.get(name))]
     if not by_step:
         return result
+    # An optimizer may take a missing gradient as zero, so that only its momentum moves the parameter.
+    with_zeros = _changed_while_frozen(subject, zero_gradients=True)[0] if by_optimizer else {}
+    stale = [name for name, change in by_optimizer.items() if _differs(change, with_zeros.get(name))]
     where = sorted(stale or by_step)
     return subject.failed_unless(
         None
@@ -78,8 +76,8 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     )
 
 
-def _differs(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is None or other is None or not torch.allclose(one, other, rtol=1e-3, atol=0.0)
+def _differs(change: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is None or not torch.allclose(change, other, rtol=1e-3, atol=0.0)
 
 
 def _changed_while_frozen(

@@ -291,7 +291,7 @@ class ShiftedState(nn.Module):
 def test_cache_for_one_row_only():
     result = answers(ModelSpec.of(ShiftedState, causal=True), "cache_call")["cache_call"]
     assert result.status == "failed"
-    assert "several rows give logits (2, 2, 31) for 1 tokens" in result.meaning
+    assert "several rows give logits (2, 2, 31) for inputs (2, 1)" in result.meaning
     healthy = type("WithTokenAxis", (ShiftedState,), {"has_token_axis": True})
     assert answers(ModelSpec.of(healthy, causal=True), "cache_call")["cache_call"].status == "passed"
 

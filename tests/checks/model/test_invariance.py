@@ -232,3 +232,18 @@ def test_order_of_positions_is_not_asked(declared, reason):
     result = subjects.ask(encoder(**declared), "permutation_equivariance")
     assert result.status == "not applicable"
     assert reason in result.meaning
+
+
+def test_wrong_gradient_of_the_batch_norm_of_torch_is_no_finding(subjects):
+    """On the CPU, torch 2.13 computes it for one row whose gradient has the strides of channels_last."""
+
+    class Hybrid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 16, 8, 8), nn.BatchNorm2d(16))
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, images):
+            return self.head(self.stem(images).flatten(2).mT.tanh()).mean(1)
+
+    assert subjects.ask(ModelSpec.of(Hybrid), "batch_invariance").status == "passed"

@@ -90,6 +90,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
     return (
         rounded
         or _never_called(subject, model, missing, called, n)
+        or _never_used(subject, model, missing, called, n)
         or _never_train(subject, missing, called, n, len(stepped))
     )
 
@@ -97,11 +98,22 @@ def gradient_flow(subject: Subject) -> CheckResult:
 def _never_called(
     subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
 ) -> CheckResult | None:
-    """Return a result if a part of all repeated layers is not called, and could not be called on purpose.
+    """Return a result if a layer, or a part of all layers, is not called, and could not be called on purpose.
 
-    A setting may choose between modules of equal shapes, such as the adapters of several languages. An
+    A setting may choose between the members of a list, such as the adapters of several languages. An
     optional argument may be for data that the checks do not pass.
     """
+    skipped = [name for name in missing if name.startswith(tuple(f"{x}." for x in _skipped(model, called)))]
+    if skipped:
+        return subject.failed(
+            len(skipped) / n,
+            0.0,
+            where=listed(skipped),
+            meaning=f"{len(skipped)} of {n} parameters are in layers that are never called, although other "
+            "layers of the same list are.",
+            advice="Look for a return inside the loop over the layers, and for a loop that ends too early. If "
+            "the layers are unused on purpose, declare unused= with their names.",
+        )
     layers = [layer for group in repeated_layers(model) for layer in group]
     if any(_takes_more(model.get_submodule(layer)) for layer in layers):
         return None
@@ -125,6 +137,40 @@ def _never_called(
     )
 
 
+def _skipped(model: nn.Module, called: set[str]) -> list[str]:
+    """Return the layers that are not called, of a list whose other layers are called and have several parts."""
+    for names in repeated_layers(model)[:1]:
+        has_parts = len([m for m in model.get_submodule(names[0]).modules() if [*m.parameters(False)]]) > 2
+        running = [name for name in names if any(each.startswith(name) for each in called)]
+        is_outermost = "*" not in pattern(names[0]).rpartition(".")[0]
+        if has_parts and running and is_outermost:
+            return [name for name in names if name not in running]
+    return []
+
+
+def _never_used(
+    subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
+) -> CheckResult | None:
+    """Return a result for parameters of modules that run.
+
+    Parameters in lists are left out if the same parameter of another member trains. They may belong to
+    experts that no token reached, or to the last layer, part of whose result is not needed.
+    """
+    training = {pattern(name) for name, _ in model.named_parameters() if name not in missing}
+    unused = [n for n in missing if n.rpartition(".")[0] in called and pattern(n) not in training]
+    if not unused:
+        return None
+    return subject.failed(
+        len(unused) / n,
+        0.0,
+        where=listed(unused),
+        meaning=f"{len(unused)} of {n} parameters never train: their modules run, and no output depends on "
+        "them.",
+        advice="Look for a result that is computed and not used, such as a wrong variable after return, and "
+        "for a parameter that forward does not read. If they are unused on purpose, declare unused=.",
+    )
+
+
 def _takes_more(layer: nn.Module) -> bool:
     """Return True if a part of the layer has an optional argument that could be for data of another kind."""
     named = [(n, p) for part in layer.modules() for n, p in forward_parameters(part).items()]
@@ -133,9 +179,11 @@ def _takes_more(layer: nn.Module) -> bool:
 
 
 def _has_alternative(model: nn.Module, name: str, called: set[str]) -> bool:
-    """Return True if a module beside one that is not called has the same parameter shapes, and is called."""
+    """Return True if another member of the list of a module has the same parameter shapes, and is called."""
     parent = name.rpartition(".")[0]
-    while parent not in called and not isinstance(model.get_submodule(parent), nn.ModuleDict | nn.ModuleList):
+    while not isinstance(model.get_submodule(parent), nn.ModuleDict | nn.ModuleList):
+        if parent in called:
+            return False
         name, parent = parent, parent.rpartition(".")[0]
     shapes = [p.shape for p in model.get_submodule(name).parameters()]
     others = (f"{parent}.{child}" for child, _ in model.get_submodule(parent).named_children())
@@ -219,7 +267,8 @@ def _only_rounding(subject: Subject, n: int) -> CheckResult | None:
     model = subject.model(train=True, dtype=torch.float64)
     try:
         with torch.enable_grad(), subject.fixed_randomness(), Widened():
-            subject.spec.loss_of(model, subject.inputs(4)).backward()  # type: ignore[no-untyped-call]
+            logits = subject.spec.logits(model, subject.inputs(4))
+            (logits * torch.randn_like(logits)).sum().backward()  # type: ignore[no-untyped-call]
     except REFUSALS:
         return None
     gradients = gradients_in(model)
@@ -229,13 +278,12 @@ def _only_rounding(subject: Subject, n: int) -> CheckResult | None:
     noisy = [name for name in noisy if influence[name] == "steps"]
     if not noisy:
         return None
-    return subject.failed_unless(
-        None if subject.spec.loss is not None else "a further loss, such as a balancing loss, trains them",
+    return subject.failed(
         len(noisy) / n,
         0.0,
         where=listed(noisy),
-        meaning=f"The gradient of {len(noisy)} of {n} parameters is only rounding noise, although large "
-        "changes of them change the output. An optimizer such as Adam turns this noise into full steps.",
+        meaning=f"The gradient of the output is only rounding noise for {len(noisy)} of {n} parameters, "
+        "although large changes of them change the output. They learn nothing from the task.",
         advice="Look for a value that is divided by itself: a router with one expert per token and "
         "normalised weights multiplies by w / w = 1. Multiply by the probability w instead.",
     )

@@ -57,12 +57,12 @@ def norm_gains(subject: Subject) -> CheckResult:
         )
     worst = max(norms, key=lambda norm: norm.distance)
     if worst.distance > math.log(_FACTOR):
-        return subject.warned(
+        return subject.failed_unless(
+            None if worst.has_double_offset else correct_if,
             worst.distance,
             math.log(_FACTOR),
             where=worst.name,
             meaning=f"The output of a new norm has RMS {worst.size:.3g}; 1 is usual.",
-            correct_if=correct_if,
             advice="Check the initial gain: 1 for gain * x, and 0 for (1 + gain) * x. Also check eps and any "
             "other factor.",
         )
@@ -104,6 +104,7 @@ class _Norm:
         offset: RMS of the mean output.
         growth: power of the size of the input with which the output grows.
         is_invariant: True if the outputs for x and 4 x are equal.
+        has_double_offset: True if the output has RMS 2 and all gains are 1: the norm adds 1 to a gain of 1.
         is_named: True if the class has the name of a norm that uses no statistics of earlier batches.
     """
 
@@ -113,6 +114,7 @@ class _Norm:
     offset: float
     growth: float
     is_invariant: bool
+    has_double_offset: bool
     is_named: bool
 
     @property
@@ -176,5 +178,6 @@ def _measured(name: str, module: nn.Module, x_NC: Tensor) -> _Norm:
         offset,
         growth=math.log(max(larger, 1e-12) / max(size, 1e-12), 4),
         is_invariant=gap <= 0.02 * max(variable_NC.abs().max().item(), 1e-12),
+        has_double_offset=abs(size - 2) < 0.02 and any(bool((p == 1).all()) for p in module.parameters()),
         is_named=is_named_norm(module),
     )

@@ -38,8 +38,8 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a parameter with a gradient")
     if not math.isfinite(size):
         return subject.not_applicable("needs finite gradients; see finite_gradients")
-    if plain[0].moved_backward:
-        return _updated_twice(subject, plain[0].moved_backward[0])
+    if plain[0].moved_backward:  # the model recomputes by itself
+        return _updated_twice(subject, plain[0].moved_backward[0], correct_if=None)
     counted = _counted(subject, dtype, lambda _: None)
     for switch in (by_its_own_switch, by_wrapping_layers):
         try:
@@ -61,7 +61,9 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         moved = next((name for name, a, b in pairs if not torch.equal(a, b.nan_to_num())), None)
         # A model that recomputes by itself also decides which state is updated.
         if moved is not None and result.status == "passed" and not counted.recomputes:
-            return _updated_twice(subject, moved)
+            return _updated_twice(
+                subject, moved, "a second update of the buffer does no harm, or activations are never recomputed"
+            )
         return result
     return subject.not_applicable(
         "needs gradient_checkpointing_enable(), set_grad_checkpointing(), or layers that are called"
@@ -85,11 +87,13 @@ def _compared(
     return subject.passed(worst.value, limit, meaning=how)
 
 
-def _updated_twice(subject: Subject, name: str) -> CheckResult:
-    return subject.warned(
+def _updated_twice(subject: Subject, name: str, correct_if: str | None) -> CheckResult:
+    return subject.failed_unless(
+        correct_if,
+        1.0,
+        0.0,
         where=name,
         meaning="The buffer is updated twice if activations are recomputed: also in the backward pass.",
-        correct_if="a second update of the buffer does no harm, or activations are never recomputed",
         advice="Update running statistics and counters outside the recomputed part.",
     )
 

@@ -62,7 +62,8 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs at least 2 positions, to predict the second from the first")
     called: set[str] = set()
     connected: set[str] = set()
-    missing = _without_gradient(subject, model, trainable, called, connected)
+    empty: set[str] = set()
+    missing = _without_gradient(subject, model, trainable, called, connected, empty)
     n = len(trainable)
     rounded = _only_rounding(subject, n)
     meaning = f"All {n} parameters have a gradient that is not 0."
@@ -90,7 +91,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
     return (
         rounded
         or _never_called(subject, model, missing, called, n)
-        or _never_used(subject, model, missing, called, n)
+        or _never_used(subject, model, missing, called, empty, n)
         or _never_train(subject, missing, called, n, len(stepped))
     )
 
@@ -149,15 +150,23 @@ def _skipped(model: nn.Module, called: set[str]) -> list[str]:
 
 
 def _never_used(
-    subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
+    subject: Subject, model: nn.Module, missing: list[str], called: set[str], empty: set[str], n: int
 ) -> CheckResult | None:
     """Return a result for parameters of modules that run.
 
     Parameters in lists are left out if the same parameter of another member trains. They may belong to
-    experts that no token reached, or to the last layer, part of whose result is not needed.
+    experts that no token reached, or to the last layer, part of whose result is not needed. Modules of
+    `empty` may need longer inputs.
     """
     training = {pattern(name) for name, _ in model.named_parameters() if name not in missing}
-    unused = [n for n in missing if n.rpartition(".")[0] in called and pattern(n) not in training]
+    too_short = tuple(f"{module}." for module in empty)
+    unused = [
+        name
+        for name in missing
+        if name.rpartition(".")[0] in called
+        and pattern(name) not in training
+        and not name.startswith(too_short)
+    ]
     if not unused:
         return None
     return subject.failed(
@@ -228,7 +237,8 @@ def _without_effect(
 ) -> CheckResult | None:
     dead = [name for name in names if name in connected and _is_layer_weight(model, name)]
     changing = None if subject.spec.per_position else _changing_stream(subject)
-    dead = [name for name in dead if name not in (changing or ())]
+    training = {name for name, _ in model.named_parameters()} - {*names}
+    dead = [n for n in dead if n not in (changing or ()) and not _is_unreached_expert(n, training)]
     if not dead:
         return None
     reads_one = "the head reads one position, such as a class token, and these only affect the others"
@@ -243,6 +253,13 @@ def _without_effect(
         advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
         "or drop path with p = 1.",
     )
+
+
+def _is_unreached_expert(name: str, training: set[str]) -> bool:
+    """Return True if the parameter is in a list within a layer, and other members of this list train."""
+    match = re.fullmatch(r"(.*\.\d+\..*\.)\d+(\..*)", name)
+    beside = match and re.compile(rf"{re.escape(match[1])}\d+{re.escape(match[2])}")
+    return beside is not None and any(beside.fullmatch(each) for each in training)
 
 
 def _only_steps(subject: Subject, stepped: list[str], n: int) -> CheckResult | None:
@@ -537,15 +554,23 @@ def _without_gradient(
     trainable: Mapping[str, nn.Parameter],
     called: set[str],
     connected: set[str],
+    empty: set[str],
 ) -> list[str]:
     """Return the parameters with a gradient of None or 0 in each of a few steps.
 
-    Add the names of modules that run to `called`, and of parameters with a gradient to `connected`.
+    Add the names of modules that run to `called`, of those that return an empty tensor to `empty`, and of
+    parameters with a gradient to `connected`.
     """
     missing = list(trainable)
     optimizer = None
+
+    def note(name: str, output: Any) -> None:
+        called.add(name)
+        if any(not each.numel() for each in tensors_in(output)):
+            empty.add(name)
+
     handles = (
-        m.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
+        m.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
         for name, m in model.named_modules()
     )
     with temporary_hooks(handles):

@@ -37,6 +37,8 @@ _NARROW_SHIFT_LIMIT = 0.05
 _ROUNDING = 1e-9
 # Longest sequence on which all rows of a table are tested.
 _LONGEST = 1024
+# Inputs of this length reach all ranges of distances of usual tables.
+_LONG_ENOUGH = 320
 # Rows without a gradient that are listed.
 _MOST_ROWS = 8
 # Tables that start after this row are tables of distances.
@@ -44,6 +46,9 @@ _MOST_RESERVED = 2
 
 # Names of tables of absolute positions.
 _TABLE_NAME = re.compile(r"(^|[._])(w?pe|pos|positions?|position(al)?_\w+|pos_\w+)([._]|$)", re.IGNORECASE)
+
+# Names of tables of relative positions.
+_RELATIVE_NAME = re.compile(r"rel(ative)?_?(pos|att|bias|emb|coord|height|width)|position_bias", re.IGNORECASE)
 
 # Returns the output (T, V) of a new model at positions (T,), which count from 0.
 _Placed = Callable[[Tensor], Tensor]
@@ -370,6 +375,42 @@ def position_table(subject: Subject) -> CheckResult:
     if not tables:
         return subject.not_applicable("needs a learned table with a row for each position")
     return subject.passed(where=listed(tables))
+
+
+@check
+def relative_table(subject: Subject) -> CheckResult:
+    """Is every row of a table of relative positions read?"""
+    exam = Examination.of(subject)
+    lengths = [exam.lengths[-1]]
+    if subject.spec.per_position and len(exam.lengths) > 1:
+        longest = min(subject.spec.max_length or _LONG_ENOUGH, _LONG_ENOUGH)
+        lengths = [longest // 2, longest]
+    try:
+        first, *longer = [_used_rows(exam, exam.sequence(0, length)) for length in lengths]
+    except refusals() as error:
+        return subject.not_applicable(f"needs a model with a backward pass: {reason_of(error)}")
+    # More rows may be read by still longer inputs, unless a longer input adds none.
+    rows = {
+        name: used
+        for name, used in first.items()
+        if _RELATIVE_NAME.search(name) and len(used) > 1 and all(each[name] == used for each in longer)
+    }
+    if not rows:
+        return subject.not_applicable("needs a table of relative positions whose rows inputs can all reach")
+    for name, used in rows.items():
+        n = len(exam.base.get_parameter(name).squeeze(0))
+        if len(used) < n:
+            unread = [str(row) for row in range(n) if row not in used]
+            return subject.failed(
+                float(len(unread)),
+                0.0,
+                where=f"{name}, rows {listed(unread)}",
+                meaning=f"{len(unread)} of {n} rows of the table of relative positions are never read: "
+                "several distances share a row.",
+                advice="Check the strides and the offset of the index of the table, and the number of "
+                "buckets for earlier and later positions.",
+            )
+    return subject.passed(where=listed(rows))
 
 
 def _rounding(exam: Examination) -> float:

@@ -16,6 +16,7 @@ from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.discarded import DiscardedResults
 from stackwise.checks.probe.ties import selects_positions
+from stackwise.checks.probe.unused_results import UnusedResults
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import can_generate
@@ -89,7 +90,9 @@ def token_effect(subject: Subject) -> CheckResult:
 def discarded_results(subject: Subject) -> CheckResult:
     """Is the result of every operation used?"""
     spec, inputs, model = subject.spec, subject.inputs(2), subject.model(train=True)
-    results, kept = DiscardedResults(model), list[object]()
+    has_labels = spec.labelled_loss is not None and spec.inputs == "tokens"
+    results, unused = DiscardedResults(model), UnusedResults(model, scalars=has_labels)
+    kept = list[object]()
     handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
     calls: list[Callable[[], object]] = [
         lambda: spec.loss_of(model.train(), inputs.clone()),
@@ -102,18 +105,34 @@ def discarded_results(subject: Subject) -> CheckResult:
         for call in calls:
             with results.recording():
                 kept.append(call())
-    found = results.found or results.unread
+        if has_labels:
+            assert spec.labelled_loss is not None
+            calls.append(partial(spec.labelled_loss, model.train(), inputs.clone(), inputs.clone()))
+        for call in calls:
+            with unused.recording():
+                kept.append(call())
+    if unused.weights and not results.found:
+        place, name = list(unused.weights.items())[-1]
+        return subject.failed(
+            float(len(unused.weights)),
+            0.0,
+            where=place,
+            meaning=f"{name} applies a parameter here, and no output depends on the result.",
+            advice="Look for a variable that is overwritten before it is read, and for a return of another "
+            "variable. Delete the operation if it is not needed.",
+        )
+    found = results.found or results.unread or unused.found
     if not found:
         return subject.passed(0.0, 0.0)
-    place, name = next(iter(found.items()))
+    place, name = list(found.items())[-1]
     return subject.failed_unless(
-        None if results.found else "the variable is only for debugging",
+        None if results.found else "the result is only for debugging",
         float(len(found)),
         0.0,
         where=place,
-        meaning=f"The tensor that {name} computes here has no effect: no later statement uses it.",
+        meaning=f"The tensor that {name} computes here has no effect.",
         advice="Use the result, as in x = x.masked_fill(mask, 0), or the form in place, such as "
-        "masked_fill_. Delete the statement if it is not needed.",
+        "masked_fill_. Add an auxiliary loss to the loss. Delete the statement if it is not needed.",
     )
 
 

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.probe.shadow import place_in_code
 
-__all__ = ["DiscardedResults"]
+__all__ = ["WITH_EFFECTS", "DiscardedResults", "fate_of_result"]
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH, _PROBES = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 # Functions that write into buffers, also if nobody uses their result.
-_WITH_EFFECTS = ("batch_norm", "instance_norm", "embedding_bag", "fake_quantize")
+WITH_EFFECTS = ("batch_norm", "instance_norm", "embedding_bag", "fake_quantize")
 
 
 class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -90,32 +90,42 @@ class DiscardedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         A result is not new if it is an argument, or if the function has other effects.
         """
         is_new = isinstance(result, Tensor) and all(result is not each for each in arguments)
-        if not is_new or any(part in name for part in _WITH_EFFECTS):
+        if not is_new or any(part in name for part in WITH_EFFECTS):
             return False
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
-            frame = frame.f_back
-        kind = "" if frame is None else _ends(frame.f_code).get(frame.f_lasti, "")
-        if kind:
+        kind = fate_of_result()
+        if kind in ("discarded", "unread"):
             (self.found if kind == "discarded" else self.unread)[place_in_code(self._names)] = name
         return True
 
 
+def fate_of_result() -> str:
+    """Return what the running statement outside torch does with its result.
+
+    It is "discarded", "unread" (stored in a variable that is never read), "ignored" (the same, and the name
+    of the variable begins with an underscore, on purpose) or "" (used).
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PROBES)):
+        frame = frame.f_back
+    return "" if frame is None else _fates(frame.f_code).get(frame.f_lasti, "")
+
+
 @cache
-def _ends(code: CodeType) -> dict[int, str]:
-    """Return the offsets of the instructions whose result is "discarded", or "unread" in a variable.
+def _fates(code: CodeType) -> dict[int, str]:
+    """Return the offsets of the instructions whose result is "discarded", "unread" or "ignored".
 
     In a call of Python code, the offset of a frame can be that of a cache entry of the instruction.
-    A variable with a leading underscore is unread on purpose.
     """
     instructions = list(dis.get_instructions(code))
     read = {each.argval for each in instructions if each.opname != "STORE_FAST"}
     read |= {name for pair in read if isinstance(pair, tuple) for name in pair}  # LOAD_FAST_LOAD_FAST
     kinds: dict[int, str] = {}
     for one, following in itertools.pairwise(instructions):
-        is_unread = following.opname == "STORE_FAST" and following.argval not in read
+        kind = ""
         if following.opname == "POP_TOP":
-            kinds |= dict.fromkeys(range(one.offset, following.offset), "discarded")
-        elif is_unread and not following.argval.startswith("_"):
-            kinds |= dict.fromkeys(range(one.offset, following.offset), "unread")
+            kind = "discarded"
+        elif following.opname == "STORE_FAST" and following.argval not in read:
+            kind = "ignored" if following.argval.startswith("_") else "unread"
+        if kind:
+            kinds |= dict.fromkeys(range(one.offset, following.offset), kind)
     return kinds

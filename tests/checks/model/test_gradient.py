@@ -233,7 +233,7 @@ class WithIndexer(nn.Module):
     "build, status, part",
     [
         (WithPooler, "passed", "is returned"),
-        (lambda: WithPooler(returned=False), "warned", "never train"),
+        (lambda: WithPooler(returned=False), "failed", "their modules run"),
         (WithImages, "passed", "images"),
         (WithIndexer, "passed", "top k"),
     ],
@@ -295,6 +295,32 @@ class LayerOfLanguages(nn.Module):
         return x + self.adapters[self.language](self.map(x).tanh())
 
 
+class LayerOfTwoNorms(nn.Module):
+    """Each layer uses its first norm twice, and never the second one."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.norm1, self.norm2, self.map = nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.norm1(x + self.map(self.norm1(x)))
+
+
+class LayerOfExperts(nn.Module):
+    """The router never chooses the last expert, which runs on no tokens."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        chosen = torch.arange(x.shape[1]) % 2
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            y[:, chosen == i] += expert(x[:, chosen == i])
+        return x + y
+
+
 class LayerOfBlocks(Layer):
     """Its adapter reads blocks of 32 positions."""
 
@@ -322,13 +348,50 @@ class Layers(nn.Module):
         (LayerOfContext, (False, False), "warned"),
         (LayerOfModes, (False, False), "warned"),
         (LayerOfLanguages, (False, False), "warned"),
+        (LayerOfTwoNorms, (False, False), "failed"),
+        (LayerOfExperts, (False, False), "warned"),
         (LayerOfBlocks, (False, False), "passed"),
     ],
 )
 def test_a_part_that_no_layer_calls_is_a_failure(subjects, kind, calls, status):
     result = subjects.ask(lambda: Layers(*(kind(calls_it) for calls_it in calls)), "gradient_flow")
     assert result.status == status
-    assert status == "passed" or ".adapter" in result.where
+    assert status == "passed" or any(name in result.where for name in (".adapter", ".norm2", ".experts.2"))
+
+
+class ReturnsInTheLoop(Layers):
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+            return self.head(x)
+
+
+def test_layers_after_a_return_in_the_loop_are_never_called(subjects):
+    result = subjects.ask(lambda: ReturnsInTheLoop(*(LayerOfTwoNorms(True) for _ in range(3))), "gradient_flow")
+    assert (result.status, "return inside the loop" in result.advice) == ("failed", True)
+    assert result.where.startswith("layers.1.")
+
+
+class UnreadParameter(nn.Module):
+    """Without positions, the class token is never added."""
+
+    def __init__(self, *, reads=False):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.class_token = nn.Parameter(torch.zeros(16))
+        self.reads = reads
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids) + (self.class_token if self.reads else 0))
+
+
+@pytest.mark.parametrize(("reads", "status"), [(True, "passed"), (False, "failed")])
+def test_a_parameter_that_forward_does_not_read(subjects, reads, status):
+    result = subjects.ask(lambda: UnreadParameter(reads=reads), "gradient_flow")
+    assert (result.status, result.where) == (status, "" if reads else "class_token")
+    declared = ModelSpec.of(UnreadParameter, unused=("class_token",))
+    assert subjects.ask(declared, "gradient_flow").status == "passed"
 
 
 @pytest.mark.parametrize("name", ["Frozen"])
@@ -719,9 +782,10 @@ def square(model, ids):
     [
         (Routed, None, "passed"),
         (Routed, square, "passed"),
-        (RoutedWithoutGradient, None, "warned"),
+        (RoutedWithoutGradient, None, "failed"),
         (RoutedWithoutGradient, square, "failed"),
-        (RoutedWithoutGradient, lambda m, ids: square(m, ids) + m.gate.weight.square().mean(), "passed"),
+        # A balancing loss does not tell the router which expert is better.
+        (RoutedWithoutGradient, lambda m, ids: square(m, ids) + m.gate.weight.square().mean(), "failed"),
     ],
 )
 def test_rounding_noise_is_no_gradient(subjects, build, loss, status):

@@ -1,0 +1,128 @@
+"""Unused results: values that are computed from parameters, and on which no output depends."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from stackwise.checks.probe.batch import tensors_in
+from stackwise.checks.probe.call import REFUSALS
+from stackwise.checks.probe.discarded import WITH_EFFECTS, fate_of_result
+from stackwise.checks.probe.shadow import place_in_code
+from stackwise.support.hooks import temporary_hooks
+
+__all__ = ["UnusedResults"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_CALLERS = tuple(str(Path(__file__).parents[2] / name) for name in ("checks", "subject"))
+# Functions that move values and compute none.
+_MOVES = frozenset(
+    "view view_as reshape reshape_as transpose permute movedim unsqueeze squeeze flatten unflatten expand "
+    "expand_as repeat contiguous to type type_as float double half bfloat16 clone detach select narrow "
+    "__getitem__ __get__ __set__ requires_grad_ swapaxes t cat stack pad roll flip index_select gather".split()
+)
+
+
+class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+    """Finds operations whose result reaches no output, in none of their executions.
+
+    A result is used if an output depends on it, if it still exists after the call, and if a function without
+    a gradient reads it, such as topk. All tensors that a module returns are outputs, if there are several.
+    The same operation in several layers is one operation: the last layer may compute more than it needs.
+
+    Attributes:
+        found: place in the code of each unused result -> function that computes it.
+        weights: the same, of functions that read a parameter.
+
+    Args:
+        model: the model that is called.
+        scalars: also find results without dimensions. They may be terms of a loss that is not computed.
+    """
+
+    def __init__(self, model: nn.Module, *, scalars: bool) -> None:
+        super().__init__()
+        self._model, self._scalars = model, scalars
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.found: dict[str, str] = {}
+        self.weights: dict[str, str] = {}
+        # Function and calls on the stack -> place in the code, in the order of the calls.
+        self._places: dict[tuple[Any, ...], str] = {}
+        self._with_weight: set[tuple[Any, ...]] = set()
+        self._loss_terms: set[tuple[Any, ...]] = set()
+        self._used: set[tuple[Any, ...]] = set()
+        self._results: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
+        self._ends: list[Tensor] = []
+        self._output: Any = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the operations of a call, whose graph must still exist."""
+        self._results, self._ends = [], []
+        handles = (module.register_forward_hook(self._returned) for module in self._model.modules())
+        with self, temporary_hooks(handles):
+            yield
+        for result, key in self._results:
+            if (tensor := result()) is not None:
+                self._used.add(key)
+                self._ends.append(tensor)
+        self._output = None
+        ends = [each for each in self._ends if each.requires_grad]
+        try:
+            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])  # type: ignore[no-untyped-call]
+        except REFUSALS:  # the model has no gradient
+            self._used.update(self._places)
+        unused = [key for key in self._places if key not in self._used | self._loss_terms]
+        self.found = {self._places[key]: key[0] for key in unused}
+        self.weights = {self._places[key]: key[0] for key in unused if key in self._with_weight}
+
+    def _returned(self, module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = list(tensors_in(output))
+        if len(tensors) > 1:
+            self._ends.extend(tensors)
+        if module is self._model:
+            self._output = output  # what it refers to still exists after the call
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name, given = getattr(function, "__name__", ""), _tensors((args, kwargs))
+        results = tree_leaves(result)
+        has_gradient = all(isinstance(each, Tensor) and each.requires_grad for each in results)
+        if not has_gradient or not torch.is_grad_enabled():
+            self._ends.extend(each for each in given if each.requires_grad)
+        elif isinstance(result, Tensor) and name not in _MOVES and all(result is not each for each in given):
+            if not any(part in name for part in WITH_EFFECTS) and fate_of_result() != "ignored":
+                self._note(name, result, given)
+        return result
+
+    def _note(self, name: str, result: Tensor, given: list[Tensor]) -> None:
+        key = (name, *_calls())
+        if key not in self._places:
+            self._places[key] = place_in_code(self._names)
+        if not result.ndim and not self._scalars:
+            self._loss_terms.add(key)
+        if any(isinstance(each, nn.Parameter) for each in given):
+            self._with_weight.add(key)
+        result.register_hook(lambda _: self._used.add(key))  # type: ignore[no-untyped-call]
+        self._results.append((weakref.ref(result), key))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _calls() -> Iterator[tuple[int, int]]:
+    """Yield code and instruction of each frame outside torch, from the innermost to that of the model."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and not frame.f_code.co_filename.startswith(_CALLERS):
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            yield id(frame.f_code), frame.f_lasti
+        frame = frame.f_back

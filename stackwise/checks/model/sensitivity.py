@@ -39,10 +39,8 @@ def token_effect(subject: Subject) -> CheckResult:
     spec = subject.spec
     if not spec.per_position:
         return subject.not_applicable("needs an output per position")
-    if spec.visible is not None or spec.window not in (None, "full"):
-        return subject.not_applicable(
-            "needs a model without visible= and window=; see hidden_tokens and horizon"
-        )
+    if spec.window not in (None, "full"):
+        return subject.not_applicable("needs a model without window=; see horizon")
     exam = Examination.of(subject)
     length = exam.lengths[-1]
     if length < 3:
@@ -60,7 +58,8 @@ def token_effect(subject: Subject) -> CheckResult:
     except refusals() as error:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     # The last output, or for a bidirectional model any output.
-    last_ones = slice(-1 if spec.causal else 0, None)
+    reads_all = spec.causal and spec.visible is None
+    last_ones = slice(-1 if reads_all else 0, None)
     rows, expected = outputs[:, last_ones], answer[last_ones]
     effects = (
         relative_difference(expected.expand_as(rows[0])[None].expand_as(rows), rows).flatten(1).amax(dim=1)
@@ -76,12 +75,12 @@ def token_effect(subject: Subject) -> CheckResult:
     last = max(without)
     has_window = "the model has a window; if all layers have one, declare window="
     return subject.failed_unless(
-        None if spec.window == "full" else has_window,
+        None if spec.window == "full" or spec.visible is not None else has_window,
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",
         meaning=f"{len(without)} of {length} inputs have no effect on "
-        f"{'the last output' if spec.causal else 'any output'}. The last of them is input {last}.",
+        f"{'the last output' if reads_all else 'any output'}. The last of them is input {last}.",
         advice=_ADVICE,
     )
 

@@ -160,53 +160,30 @@ class ContentHash:
         themselves.
         """
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN or isinstance(value, torch.dtype | torch.device):
             return repr(value)
         for depth, each in enumerate(above):
             if each is value:
                 return f"above {depth}"
-        text = functools.partial(self._text, path, shared=shared, above=(*above, value), of_class=of_class)
-        inner: Any
         match value:
-            case torch.dtype() | torch.device():
-                return repr(value)
             case Tensor():
-                parts = [(self._part(part), self._digest(plain)) for part, plain in plain_tensors(value)]
-                return " ".join(f"{part} {digest}" for part, digest in parts)
+                return " ".join(f"{self._part(p)} {self._digest(plain)}" for p, plain in plain_tensors(value))
             case nn.Module():
                 first = shared.setdefault(value, path)
                 facts = self._facts(path, value, shared) if first == path else ()
                 return f"{first} {' '.join(f'{len(fact)} {fact}' for fact in facts)}"
             case type():
                 return self.code_of(value)
-            case list() if kind is list:
-                return f"[{', '.join(map(text, value))}]"
-            case enum.Enum():
-                inner = vars(value)
-            case int() | float() | complex() | str() | bytes():
-                inner = [next(base.__repr__(value) for base in _PLAIN if isinstance(value, base))]
-            case bytearray():
-                inner = bytes(value)
-            case dict():
-                inner = [[key, each] for key, each in value.items()]
-                inner += [getattr(value, "default_factory", None)]
-            case set() | frozenset():
-                inner = sorted(map(text, value))
-            case tuple() | list():
-                inner = list(value)
-            case BaseModel():
-                return f"{self.code_of(kind)} {text(dict(value))}"
-            case _ if dataclasses.is_dataclass(value):
-                inner = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-                inner |= getattr(value, "__dict__", {})  # absent with slots
-                return f"{self.code_of(kind)} {text(inner)}"
-            case _ if of_class:
-                return self._object(value)
-            case _:
-                allowed = "a plain value, a tensor, a class or a module"
-                raise ValueError(f"{path}: got {kind.__name__}; allowed: {allowed}")
-        beside = None if isinstance(value, enum.Enum) else getattr(value, "__dict__", None)
-        return f"{self.code_of(kind)} {text(inner)}{f' {text(beside)}' if beside else ''}"
+        text = functools.partial(self._text, path, shared=shared, above=(*above, value), of_class=of_class)
+        if kind is list:
+            return f"[{', '.join(map(text, value))}]"
+        content = _content(value, text)
+        if content is not None:
+            return f"{self.code_of(kind)} {text(content)}"
+        if of_class:
+            return self._object(value)
+        allowed = "a plain value, a tensor, a class or a module"
+        raise ValueError(f"{path}: got {kind.__name__}; allowed: {allowed}")
 
     def _object(self, value: object) -> str:
         if self._version is None:
@@ -307,6 +284,31 @@ def _class_settings(kind: type) -> Iterator[tuple[str, Any]]:
     for name, value in vars(kind).items():
         if not name.startswith("__") and not hasattr(type(value), "__get__"):
             yield name, value
+
+
+def _content(value: Any, text: Callable[[Any], str]) -> list[Any] | None:
+    """Return the content of a value and the attributes of a subclass. None: the value is not plain."""
+    match value:
+        case enum.Enum():
+            return [vars(value)]
+        case int() | float() | complex() | str() | bytes():
+            content = [next(base.__repr__(value) for base in _PLAIN if isinstance(value, base))]
+        case bytearray():
+            content = [bytes(value)]
+        case dict():
+            content = [*map(list, value.items()), getattr(value, "default_factory", None)]
+        case set() | frozenset():
+            content = sorted(map(text, value))
+        case tuple() | list():
+            content = list(value)
+        case BaseModel():
+            return [dict(value)]
+        case _ if dataclasses.is_dataclass(value):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return [fields | getattr(value, "__dict__", {})]  # no __dict__ with slots
+        case _:
+            return None
+    return [*content, getattr(value, "__dict__", None)]
 
 
 def _header(tensor: Tensor) -> bytes:

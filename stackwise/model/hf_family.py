@@ -138,25 +138,15 @@ class HfFamily:
 
     def _windows(self, config: Mapping[str, Any], source: str) -> list[int | None]:
         """Return the window of every layer: as in a Rack, W is the token itself and W-1 tokens before it."""
+        if self.windows == "by layer":
+            return _windows_by_layer(config, source)
         window, given, n_layers = config["sliding_window"], config["layer_types"], config["num_hidden_layers"]
-        first = 0
         if self.windows == "none":
             require(window is None, f"{source}: sliding_window", window, f"null in {self.model_type!r}")
-        elif self.windows == "by layer":
-            window, first = window if config["use_sliding_window"] else None, config["max_window_layers"]
-            check_sizes(0, max_window_layers=first)
-        types = [SLIDING if window is not None and i >= first else FULL for i in range(n_layers)]
-        if given is not None and self.windows == "by layer":
-            allowed = f"{n_layers} of {FULL!r} and, with a sliding_window, {SLIDING!r}"
-            known = [FULL] if window is None else [FULL, SLIDING]
-            sound = isinstance(given, list) and len(given) == n_layers and all(t in known for t in given)
-            require(sound, f"{source}: layer_types", given, allowed)
-            types = given
-        elif given is not None:
-            require(
-                given == types, f"{source}: layer_types", given, f"null or {types} in {self.model_type!r}"
-            )
-        return [window if kind == SLIDING else None for kind in types]
+        types = [FULL if window is None else SLIDING] * n_layers
+        allowed = f"null or {types} in {self.model_type!r}"
+        require(given in (None, types), f"{source}: layer_types", given, allowed)
+        return [window] * n_layers
 
     def obstacles(self, rack: Rack) -> list[str]:
         """Return the reasons against writing `rack` as this family; an empty list if it can be written."""
@@ -351,6 +341,19 @@ def _normal(block: BlockConfig) -> dict[str, Any]:
 def _blocks(rack: Rack) -> list[BlockConfig]:
     stacks = map(rack.get_stack, range(len(rack.stacks)))
     return [stack.get_block(i).config for stack in stacks for i in range(stack.num_blocks)]
+
+
+def _windows_by_layer(config: Mapping[str, Any], source: str) -> list[int | None]:
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    types, first, n_layers = config["layer_types"], config["max_window_layers"], config["num_hidden_layers"]
+    check_sizes(0, max_window_layers=first)
+    known = [FULL] if window is None else [FULL, SLIDING]
+    if types is None:
+        types = [known[-1] if i >= first else FULL for i in range(n_layers)]
+    sound = isinstance(types, list) and len(types) == n_layers and all(t in known for t in types)
+    allowed = f"{n_layers} of {FULL!r} and, with a sliding_window, {SLIDING!r}"
+    require(sound, f"{source}: layer_types", types, allowed)
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any] | None]:

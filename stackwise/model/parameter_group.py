@@ -45,13 +45,9 @@ class ParameterGroups:
         for each in several:
             sound = isinstance(each, Optimizer) and not isinstance(each, LBFGS)
             require(sound, "optimizer", type(each).__name__, "a torch.optim.Optimizer other than LBFGS")
-            held = [p for group in each.param_groups for p in group["params"]]
-            require(
-                not held or any(id(p) in ours for p in held),
-                "optimizer",
-                type(each).__name__,
-                "one that trains this Rack; it holds other parameters only",
-            )
+            held = {id(p) for group in each.param_groups for p in group["params"]}
+            allowed = "one that trains this Rack; it holds other parameters only"
+            require(not held or not held.isdisjoint(ours), "optimizer", type(each).__name__, allowed)
         # Optimizers inside a container last: their groups are used for training.
         self.rack = rack
         self.optimizers = [inner for each in several for inner in reversed(optimizers_in(each))]
@@ -73,8 +69,7 @@ class ParameterGroups:
            Groups of other Stacks are excluded.
         3. The same in all other Stacks, nearest first.
         4. The group of the final norm; for matrices, of an untied head. For gains and biases also the group
-        of
-           the embedding, if it has an `lr_multiplier` and no weight decay.
+           of the embedding, if it has an `lr_multiplier` and no weight decay.
         5. The only empty group with the right kind: weight decay for matrices, none for others.
 
         Groups of 4 and 5 need the `lr_multiplier` that the weight has in a `mup` Rack, or 1.
@@ -165,36 +160,46 @@ class ParameterGroups:
             named = group.get("stack_id", stack.stack_id) != stack.stack_id
             return is_own and named and not any(id(p) in own for p in group["params"])
 
+        for group, is_same in self._in_stacks(stack, role, is_matrix, like):
+            if _fits(group, rows, is_same=is_same) and not is_of_another(group):
+                return group
+        outside = self._outside_stacks(rows, is_matrix)
+        if not outside:
+            raise ValueError(
+                f"optimizer: got no group for {role}, as nothing of its kind is trained yet; allowed: all "
+                "optimizers of the Rack, or none here and afterwards add_param_group of your own"
+            )
+        return outside[0]
+
+    def _in_stacks(
+        self, stack: Stack, role: str, is_matrix: bool, like: int
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Yield groups of all Stacks, best first, with True if the group trains the same weight."""
         for index in sorted(range(len(self.rack.stacks)), key=lambda i: abs(i - like)):
-            trained = [(r, p) for r, p in _roles(self.rack.get_stack(index)) if id(p) in self._group_of]
-            same_kind = [(r, p) for r, p in trained if (p.ndim >= 2) == is_matrix]
-            for r, p in [(r, p) for r, p in same_kind if r == role] + same_kind:
-                group = self._group_of[id(p)]
-                if _fits(group, rows, is_same=r == role) and not is_of_another(group):
-                    return group
-            if self.rack.get_stack(index) is stack:
-                mark = (stack.stack_id, is_matrix)
+            other = self.rack.get_stack(index)
+            alike = [
+                (r, p) for r, p in _roles(other) if id(p) in self._group_of and (p.ndim >= 2) == is_matrix
+            ]
+            for r, p in sorted(alike, key=lambda each: each[0] != role):
+                yield self._group_of[id(p)], r == role
+            if other is stack:
                 for group in self._groups():
-                    if (group.get("stack_id"), group.get("matrices")) == mark and _fits(group, rows):
-                        return group
-        fits = [
+                    if (group.get("stack_id"), group.get("matrices")) == (stack.stack_id, is_matrix):
+                        yield group, False
+
+    def _outside_stacks(self, rows: tuple[int, ...] | None, is_matrix: bool) -> list[dict[str, Any]]:
+        """Return the groups outside the Stacks that fit, best first: of other weights, then an empty one."""
+
+        def fits(group: dict[str, Any]) -> bool:
+            return "stack_id" not in group and _fits(group, rows) and self._has_rate(group, rows)
+
+        ends = [self._group_of[id(w)] for w in self._ends(is_matrix) if id(w) in self._group_of]
+        empty = [
             group
             for group in self._groups()
-            if "stack_id" not in group and _fits(group, rows) and self._has_rate(group, rows)
+            if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix and fits(group)
         ]
-        ends = [self._group_of.get(id(weight)) for weight in self._ends(is_matrix)]
-        found = [end for end in ends if end is not None and any(end is group for group in fits)]
-        if found:
-            return found[0]
-        empty = [
-            group for group in fits if not group["params"] and (group.get("weight_decay", 0) > 0) == is_matrix
-        ]
-        if len(empty) == 1:
-            return empty[0]
-        raise ValueError(
-            f"optimizer: got no group for {role}, as nothing of its kind is trained yet; allowed: all "
-            "optimizers of the Rack, or none here and afterwards add_param_group of your own"
-        )
+        return [*filter(fits, ends), *(empty if len(empty) == 1 else [])]
 
     def _ends(self, is_matrix: bool) -> list[Tensor]:
         """Return weights outside the Stacks that train like a Stack's weight of this kind, best first."""

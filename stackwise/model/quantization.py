@@ -6,7 +6,7 @@ Shapes: I inputs of a layer, O outputs of a layer, N a slice of the inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -176,30 +176,14 @@ def quantize_stack(
     require(bool(fit), "dtype", dtype, f"one that fits; as it is: {left_out}")
     config = _config(dtype, rack.embedding.weight.device, group_size)
     before = None if sample_ids is None else _logits(rack, sample_ids)
-    quantised, weight_error = {}, {}
-    for name, layer in fit.items():
-        try:
-            quantised[name] = _quantise(layer, dtype, config)
-            weight_error[name] = _error(quantised[name], layer)
-        except Exception as error:  # any failure means that the format does not work here
-            place = f"{layer.weight.dtype} weights on {layer.weight.device.type}"
-            raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
-
+    quantised = {name: _quantise(layer, dtype, config) for name, layer in fit.items()}
     bytes_before = _bytes(stack)
-    own_modules = set(stack.modules())
-    others = [module for module in rack.modules() if module not in own_modules]
-    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
-    own = [p for p in stack.parameters() if id(p) not in shared]
-    known = {id(p) for p in own}
-    trained = [p for p in stack.parameters() if id(p) in shared and p.requires_grad]
-    groups.drop(own)
-    for name, layer in quantised.items():
-        stack.set_submodule(name, layer)
-    stack.freeze()
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    groups.adopt(p for p in stack.parameters() if id(p) in known)
-    difference = None if before is None or sample_ids is None else _logits(rack, sample_ids) - before
+    _replace(rack, stack, {name: layer for name, (layer, _) in quantised.items()}, groups)
+    error_max = error_rms = None
+    if sample_ids is not None and before is not None:
+        difference = _logits(rack, sample_ids) - before
+        error_max = (difference.abs().max() / before.abs().max()).item()
+        error_rms = (difference.square().mean().sqrt() / before.square().mean().sqrt()).item()
     return QuantizationReport(
         stack_id=stack.stack_id,
         dtype=dtype,
@@ -208,10 +192,10 @@ def quantize_stack(
         else "converted at each call to the dtype of the input",
         bytes_before=bytes_before,
         bytes_after=_bytes(stack),
-        weight_error=weight_error,
+        weight_error={name: error for name, (_, error) in quantised.items()},
         left_out=left_out,
-        logits_error_max=_ratio(difference, before, lambda x: x.abs().max()),
-        logits_error_rms=_ratio(difference, before, lambda x: x.square().mean().sqrt()),
+        logits_error_max=error_max,
+        logits_error_rms=error_rms,
     )
 
 
@@ -253,13 +237,35 @@ def _config(dtype: QuantizedDtype, device: torch.device, group_size: int) -> Any
             )
 
 
-def _quantise(layer: nn.Linear, dtype: QuantizedDtype, config: Any) -> QuantizedLinear:
+def _quantise(layer: nn.Linear, dtype: QuantizedDtype, config: Any) -> tuple[QuantizedLinear, float]:
+    """Return the quantised layer and its error."""
     from torchao.quantization import quantize_
 
     twin = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     twin.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
-    quantize_(twin, config)
-    return QuantizedLinear(twin.weight.detach(), layer.bias, passes_gradients=dtype != "int4")
+    try:
+        quantize_(twin, config)
+        quantised = QuantizedLinear(twin.weight.detach(), layer.bias, passes_gradients=dtype != "int4")
+        return quantised, _error(quantised, layer)
+    except Exception as error:  # any failure means that the format does not work here
+        place = f"{layer.weight.dtype} weights on {layer.weight.device.type}"
+        raise ValueError(f"dtype: got {dtype!r}; does not work for {place}: {error}") from error
+
+
+def _replace(rack: Rack, stack: Stack, layers: dict[str, QuantizedLinear], groups: ParameterGroups) -> None:
+    """Replace layers of a Stack and freeze it, except for parameters that other parts of the Rack train."""
+    own_modules = set(stack.modules())
+    others = [module for module in rack.modules() if module not in own_modules]
+    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
+    own = {id(p): p for p in stack.parameters() if id(p) not in shared}
+    trained = [p for p in stack.parameters() if id(p) in shared and p.requires_grad]
+    groups.drop(own.values())
+    for name, layer in layers.items():
+        stack.set_submodule(name, layer)
+    stack.freeze()
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    groups.adopt(p for p in stack.parameters() if id(p) in own)
 
 
 @torch.no_grad()
@@ -289,14 +295,6 @@ def _logits(rack: Rack, sample_ids: Tensor) -> Tensor:
     with evaluating(rack):
         logits_BTV: Tensor = rack(sample_ids)
     return logits_BTV.double()
-
-
-def _ratio(
-    difference: Tensor | None, reference: Tensor | None, size: Callable[[Tensor], Tensor]
-) -> float | None:
-    if difference is None or reference is None:
-        return None
-    return (size(difference) / size(reference)).item()
 
 
 def _bytes(module: nn.Module) -> int:

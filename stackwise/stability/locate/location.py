@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
 from stackwise.stability.locate.module_scales import ModuleScales
 from stackwise.stability.locate.reading import Reading
-from stackwise.stability.locate.trace import Call, Operation, Trace
+from stackwise.stability.locate.trace import Call, Operation, SizeKey, Trace
 from stackwise.support.arguments import check_number
 
 __all__ = ["Location", "locate"]
@@ -140,12 +140,8 @@ class _Forward:
         self.expected = scales.expected if scales else frozenset()
 
     def readings(self, call: Call, what: str) -> list[Reading]:
-        places = call.inputs if what == "input" else call.outputs
-        return [
-            self.trace.readings[place]
-            for index, place in enumerate(places)
-            if (what, call.module, call.number, index) not in self.expected
-        ]
+        known = (place for key, place in call.places() if key[0] == what and key not in self.expected)
+        return [self.trace.readings[place] for place in known]
 
     def breaks(self, call: Call, what: str) -> bool:
         return any(reading.is_broken for reading in self.readings(call, what))
@@ -256,64 +252,77 @@ def _backward(trace: Trace, operation: Operation, gradient: Reading) -> Location
 
 def _exploding(trace: Trace, scales: ModuleScales, factor: float) -> Iterator[Location]:
     """Yield candidate locations, the likeliest first."""
-    sizes = trace.sizes()
+    ratios = _Ratios(trace, scales)
+    calls = [call for call in trace.calls if not call.recomputes]
+    for location in _grown("forward", [ratios.forward(call) for call in calls], factor):
+        if location.direction == "forward":
+            for name, _ in _own(trace, location.module, trace.parameters):
+                yield from ratios.too_large("parameter", name, factor)
+        yield location
+    returning = [ratios.backward(call) for call in _as_gradients_left(trace, calls)]
+    yield from _grown("backward", returning, factor)
+    yield from ratios.too_large("loss", "", factor)
 
-    def ratio(what: str, name: str, number: int, index: int = 0) -> float | None:
-        key = (what, name, number, index)
-        return scales.ratio(key, sizes.get(key))
 
-    def largest(what: str, call: Call, places: list[int]) -> float | None:
-        ratios = (ratio(what, call.module, call.number, index) for index in range(len(places)))
+class _Growth(NamedTuple):
+    """Call with the ratios of its inputs and outputs, or of its gradients, to their references."""
+
+    call: Call
+    came_in: float | None
+    went_out: float | None
+
+
+class _Ratios:
+    """Sizes of a trace as multiples of their references."""
+
+    def __init__(self, trace: Trace, scales: ModuleScales) -> None:
+        self.sizes, self.scales = trace.sizes(), scales
+
+    def largest(self, *keys: SizeKey) -> float | None:
+        ratios = (self.scales.ratio(key, self.sizes.get(key)) for key in keys)
         return max((each for each in ratios if each is not None), default=None)
 
-    def gradients(call: Call) -> tuple[float | None, float | None]:
-        name, number = call.module, call.number
-        came = ratio("incoming", name, number)
-        left = [r for what in ("outgoing", "weights") if (r := ratio(what, name, number)) is not None]
-        if came is None and not left and (name, number) in scales.calls:
-            # At healthy steps, the call passed its gradients on without an operation.
-            key = name, number, 0
-            came_in, went_out = sizes.get(("incoming", *key)), sizes.get(("outgoing", *key))
-            return 1.0, went_out / came_in if came_in and went_out is not None else None
-        return came, max(left, default=None)
+    def forward(self, call: Call) -> _Growth:
+        inputs, outputs = ([k for k, _ in call.places() if k[0] == what] for what in ("input", "output"))
+        return _Growth(call, self.largest(*inputs), self.largest(*outputs))
 
-    calls = [call for call in trace.calls if not call.recomputes]
-    forward = [
-        (call, largest("input", call, call.inputs), largest("output", call, call.outputs)) for call in calls
-    ]
-    backward = [(call, *gradients(call)) for call in _as_gradients_left(trace, calls)]
-    ways: tuple[tuple[Direction, list[tuple[Call, float | None, float | None]]], ...] = (
-        ("forward", forward),
-        ("backward", backward),
-    )
-    for direction, each in ways:
-        known = [(call, 1.0 if i is None else i, o) for call, i, o in each if o is not None]
-        came_broken = list(_from_outside(direction, each, factor))
-        # The input of the first top-level call precedes all calls. After a large fault, a call may grow some
-        # times more by chance, so the input is the cause unless a call grew by the square of its rise.
-        most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
-        first = list(each[0][0].chain())[-1] if each else None
-        yield from (location for call, location in came_broken if call is first and location.value**2 > most)
-        by_itself = [(call, out) for call, came_in, out in known if out > factor * max(1.0, came_in)]
-        crossing = [(call, out) for call, came_in, out in known if out > factor >= came_in]
-        for call, out in by_itself + crossing:
-            if direction == "forward":
-                for name, _ in _own(trace, call.module, trace.parameters):
-                    grew = ratio("parameter", name, 0)
-                    if grew is not None and grew > factor:
-                        yield Location(name, "parameter", 0, "exploding", grew)
-            yield Location(call.module, direction, call.number, "exploding", out)
-        yield from (location for _, location in came_broken)
-    grew = ratio("loss", "", 0)
-    if grew is not None and grew > factor:
-        yield Location(_LOSS, "loss", 0, "exploding", grew)
+    def backward(self, call: Call) -> _Growth:
+        key = call.module, call.number, 0
+        came_in = self.largest(("incoming", *key))
+        went_out = self.largest(("outgoing", *key), ("weights", *key))
+        if came_in is None and went_out is None and key[:2] in self.scales.calls:
+            # At healthy steps, the call passed its gradients on without an operation.
+            before, after = self.sizes.get(("incoming", *key)), self.sizes.get(("outgoing", *key))
+            return _Growth(call, 1.0, after / before if before and after is not None else None)
+        return _Growth(call, came_in, went_out)
+
+    def too_large(self, what: Literal["parameter", "loss"], name: str, factor: float) -> Iterator[Location]:
+        ratio = self.largest((what, name, 0, 0))
+        if ratio is not None and ratio > factor:
+            yield Location(name or _LOSS, what, 0, "exploding", ratio)
+
+
+def _grown(direction: Direction, growths: list[_Growth], factor: float) -> Iterator[Location]:
+    """Yield the locations of calls that grew their inputs, and of top-level calls with a large input."""
+    known = [(call, 1.0 if i is None else i, out) for call, i, out in growths if out is not None]
+    came_broken = list(_from_outside(direction, growths, factor))
+    # The input of the first top-level call precedes all calls. After a large fault, a call may grow some
+    # times more by chance, so the input is the cause unless a call grew by the square of its rise.
+    most = max((out / max(1.0, came_in) for _, came_in, out in known), default=1.0)
+    first = list(growths[0].call.chain())[-1] if growths else None
+    yield from (location for call, location in came_broken if call is first and location.value**2 > most)
+    by_itself = [(call, out) for call, came_in, out in known if out > factor * max(1.0, came_in)]
+    crossing = [(call, out) for call, came_in, out in known if out > factor >= came_in]
+    for call, out in by_itself + crossing:
+        yield Location(call.module, direction, call.number, "exploding", out)
+    yield from (location for _, location in came_broken)
 
 
 def _from_outside(
-    direction: Direction, calls: list[tuple[Call, float | None, float | None]], factor: float
+    direction: Direction, growths: list[_Growth], factor: float
 ) -> Iterator[tuple[Call, Location]]:
     """Yield the top-level calls with an exploding input, or backward with an exploding output gradient."""
-    for call, came_in, _ in calls:
+    for call, came_in, _ in growths:
         if call.parent is None and came_in is not None and came_in > factor:
             if direction == "backward":
                 yield call, Location(_LOSS, "loss", 0, "exploding", came_in)
@@ -325,10 +334,8 @@ def _as_gradients_left(trace: Trace, calls: list[Call]) -> list[Call]:
     """Return the calls in the order in which their last gradient left. On a tie, inner calls are first."""
     left: dict[tuple[str, int], int] = {}
     for source, target, _ in trace.delivered():
-        within = set(target.call.chain()) if target.call else set()
-        for call in source.call.chain() if source.call else ():
-            if call not in within:
-                key = (call.module, call.number)
-                left[key] = max(left.get(key, -1), source.ran)
+        for call in set(source.calls()).difference(target.calls()):
+            key = (call.module, call.number)
+            left[key] = max(left.get(key, -1), source.ran)
     depth = {call: sum(1 for _ in call.chain()) for call in calls}
     return sorted(calls, key=lambda call: (left.get((call.module, call.number), math.inf), -depth[call]))

@@ -53,10 +53,7 @@ class ModuleScales:
                 sizes[key] = max(size, sizes.get(key, 0.0))
             for call in trace.calls:
                 calls.add((call.module, call.number))
-                for what, places in (("input", call.inputs), ("output", call.outputs)):
-                    for index, reading in enumerate(trace.of(places)):
-                        if not reading.is_finite:
-                            expected.add((what, call.module, call.number, index))
+                expected |= {key for key, place in call.places() if not trace.readings[place].is_finite}
         return cls(sizes, frozenset(calls), frozenset(expected))
 
     def ratio(self, key: SizeKey, size: float | None) -> float | None:

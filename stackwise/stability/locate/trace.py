@@ -77,6 +77,12 @@ class Call:
             yield call
             call = call.parent
 
+    def places(self) -> Iterator[tuple[SizeKey, int]]:
+        """Yield (key, index of the reading) of each input and output."""
+        for what, places in (("input", self.inputs), ("output", self.outputs)):
+            for index, place in enumerate(places):
+                yield (what, self.module, self.number, index), place
+
 
 @dataclass(eq=False)
 class Operation:
@@ -107,6 +113,10 @@ class Operation:
     gave: list[tuple[int, int]] = field(default_factory=list)
     ran: int = -1
     call: Call | None = None
+
+    def calls(self) -> Iterator[Call]:
+        """Yield the calls that contain the operation, innermost first."""
+        return iter(()) if self.call is None else self.call.chain()
 
 
 class Trace:
@@ -321,27 +331,8 @@ class Trace:
     def sizes(self) -> dict[SizeKey, float]:
         """Return the root mean squares by key, without tensors that have non-finite values."""
         parts: dict[SizeKey, list[Reading]] = {}
-
-        def add(what: str, name: str, number: int, index: int, place: int) -> None:
-            parts.setdefault((what, name, number, index), []).append(self.readings[place])
-
-        for call in self.calls:
-            if not call.recomputes:
-                for index, place in enumerate(call.inputs):
-                    add("input", call.module, call.number, index, place)
-                for index, place in enumerate(call.outputs):
-                    add("output", call.module, call.number, index, place)
-        parameters = set(self._model.parameters())
-        for source, target, place in self.delivered():
-            within = set(target.call.chain()) if target.call else set()
-            of_source = set(source.call.chain()) if source.call else set()
-            is_weight = target.leaf is not None and target.leaf in parameters
-            for call in of_source - within:
-                add("weights" if is_weight else "outgoing", call.module, call.number, 0, place)
-        for call, place in self._incoming():
-            add("incoming", call.module, call.number, 0, place)
-        for place in self.losses:
-            add("loss", "", 0, 0, place)
+        for key, place in self._places():
+            parts.setdefault(key, []).append(self.readings[place])
         for name, reading in self.parameters.items():
             parts["parameter", name, 0, 0] = [reading]
         return {
@@ -349,6 +340,21 @@ class Trace:
             for key, readings in parts.items()
             if all(r.is_finite for r in readings)
         }
+
+    def _places(self) -> Iterator[tuple[SizeKey, int]]:
+        """Yield (key, index of the reading) of each tensor in a pass."""
+        for call in self.calls:
+            if not call.recomputes:
+                yield from call.places()
+        parameters = set(self._model.parameters())
+        for source, target, place in self.delivered():
+            what = "weights" if target.leaf in parameters else "outgoing"
+            for call in set(source.calls()).difference(target.calls()):
+                yield (what, call.module, call.number, 0), place
+        for call, place in self._incoming():
+            yield ("incoming", call.module, call.number, 0), place
+        for place in self.losses:
+            yield ("loss", "", 0, 0), place
 
     def _incoming(self) -> Iterator[tuple[Call, int]]:
         """Yield (call, index of the reading) for each gradient that enters a call in the backward pass.
@@ -360,15 +366,11 @@ class Trace:
         for source, target, place in self.delivered():
             handed.setdefault(target, []).append((source, place))
         for target, parts in handed.items():
-            for call in target.call.chain() if target.call else ():
-                outside = [place for source, place in parts if call not in _around(source)]
+            for call in target.calls():
+                outside = [place for source, place in parts if call not in source.calls()]
                 whole = target.given if len(outside) == len(parts) else outside
                 for place in whole:
                     yield call, place
-
-
-def _around(operation: Operation) -> Iterable[Call]:
-    return operation.call.chain() if operation.call else ()
 
 
 def _read(named: Iterable[tuple[str, Tensor]]) -> dict[str, Reading]:

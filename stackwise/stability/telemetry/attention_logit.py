@@ -281,25 +281,29 @@ def _products(node: Any, scores: Tensor) -> set[bool]:
     found, open_nodes, left = set[bool](), [(node, False)], _STEPS_AT_MOST
     while open_nodes and left:
         (node, mixed), left = open_nodes.pop(), left - 1
-        if node is None:
-            continue
-        operation = _operation(node)
-        if operation in _STEPS:
+        if _operation(node) in _STEPS:
             open_nodes += [(following, mixed) for following, _ in node.next_functions]
-            continue
-        # The last two inputs are the factors. A product with a parameter is a linear layer.
-        factors = [factor for factor, _ in node.next_functions[-2:]]
-        if operation in ("Bmm", "Baddbmm"):
-            of_activations = not any(map(_is_parameter, factors))
-        elif operation in ("Mm", "Addmm") and any(each is None or _is_parameter(each) for each in factors):
-            of_activations = False
-        else:
-            continue
-        # Attention may also precede a router, but with other shapes.
-        found.add(of_activations and (not mixed or _matrix(node) == scores.shape[-2:]))
-        if not (of_activations or mixed) and scores.ndim > 3 and scores.shape[-3] in _matrix(node):
-            open_nodes += [(factor, True) for factor in factors]
+        elif (of_activations := _is_of_activations(node)) is not None:
+            # Attention may also precede a router, but with other shapes.
+            found.add(of_activations and (not mixed or _matrix(node) == scores.shape[-2:]))
+            if not (of_activations or mixed) and scores.ndim > 3 and scores.shape[-3] in _matrix(node):
+                open_nodes += [(factor, True) for factor in _factors(node)]
     return found
+
+
+def _is_of_activations(node: Any) -> bool | None:
+    """Return True for a product of two activations, False for a linear layer. None: another operation."""
+    operation = _operation(node)
+    if operation in ("Bmm", "Baddbmm"):
+        return not any(map(_is_parameter, _factors(node)))
+    if operation in ("Mm", "Addmm") and any(each is None or _is_parameter(each) for each in _factors(node)):
+        return False
+    return None
+
+
+def _factors(node: Any) -> list[Any]:
+    """Return the nodes of the factors of a product: of its last two inputs."""
+    return [factor for factor, _ in node.next_functions[-2:]]
 
 
 def _matrix(node: Any) -> tuple[int, ...]:

@@ -39,37 +39,34 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Tensor:
     Raises:
         ValueError: a gradient is sparse.
     """
-    return _norms([p.grad for p in parameters if p.grad is not None])
-
-
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(0)
     # The fused kernel needs tensors of one dtype and device.
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, g in enumerate(gradients):
         groups.setdefault((g.dtype, g.device), []).append(index)
-    norms: list[Tensor] = [gradients[0]] * len(gradients)
-    for (dtype, device), indices in groups.items():
-        members = [gradients[i] for i in indices]
-        for g in members:
-            require(g.layout == torch.strided, "gradients", g.layout, "torch.strided")
-        if dtype.is_complex:
-            members = [torch.view_as_real(g) for g in members]
-        if device.type == "cpu" and all(type(g) is Tensor for g in members):
-            found: Sequence[Tensor] = _by_rows_checked(members)
-        else:
-            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-            found = torch._foreach_norm(members, 2, dtype=wide)
-        for index, norm in zip(indices, found, strict=True):
-            norms[index] = norm
-    first = norms[0].device
+    norms: dict[int, Tensor] = {}
+    for indices in groups.values():
+        norms.update(zip(indices, _norms_of_group([gradients[i] for i in indices]), strict=True))
     if len(groups) > 1:
-        norms = [norm.to(first, non_blocking=True) for norm in norms]
-    norms_P = torch.stack(norms)
+        norms = {i: norm.to(norms[0].device, non_blocking=True) for i, norm in norms.items()}
+    norms_P = torch.stack([norms[i] for i in range(len(gradients))])
     if hasattr(norms_P, "full_tensor"):
         norms_P = norms_P.full_tensor()
     return norms_P.float()
+
+
+def _norms_of_group(gradients: list[Tensor]) -> Sequence[Tensor]:
+    for g in gradients:
+        require(g.layout == torch.strided, "gradients", g.layout, "torch.strided")
+    if gradients[0].is_complex():
+        gradients = [torch.view_as_real(g) for g in gradients]
+    device = gradients[0].device.type
+    if device == "cpu" and all(type(g) is Tensor for g in gradients):
+        return _by_rows_checked(gradients)
+    wide = torch.float32 if device == "mps" else torch.float64  # MPS has no float64
+    return torch._foreach_norm(gradients, 2, dtype=wide)
 
 
 def _by_rows_checked(gradients: Sequence[Tensor]) -> list[Tensor]:

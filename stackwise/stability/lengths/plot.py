@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stackwise.report.plot import BAD, INK, MUTED, svg_plot, write_svg
 from stackwise.stability.lengths.point import LengthPoint
+from stackwise.stability.lengths.trouble import SeedRun
 from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        _draw(axes, shown)
+        _draw_norms(axes, shown)
+        _scale(axes, [point.seq_len for point in shown])
         if first is not None:
             axes.axvline(first, color=_COLOURS["unstable"], lw=1, ls="--")
             axes.annotate(
@@ -76,18 +78,15 @@ def length_svg(points: Sequence[LengthPoint], title: str, first: int | None = No
     return svg_plot((7.5, 4), draw)
 
 
-def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    finite = [n for point in points for each in point.runs for n in each.gradient_norms if 0 < n < math.inf]
-    top = 2 * max(finite, default=1.0)
+def _draw_norms(axes: Axes, points: Sequence[LengthPoint]) -> None:
+    top = 2 * max((norm for point in points for run in point.runs for norm in _finite(run)), default=1.0)
     told = set[str]()
     middles: list[tuple[int, float]] = []
     for point in points:
         colour = _COLOURS[point.verdict]
         medians = []
         for number, each in enumerate(point.runs):
-            norms = [norm for norm in each.gradient_norms if 0 < norm < math.inf]
+            norms = _finite(each)
             # Shift the seeds horizontally, so that equal values do not overlap.
             place = point.seq_len * 1.012 ** (number - (len(point.runs) - 1) / 2)
             label = "" if point.verdict in told else point.verdict
@@ -101,9 +100,17 @@ def _draw(axes: Axes, points: Sequence[LengthPoint]) -> None:
         if medians:
             middles.append((point.seq_len, statistics.median(medians)))
     axes.plot(*zip(*middles, strict=True) if middles else ([], []), "-", lw=0.8, color=MUTED, zorder=0)
+
+
+def _finite(run: SeedRun) -> list[float]:
+    return [norm for norm in run.gradient_norms if 0 < norm < math.inf]
+
+
+def _scale(axes: Axes, places: Sequence[int]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    places = [point.seq_len for point in points]
     # Ticks at the lengths, without overlapping labels.
     ticks = [n for n, before in zip(places, [0, *places], strict=False) if n > 1.25 * before]
     axes.set_xticks(ticks, labels=[str(n) for n in ticks], rotation=45 if len(ticks) > 8 else 0)

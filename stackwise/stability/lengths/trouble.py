@@ -77,7 +77,8 @@ class SeedRun:
     @property
     def gradient_norms(self) -> list[float]:
         """Global L2 norms before clipping, one per step. Infinite if not finite."""
-        return _norms(self.run)
+        norms = (record.grad_norm for record in self.run.records)
+        return [norm if math.isfinite(norm) else math.inf for norm in norms]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -188,8 +189,3 @@ def _place(trouble: Trouble) -> float:
 
 def _first_alarm(run: StabilityRun) -> str:
     return f": {run.alarms[0]}" if run.alarms else ""
-
-
-def _norms(run: StabilityRun) -> list[float]:
-    norms = (record.grad_norm for record in run.records)
-    return [norm if math.isfinite(norm) else math.inf for norm in norms]

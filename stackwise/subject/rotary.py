@@ -210,34 +210,37 @@ def _of_type(name: str, config: Any) -> Any:
 
 
 def _stated(parameters: Mapping[str, Any], config: Any) -> RotaryClaim | None:
-    kind = parameters.get("rope_type", "default")
-    theta = parameters.get("rope_theta")
+    kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     if kind not in _KINDS or not isinstance(theta, int | float):
         return None
     dim = _rotated_dim(parameters, config)
-    if not dim or dim % 2:
+    if not dim or dim % 2 or (kind == "yarn" and parameters.get("truncate", True) is not True):
         return None
-    given: dict[str, Any] = {"theta": float(theta), "dim": dim, "kind": kind}
-    original: Any = parameters.get("original_max_position_embeddings")
-    factor: Any = parameters.get("factor") or (original and config.max_position_embeddings / original)
-    if kind != "default":
-        given["factor"] = float(factor)
-    if kind == "llama3":
-        given |= {"low": parameters["low_freq_factor"], "high": parameters["high_freq_factor"]}
-    if kind == "yarn":
-        if parameters.get("truncate", True) is not True:
-            return None
-        given |= {"low": parameters.get("beta_slow") or 1.0, "high": parameters.get("beta_fast") or 32.0}
-        scales: Any = (parameters.get("mscale"), parameters.get("mscale_all_dim"))
-        mscale = _mscale(factor, scales[0]) / _mscale(factor, scales[1]) if all(scales) else _mscale(factor)
-        given["attention_factor"] = parameters.get("attention_factor") or mscale
-    if kind == "longrope":
-        given["factors"] = tuple(map(float, parameters["short_factor"]))
-        own = parameters.get("short_mscale") or parameters.get("attention_factor")
-        given["attention_factor"] = own or math.sqrt(1 + max(math.log(factor), 0.0) / math.log(original))
-    if kind in ("llama3", "yarn", "longrope"):
-        given["original_length"] = original
-    return RotaryClaim(**given)
+    scaling = {} if kind == "default" else _scaling(kind, parameters, config)
+    return RotaryClaim(theta=float(theta), dim=dim, kind=kind, **scaling)
+
+
+def _scaling(kind: str, parameters: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the arguments of a claim with scaled frequencies."""
+    get = parameters.get
+    original: Any = get("original_max_position_embeddings")
+    factor: Any = get("factor") or (original and config.max_position_embeddings / original)
+    scaling = {"factor": float(factor)} | ({} if kind == "linear" else {"original_length": original})
+    match kind:
+        case "llama3":
+            scaling |= {"low": parameters["low_freq_factor"], "high": parameters["high_freq_factor"]}
+        case "yarn":
+            scaling |= {"low": get("beta_slow") or 1.0, "high": get("beta_fast") or 32.0}
+            scale, of_all = get("mscale"), get("mscale_all_dim")
+            mscale = _mscale(factor, scale) / _mscale(factor, of_all) if scale and of_all else _mscale(factor)
+            scaling["attention_factor"] = get("attention_factor") or mscale
+        case "longrope":
+            own = get("short_mscale") or get("attention_factor")
+            scaling["factors"] = tuple(map(float, parameters["short_factor"]))
+            scaling["attention_factor"] = own or math.sqrt(
+                1 + math.log(max(factor, 1.0)) / math.log(original)
+            )
+    return scaling
 
 
 def _rotated_dim(parameters: Mapping[str, Any], config: Any) -> int | None:

@@ -139,16 +139,21 @@ def check_kept(
     places = [place for place in places if _memory(place.value) not in memories]
     lost, is_certain = unsaved([place.value for place in places], saved, known)
     lost_ids = set(map(id, lost))
-    kinds = {(p.shape, p.device) for p in parameters}
     allowed = "state in `state`, or in state_dict() and load_state_dict() of its class"
     for place in places:
-        if id(place.value) not in lost_ids:
-            continue
-        is_state = is_certain and place.objects == 0 and (place.value.shape, place.value.device) in kinds
-        is_state = is_state and not any(_has_own_state(o) and own_state_of(o) is None for o in place.owners)
-        name = f"{key}.{shown_path(place.path)}"
-        require(not is_state, name, f"a tensor that {loses} loses", allowed)
-        warn_once(f"{name}: got a tensor that {loses} loses; if it is state, allowed: {allowed}")
+        if id(place.value) in lost_ids:
+            name = f"{key}.{shown_path(place.path)}"
+            is_state = is_certain and _is_state(place, parameters)
+            require(not is_state, name, f"a tensor that {loses} loses", allowed)
+            warn_once(f"{name}: got a tensor that {loses} loses; if it is state, allowed: {allowed}")
+
+
+def _is_state(place: _Place, parameters: list[nn.Parameter]) -> bool:
+    """Return True for a tensor like a parameter, directly in optimizers whose `state_dict()` can be read."""
+    kind = place.value.shape, place.value.device
+    if place.objects or all((p.shape, p.device) != kind for p in parameters):
+        return False
+    return not any(_has_own_state(o) and own_state_of(o) is None for o in place.owners)
 
 
 def _changed(optimizer: Any, places: list[_Place]) -> list[_Place]:
@@ -213,35 +218,41 @@ def _places(given: Any, skipped: tuple[Any, ...]) -> Iterator[_Place]:
     places = deque([_Place(given)])
     while places:
         place = places.popleft()
-        value, path, owners, objects, is_foreign = place
-        if id(value) in seen or (isinstance(value, Tensor) and is_foreign):
+        value = place.value
+        if id(value) in seen or (isinstance(value, Tensor) and place.is_foreign):
             continue
-        items: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, Tensor):
             yield place
         elif is_optimizer(value):
-            if is_foreign and not _share_parameters(value, owners[0]):
+            if place.is_foreign and not _share_parameters(value, place.owners[0]):
                 continue
-            owners, objects, is_foreign = (*owners, value), 0, False
-            yield place._replace(owners=owners, objects=0)
-            items = _attributes(value)
-        elif isinstance(value, Mapping):
-            # Keys that are parameters have no short name.
-            pairs = enumerate(value.items())
-            items = [(key if isinstance(key, str | int) else n, each) for n, (key, each) in pairs]
-        elif isinstance(value, _SEQUENCES):
-            items = enumerate(value)
-        elif isinstance(value, MethodType):
-            items = [("__self__", value.__self__)]
-        elif isinstance(value, SimpleNamespace) or (objects < _OBJECTS and not _is_of_library(value)):
-            items, objects = _attributes(value), objects + (not isinstance(value, SimpleNamespace))
-            is_foreign = is_foreign or _refers_to(items, owners)
+            place = place._replace(owners=(*place.owners, value), objects=0, is_foreign=False)
+            yield place
         seen.add(id(value))
-        places += [
-            _Place(each, (*path, name), owners, objects, is_foreign)
-            for name, each in items
-            if not isinstance(each, skipped)
-        ]
+        places += [part for part in _parts(place) if not isinstance(part.value, skipped)]
+
+
+def _parts(place: _Place) -> Iterator[_Place]:
+    """Yield the values directly in a value."""
+    value, objects, is_foreign = place.value, place.objects, place.is_foreign
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor):
+        pass
+    elif is_optimizer(value):
+        items = _attributes(value)
+    elif isinstance(value, Mapping):
+        # Keys that are parameters have no short name.
+        pairs = enumerate(value.items())
+        items = [(key if isinstance(key, str | int) else n, each) for n, (key, each) in pairs]
+    elif isinstance(value, _SEQUENCES):
+        items = enumerate(value)
+    elif isinstance(value, MethodType):
+        items = [("__self__", value.__self__)]
+    elif isinstance(value, SimpleNamespace) or (objects < _OBJECTS and not _is_of_library(value)):
+        items, objects = _attributes(value), objects + (not isinstance(value, SimpleNamespace))
+        is_foreign = is_foreign or _refers_to(items, place.owners)
+    for name, each in items:
+        yield _Place(each, (*place.path, name), place.owners, objects, is_foreign)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:

@@ -115,36 +115,43 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
         ValueError: a suffix that overlaps the first unit, fewer steps than Stacks for a growing Rack, or
             from right to left a separate head for each of several units.
     """
-    scope, max_steps = settings.scope, settings.max_steps
-    units = units_of(blocks_per_stack, settings.training_architecture)
     everything = tuple(range(sum(blocks_per_stack)))
-    if settings.training_architecture == "rackwise":
-        return _growing(blocks_per_stack, max_steps) if scope.growth else [_joint(everything, max_steps)]
+    if settings.training_architecture != "rackwise":
+        return _unit_by_unit(blocks_per_stack, settings, everything)
+    if settings.scope.growth:
+        return _growing(blocks_per_stack, settings.max_steps)
+    return [_joint(everything, settings.max_steps)]
+
+
+def _unit_by_unit(
+    blocks_per_stack: list[int], settings: TrainingConfig, everything: tuple[int, ...]
+) -> list[Phase]:
+    scope, steps = settings.scope, settings.max_steps - settings.scope.polish_steps
+    units = units_of(blocks_per_stack, settings.training_architecture)
     room = len(everything) - len(units[0].blocks)
     allowed = f"0 to {room}, so as to leave a unit"
     require(scope.suffix <= room, "training.scope.suffix", scope.suffix, allowed)
-    steps = max_steps - scope.polish_steps
     backwards = scope.order == "right_to_left"
     # The configuration does not reject this, because it may be that of a checkpoint.
     once = "'shared' with order='right_to_left': the head trains with the first unit alone"
     one_head = scope.head == "shared" or len(units) == 1
     require(not backwards or one_head, "training.scope.head", scope.head, once)
-    always = everything[len(everything) - scope.suffix :]
+    suffix_start = len(everything) - scope.suffix
     phases: list[Phase] = []
     for index in reversed(range(len(units))) if backwards else range(len(units)):
-        neighbours = units[max(0, index - scope.overlap) : index + 1]
-        trained = [block for unit in neighbours for block in unit.blocks]
-        behind = everything[units[index].blocks.stop :]
-        suffix = () if backwards else behind[len(behind) - min(scope.suffix, len(behind)) :]
+        blocks = units[index].blocks
+        trained = range(units[max(0, index - scope.overlap)].blocks.start, blocks.stop)
+        suffix = () if backwards else everything[max(blocks.stop, suffix_start) :]
+        entering = range(blocks.start, min(blocks.stop, suffix_start)) if scope.growth and index else ()
         phases.append(
             Phase(
                 unit=units[index],
-                path=everything if backwards else (*range(units[index].blocks.stop), *suffix),
+                path=everything if backwards else (*range(blocks.stop), *suffix),
                 trained=frozenset((*trained, *suffix)),
                 steps=steps,
                 schedule_steps=steps,
                 trains_head=not backwards or index == len(units) - 1,
-                enters=tuple(i for i in units[index].blocks if scope.growth and index and i not in always),
+                enters=tuple(entering),
                 fresh_head=scope.head == "per_unit" and bool(phases),
             )
         )

@@ -73,7 +73,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
         """Restore the float32 values of parameters that leave the model, and forget them."""
         leaving = {id(p) for p in parameters}
-        for p, wide in self._wide():
+        for p, wide in self.masters():
             if id(p) in leaving:
                 p.grad, p.data = None, wide
         self._frozen = [(p, wide) for p, wide in self._frozen if id(p) not in leaving]
@@ -96,7 +96,8 @@ class MasterAdamW(torch.optim.Optimizer):
             }
             p.data = master.bfloat16()
 
-    def _wide(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def masters(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each converted parameter with its float32 values."""
         self._start_new()
         return [(p, self.state[p]["master"]) for p in self._parameters()] + self._frozen
 
@@ -157,7 +158,7 @@ class MasterAdamW(torch.optim.Optimizer):
         The parameters are not modified. A change of dtype would remove a parameter's hooks, and DDP would no
         longer receive its gradient.
         """
-        wide = {id(p): nn.Parameter(master, p.requires_grad) for p, master in self._wide()}
+        wide = {id(p): nn.Parameter(master, p.requires_grad) for p, master in self.masters()}
         held = [
             (owner, name, p)
             for owner in module.modules()
@@ -174,7 +175,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """Convert the parameters to float32, with the masters' values. The optimizer becomes unusable."""
-        for p, wide in self._wide():
+        for p, wide in self.masters():
             p.grad = None
             p.data = wide
 

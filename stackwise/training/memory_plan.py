@@ -12,7 +12,7 @@ from rich.table import Table
 __all__ = ["MemoryPlan", "PhasePlan"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PhasePlan:
     """Memory and FLOPs of one phase. Bytes of tensors; FLOPs of matrix products and attention, per step.
 
@@ -60,8 +60,8 @@ class PhasePlan:
     ends: int
     trained: int
     frozen: int
-    idle: int
-    in_flight: int
+    idle: int = 0
+    in_flight: int = 0
     masters: int
     gradients: int
     optimizer: int
@@ -70,16 +70,16 @@ class PhasePlan:
     loss: int
     snapshot: int
     peak: int
-    host_blocks: int
-    host_prefix: int
+    host_blocks: int = 0
+    host_prefix: int = 0
     host_snapshot: int
-    disk_blocks: int
-    disk_prefix: int
+    disk_blocks: int = 0
+    disk_prefix: int = 0
     flops_forward: int
     flops_backward: int
     flops_optimizer: int
-    flops_prefix: int
-    flops_prefix_kept: float
+    flops_prefix: int = 0
+    flops_prefix_kept: float = 0.0
 
     @property
     def weights(self) -> int:

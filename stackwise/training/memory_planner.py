@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from stackwise.support.arguments import check_sizes, require
 from stackwise.support.tensor_tree import tensors_of
 from stackwise.training.cross_entropy import chunked_cross_entropy
 from stackwise.training.guard import RackPart
+from stackwise.training.master import MasterAdamW
 from stackwise.training.memory_plan import MemoryPlan, PhasePlan
 from stackwise.training.objective import Objective
 from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
@@ -124,47 +124,51 @@ class _Planner:
         )
 
     def _phase(self, phase: Phase) -> PhasePlan:
-        scope, prefix = self.settings.scope, phase.path[: phase.n_prefix]
-        forwards = [self._forward(i) for i in prefix]
+        forwards = [self._forward(i) for i in phase.path[: phase.n_prefix]]
         # Phases that share an optimizer have its state of the complete Rack, and differ in the untrained
         # part.
         key = phase if phase.is_continued else self._signature(phase)
         if key not in self.steps:
             self.steps[key] = self._step(phase, forwards[-1] if forwards else None)
-        step, held = self.steps[key]
-        away = set(range(len(self.blocks))) - set(phase.path[phase.n_prefix :])
-        elsewhere = sum(self.sizes[i] for i in away)
-        narrow = phase.is_continued and self.settings.precision == "bf16_weights"
-        idle = sum(_narrow(self.blocks[i]) for i in away) if narrow else elsewhere
-        in_flight = 0
-        if prefix and scope.offload != "none":
-            pairs = pairwise(prefix) if len(prefix) > 1 else [prefix]
-            in_flight = max(sum(self.sizes[i] for i in pair) for pair in pairs)
-        idle = idle if scope.offload == "none" else 0
-        resident = step.weights + idle + step.masters + step.optimizer + step.batch + step.snapshot
-        # The prefix of a later batch is computed while the results of earlier batches are in memory.
-        before = held + in_flight + max((forward.peak for forward in forwards), default=0)
-        output, flops = forwards[-1].output if forwards else 0, [forward.flops for forward in forwards]
-        visits = phase.steps * self.batches_per_step
-        room = scope.cache_bytes // output if output else 0
-        count, computed = self.prefix.advance(phase.n_prefix, visits, self.n_batches, room)
-        kept = count * output
-        return replace(
-            step,
+        measured, held = self.steps[key]
+        step = replace(
+            measured,
             name=phase.unit.name,
             steps=phase.steps,
             n_prefix=phase.n_prefix,
-            idle=idle,
-            in_flight=in_flight,
-            batch=step.batch + output,
-            peak=resident + max(step.peak, before),
-            host_blocks=elsewhere if scope.offload == "cpu" else 0,
-            disk_blocks=sum(self.sizes) if scope.offload == "disk" else 0,
-            host_prefix=0 if scope.cache_dir else kept,
-            disk_prefix=kept if scope.cache_dir else 0,
-            flops_prefix=sum(flops) * self.batches_per_step,
-            flops_prefix_kept=sum(n * sum(flops[start:]) for start, n in computed) / phase.steps,
+            **self._unused_blocks(phase),
+            **self._prefix_cost(phase, forwards),
         )
+        resident = step.weights + step.masters + step.optimizer + step.batch + step.snapshot
+        # The prefix of a later batch is computed while the results of earlier batches are in memory.
+        before = held + step.in_flight + max((forward.peak for forward in forwards), default=0)
+        output = forwards[-1].output if forwards else 0
+        return replace(step, batch=step.batch + output, peak=resident + max(step.peak, before))
+
+    def _unused_blocks(self, phase: Phase) -> dict[str, Any]:
+        """Return the fields of `PhasePlan` for the Blocks that a step does not use."""
+        away = set(range(len(self.blocks))) - set(phase.path[phase.n_prefix :])
+        elsewhere = sum(self.sizes[i] for i in away)
+        offload = self.settings.scope.offload
+        if offload == "none":
+            narrow = phase.is_continued and self.settings.precision == "bf16_weights"
+            return {"idle": sum(_narrow(self.blocks[i]) for i in away) if narrow else elsewhere}
+        prefix = [self.sizes[i] for i in phase.path[: phase.n_prefix]]
+        in_flight = max((sum(prefix[n : n + 2]) for n in range(len(prefix))), default=0)
+        blocks = {"host_blocks": elsewhere} if offload == "cpu" else {"disk_blocks": sum(self.sizes)}
+        return {"in_flight": in_flight, **blocks}
+
+    def _prefix_cost(self, phase: Phase, forwards: list[_Forward]) -> dict[str, Any]:
+        """Return the fields of `PhasePlan` for the cached outputs and the FLOPs of a prefix."""
+        scope, output = self.settings.scope, forwards[-1].output if forwards else 0
+        flops, visits = [each.flops for each in forwards], phase.steps * self.batches_per_step
+        room = scope.cache_bytes // output if output else 0
+        count, computed = self.prefix.advance(phase.n_prefix, visits, self.n_batches, room)
+        return {
+            "disk_prefix" if scope.cache_dir else "host_prefix": count * output,
+            "flops_prefix": sum(flops) * self.batches_per_step,
+            "flops_prefix_kept": sum(n * sum(flops[start:]) for start, n in computed) / phase.steps,
+        }
 
     def _signature(self, phase: Phase) -> object:
         """Return a key of everything that the bytes and FLOPs of a step depend on."""
@@ -219,42 +223,32 @@ class _Planner:
             with StorageMeter() as meter:
                 watch(model, step, meter, seen)
                 step([batch] * micro, 0.0)
-            state = step.optimizer.state  # type: ignore[attr-defined]
-            masters = sum(each["master"].nbytes for each in state.values() if "master" in each)
-            kept = sum(t.nbytes for each in state.values() for t in each.values()) - masters
-            masters += sum(wide.nbytes for p, wide in getattr(step.optimizer, "_frozen", ()))
-            snapshot, on_host = self._snapshot(model, step), self.device != "cpu"
-            on_host = on_host and settings.guard is not None and settings.guard.snapshot_on_host
+            optimizer = cast("torch.optim.Optimizer", step.optimizer)
+            masters = optimizer.masters() if isinstance(optimizer, MasterAdamW) else []
+            moments = [t for each in optimizer.state.values() for key, t in each.items() if key != "master"]
+            snapshot, host_snapshot = self._snapshot(model, optimizer)
             ends = _unique((rack.embedding, rack.final_norm, rack.lm_head))
             fresh = _unique((rack.final_norm, rack.lm_head)) if settings.scope.head == "per_unit" else []
             of_path = {i: _bytes_of(_unique([self.blocks[i]])) for i in phase.path[phase.n_prefix :]}
             plan = PhasePlan(
-                name="",
-                steps=0,
-                n_prefix=0,
+                name=phase.unit.name,
+                steps=phase.steps,
+                n_prefix=phase.n_prefix,
                 ends=_bytes_of(ends) + sum(p.numel() * 4 for p in fresh),
                 trained=sum(size for i, size in of_path.items() if i in phase.trained),
                 frozen=sum(size for i, size in of_path.items() if i not in phase.trained),
-                idle=0,
-                in_flight=0,
-                masters=masters,
+                masters=sum(wide.nbytes for _, wide in masters),
                 gradients=seen.gradients,
-                optimizer=kept,
+                optimizer=_bytes_of(moments),
                 batch=self.batches_per_step * _bytes_of(of_batch),
                 activations=seen.activations,
                 loss=seen.loss,
-                snapshot=0 if on_host else snapshot,
+                snapshot=snapshot,
                 peak=meter.peak,
-                host_blocks=0,
-                host_prefix=0,
-                host_snapshot=snapshot if on_host else 0,
-                disk_blocks=0,
-                disk_prefix=0,
+                host_snapshot=host_snapshot,
                 flops_forward=seen.flops_forward * self.batches_per_step // micro,
                 flops_backward=(seen.flops - seen.flops_forward) * self.batches_per_step // micro,
                 flops_optimizer=meter.flops - seen.flops,
-                flops_prefix=0,
-                flops_prefix_kept=0.0,
             )
             return plan, max(held)
 
@@ -265,15 +259,16 @@ class _Planner:
         step.optimizer.step()
         step.optimizer.zero_grad()
 
-    def _snapshot(self, model: PhaseModel, step: TrainStep) -> int:
-        """Return the bytes of a guard's snapshot; 0: there is no guard, or it does not roll back."""
-        guard, optimizer = self.settings.guard, cast("torch.optim.Optimizer", step.optimizer)
+    def _snapshot(self, model: PhaseModel, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """Return the bytes of a guard's snapshot on the device and on the host."""
+        guard = self.settings.guard
         if guard is None or guard.snapshot_interval is None:
-            return 0
+            return 0, 0
         optimized = (p for group in optimizer.param_groups for p in group["params"])
         snapshot = Snapshot(RackPart(self.rack, model.modules(), optimized), optimizer, on_host=False)
         snapshot.take()
-        return snapshot.nbytes
+        on_host = guard.snapshot_on_host and self.device != "cpu"
+        return (0, snapshot.nbytes) if on_host else (snapshot.nbytes, 0)
 
     def _hidden(self, dtype: torch.dtype) -> Tensor:
         shape = (*self.targets.input_ids.shape, self.rack.d_model)

@@ -192,9 +192,10 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Write the guard's state into the new checkpoint. Warn if this fails."""
-        if self.guard is not None and not args.save_only_model:
-            folder = Path(self._trainer._get_output_dir(self._trial)) / f"checkpoint-{state.global_step}"
-            guarded = self.guard.state_dict()
+        guard, trainer = self.guard, self._trainer
+        if guard is not None and not args.save_only_model:
+            folder = Path(trainer._get_output_dir(self._trial)) / f"checkpoint-{state.global_step}"
+            guarded = guard.state_dict()
             try:
                 write_state(guarded, folder, args.process_index)
             except (OSError, ValueError) as error:
@@ -360,11 +361,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _release(self) -> None:
         """Restore the optimizer."""
-        if self._optimizer is not None:
-            vars(self._optimizer).pop("step", None)
+        optimizer = self._optimizer
+        if optimizer is not None:
+            vars(optimizer).pop("step", None)
             if self._own_step is not None:
-                self._optimizer.step = self._own_step
-            self._optimizer._is_overflow = False
+                optimizer.step = self._own_step
+            optimizer._is_overflow = False
         if self._watch is not None:
             self._watch.remove()
         self._optimizer = self._loop = self._watch = None

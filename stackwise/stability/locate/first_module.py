@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stackwise.stability.locate.reading import tensors_in
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = [
     "ROOT",
@@ -41,26 +42,14 @@ def first_nonfinite_module(model: nn.Module, run: Callable[[], object]) -> str |
     found: list[str] = []
     with_negative: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _is_sound((args, kwargs)):
-                if not _is_sound(output):
-                    found.append(name)
-                elif not _is_sound(output, negative=True):
-                    with_negative.append(name)
+    def seen(name: str, given: Any, output: Any) -> None:
+        if _is_sound(given):
+            if not _is_sound(output):
+                found.append(name)
+            elif not _is_sound(output, negative=True):
+                with_negative.append(name)
 
-        return hook
-
-    handles = [
-        module.register_forward_hook(watch(shown_name(name)), with_kwargs=True)
-        for name, module in model.named_modules()
-    ]
-    try:
-        with uncompiled(model):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_watched(model, run, seen)
     return next(iter(found + with_negative), None)
 
 
@@ -68,23 +57,26 @@ def first_nan_module(model: nn.Module, run: Callable[[], object]) -> str | None:
     """Run `run` under hooks and return the first module, in order of completion, with a NaN in its output."""
     found: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not found and any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors_in(output)):
-                found.append(name)
+    def seen(name: str, _given: Any, output: Any) -> None:
+        if not found and any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors_in(output)):
+            found.append(name)
 
-        return hook
-
-    handles = [
-        module.register_forward_hook(watch(shown_name(name))) for name, module in model.named_modules()
-    ]
-    try:
-        with uncompiled(model):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_watched(model, run, seen)
     return next(iter(found), None)
+
+
+def _run_watched(model: nn.Module, run: Callable[[], object], seen: Callable[[str, Any, Any], None]) -> None:
+    """Run `run`, and call `seen` with the name, the arguments and the output of each module call."""
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        return lambda _module, args, kwargs, output: seen(name, (args, kwargs), output)
+
+    handles = (
+        module.register_forward_hook(watch(shown_name(name)), with_kwargs=True)
+        for name, module in model.named_modules()
+    )
+    with temporary_hooks(handles), uncompiled(model):
+        run()
 
 
 def shown_name(name: str) -> str:

@@ -37,7 +37,7 @@ Signature = tuple[object, ...]
 _QUERIES = slice(2, 6)  # position of the queries' shape in a signature
 _tuned: dict[Signature, str] = {}
 _forced: str | None = None
-_tuning: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
+_tuning = False
 
 
 def attend(
@@ -88,7 +88,7 @@ def using(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def tuning(*, compiled: bool = False) -> Iterator[None]:
+def tuning() -> Iterator[None]:
     """Benchmark all backends for each attention call in this context, and use the fastest from then on.
 
     Operations that `using` does not affect are not tuned either.
@@ -96,12 +96,9 @@ def tuning(*, compiled: bool = False) -> Iterator[None]:
     The choice is stored per device, dtype, sizes, mask and need of gradients, until the process exits. A
     single query, as in decoding, is benchmarked once for each power of two of keys. Without tuning the choice
     follows fixed rules, so that two runs compute the same bits.
-
-    Args:
-        compiled: benchmark the backends under `torch.compile`.
     """
     global _tuning
-    before, _tuning = _tuning, (torch.compile if compiled else _as_it_is)
+    before, _tuning = _tuning, True
     try:
         yield
     finally:
@@ -122,11 +119,7 @@ def rules_in_force(shapes: Collection[tuple[int, ...]] | None = None) -> tuple[o
         cuda.math_sdp_enabled(),
     )
     tuned = [each for each in _tuned.items() if shapes is None or each[0][_QUERIES] in shapes]
-    return (_forced, _tuning is not None, sorted(map(repr, tuned)), kernels)
-
-
-def _as_it_is(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return function
+    return (_forced, _tuning, sorted(map(repr, tuned)), kernels)
 
 
 def _choose(
@@ -142,10 +135,10 @@ def _choose(
         return "sliced"
     if _forced is not None:
         return _forced
-    if _tuned or _tuning is not None:
+    if _tuned or _tuning:
         signature = _signature(q, k, v, mask, dropout)
-        if _tuning is not None and signature not in _tuned:
-            _tuned[signature] = _fastest(q, k, v, mask, scale, dropout, _tuning)
+        if _tuning and signature not in _tuned:
+            _tuned[signature] = _fastest(q, k, v, mask, scale, dropout)
         if signature in _tuned:
             return _tuned[signature]
     return _rule(q, mask)
@@ -184,7 +177,6 @@ def _fastest(
     mask: AttentionMask,
     scale: float | None,
     dropout: float,
-    prepare: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> str:
     """Return the backend with the lowest median time, with the backward pass if gradients are needed."""
     inputs = [each.detach().clone().requires_grad_(q.requires_grad) for each in (q, k, v)]
@@ -202,7 +194,7 @@ def _fastest(
     runs = {}
     on_device = ("sdpa", "sliced", *_KERNELS) if q.device.type == "cuda" else ("sdpa", "sliced")
     for name in on_device:
-        run = prepare(partial(_call, name))
+        run = partial(_call, name)
         try:
             once(run)
         except RuntimeError:  # a kernel that does not support these sizes, dtypes or masks

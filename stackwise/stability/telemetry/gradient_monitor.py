@@ -5,6 +5,7 @@ Shapes: P parameters with a gradient.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -85,9 +86,7 @@ class GradientMonitor:
         self._names = GradientNames(self._named)
         names = [name for name, _ in self._named]
         require(bool(names), "parameters", names, "at least one")
-        twice = (
-            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        )
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         require(not twice, "parameters", twice, "each name once")
         self._capacity = capacity
         self._rows: RingBuffer[tuple[int, tuple[str, ...]]] | None = None
@@ -121,7 +120,7 @@ class GradientMonitor:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         if self._rows is None:
             self._rows = RingBuffer(self._capacity, 1 + len(self._named), norms_P.device)
-        self._make_room(self._rows)
+        self._keep(self._rows.make_room())
         self._rows.write((step, self._names()), (total,), norms_P)
         return GradientState(total, found_inf, norms_P)
 
@@ -150,16 +149,6 @@ class GradientMonitor:
         check_leaves_out(optimizer)
         optimizer.register_step_post_hook(_forget)
         self._guarded.append(optimizer)
-
-    def _make_room(self, rows: RingBuffer[tuple[int, tuple[str, ...]]]) -> None:
-        """Read the arrived rows if the buffer is half full, so that a loop that never reads does not block.
-
-        The buffer is full only if the device is `capacity` steps late. In this case the host waits.
-        """
-        if 2 * len(rows) >= rows.capacity:
-            self._keep(rows.poll())
-        if rows.full:
-            self._keep(rows.drain())
 
     def _keep(self, rows: list[tuple[tuple[int, tuple[str, ...]], list[float]]]) -> None:
         for (step, names), (total, *norms) in rows:

@@ -102,10 +102,7 @@ class LossTracker:
             self._start(loss.device)
         assert self._rows is not None
         state = self._updated(loss)
-        if 2 * len(self._rows) >= self._rows.capacity:
-            self._keep(self._rows.poll())
-        if self._rows.full:  # the device is `capacity` steps late
-            self._keep(self._rows.drain())
+        self._keep(self._rows.make_room())
         self._rows.write(step, state)
         return state
 

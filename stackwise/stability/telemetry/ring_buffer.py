@@ -120,6 +120,14 @@ class RingBuffer(Generic[Tag]):
             rows += self._hand_out_copy()
         return rows
 
+    def make_room(self) -> list[tuple[Tag, list[float]]]:
+        """Return the arrived rows if the buffer is half full, so that a loop that never reads does not block.
+
+        The buffer is full only if the device is `capacity` steps late. In this case the host waits.
+        """
+        rows = self.poll() if 2 * len(self) >= self.capacity else []
+        return rows + (self.drain() if self.full else [])
+
     @property
     def is_ahead(self) -> bool:
         """True if the rows that `previous` returns next have already arrived. Always False on the CPU.

@@ -72,11 +72,10 @@ class FirstUnstable:
         Raises:
             ValueError: the length was not tested.
         """
-        found = next((point for point in self.points if point.seq_len == seq_len), None)
-        looked = ", ".join(str(point.seq_len) for point in self.points)
-        require(found is not None, "seq_len", seq_len, f"one that was looked at: {looked}")
-        assert found is not None
-        return found
+        points = {point.seq_len: point for point in self.points}
+        looked = ", ".join(map(str, points))
+        require(seq_len in points, "seq_len", seq_len, f"one that was looked at: {looked}")
+        return points[seq_len]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

@@ -185,7 +185,7 @@ class _Planner:
             # A tied head has the dtype of the trained weights.
             tied = self.rack.tie_embeddings and settings.precision == "bf16_weights"
             narrow = _narrowed(self.rack.embedding) if tied else nullcontext()
-            with torch.no_grad(), narrow, autocast(precision, self._device()), meter:
+            with torch.no_grad(), narrow, autocast(precision, torch.device(self.kernels)), meter:
                 x_BTC = self.rack.embed(self.targets.input_ids)
                 layout = Layout(x_BTC, self.targets.attention_mask, self.targets.document_ids)
                 x_BTC = block(x_BTC, layout=layout)
@@ -213,7 +213,8 @@ class _Planner:
             def hidden() -> Tensor:
                 assert before is not None, "there is a prefix"
                 held.append(meter.held)
-                return self._hidden(before.dtype)
+                shape = (*self.targets.input_ids.shape, rack.d_model)
+                return torch.empty(shape, dtype=before.dtype, device=self.kernels)
 
             batch = MicroBatch(self.targets, None if before is None else hidden)
             of_batch = tensors_of(self.targets)
@@ -269,13 +270,6 @@ class _Planner:
         snapshot.take()
         on_host = guard.snapshot_on_host and self.device != "cpu"
         return (0, snapshot.nbytes) if on_host else (snapshot.nbytes, 0)
-
-    def _hidden(self, dtype: torch.dtype) -> Tensor:
-        shape = (*self.targets.input_ids.shape, self.rack.d_model)
-        return torch.empty(shape, dtype=dtype, device=self._device())
-
-    def _device(self) -> torch.device:
-        return torch.device(self.kernels)
 
 
 class _KeptOutputs:
@@ -362,17 +356,12 @@ def _check(settings: TrainingConfig, device: str) -> None:
     scope = settings.scope
     own_place = device != "cpu" or scope.offload != "cpu"
     require(own_place, "training.scope.offload", scope.offload, "none or disk, as this device is the CPU")
-    allowed = "another, as what {} is not planned"
-    eighth = settings.precision != "float8"
-    require(eighth, "training.precision", settings.precision, allowed.format("float8 kernels keep"))
-    chosen = settings.recompute.kind != "budget"
-    require(
-        chosen, "training.recompute.kind", settings.recompute.kind, allowed.format("the compiler chooses")
-    )
-    whole = settings.distributed.strategy != "fsdp"
-    require(
-        whole, "training.distributed.strategy", settings.distributed.strategy, allowed.format("FSDP gathers")
-    )
+    for key, value, refused, unplanned in (
+        ("training.precision", settings.precision, "float8", "float8 kernels keep"),
+        ("training.recompute.kind", settings.recompute.kind, "budget", "the compiler chooses"),
+        ("training.distributed.strategy", settings.distributed.strategy, "fsdp", "FSDP gathers"),
+    ):
+        require(value != refused, key, value, f"another, as what {unplanned} is not planned")
 
 
 @contextmanager

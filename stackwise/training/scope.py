@@ -115,17 +115,15 @@ def plan_phases(blocks_per_stack: list[int], settings: TrainingConfig) -> list[P
         ValueError: a suffix that overlaps the first unit, fewer steps than Stacks for a growing Rack, or
             from right to left a separate head for each of several units.
     """
-    everything = tuple(range(sum(blocks_per_stack)))
     if settings.training_architecture != "rackwise":
-        return _unit_by_unit(blocks_per_stack, settings, everything)
+        return _unit_by_unit(blocks_per_stack, settings)
     if settings.scope.growth:
         return _growing(blocks_per_stack, settings.max_steps)
-    return [_joint(everything, settings.max_steps)]
+    return [_joint(sum(blocks_per_stack), settings.max_steps)]
 
 
-def _unit_by_unit(
-    blocks_per_stack: list[int], settings: TrainingConfig, everything: tuple[int, ...]
-) -> list[Phase]:
+def _unit_by_unit(blocks_per_stack: list[int], settings: TrainingConfig) -> list[Phase]:
+    everything = tuple(range(sum(blocks_per_stack)))
     scope, steps = settings.scope, settings.max_steps - settings.scope.polish_steps
     units = units_of(blocks_per_stack, settings.training_architecture)
     room = len(everything) - len(units[0].blocks)
@@ -156,15 +154,15 @@ def _unit_by_unit(
             )
         )
     if scope.polish_steps:
-        phases.append(_joint(everything, scope.polish_steps, steps))
+        phases.append(_joint(len(everything), scope.polish_steps, steps))
     return [*phases[:-1], replace(phases[-1], is_last=True)]
 
 
-def _joint(everything: tuple[int, ...], steps: int, first_step: int = 0) -> Phase:
+def _joint(n_blocks: int, steps: int, first_step: int = 0) -> Phase:
     return Phase(
-        unit=Unit(range(len(everything))),
-        path=everything,
-        trained=frozenset(everything),
+        unit=Unit(range(n_blocks)),
+        path=tuple(range(n_blocks)),
+        trained=frozenset(range(n_blocks)),
         steps=steps,
         first_step=first_step,
         schedule_steps=steps,
@@ -174,9 +172,8 @@ def _joint(everything: tuple[int, ...], steps: int, first_step: int = 0) -> Phas
 
 def _growing(blocks_per_stack: list[int], max_steps: int) -> list[Phase]:
     n_stacks = len(blocks_per_stack)
-    require(
-        max_steps >= n_stacks, "training.max_steps", max_steps, f"at least {n_stacks}, one for each Stack"
-    )
+    allowed = f"at least {n_stacks}, one for each Stack"
+    require(max_steps >= n_stacks, "training.max_steps", max_steps, allowed)
     begins = [max_steps * stack // n_stacks for stack in range(n_stacks + 1)]
     return [
         Phase(

@@ -48,7 +48,9 @@ _MOST_RESERVED = 2
 _TABLE_NAME = re.compile(r"(^|[._])(w?pe|pos|positions?|position(al)?_\w+|pos_\w+)([._]|$)", re.IGNORECASE)
 
 # Names of tables of relative positions.
-_RELATIVE_NAME = re.compile(r"rel(ative)?_?(pos|att|bias|emb|coord|height|width)|position_bias", re.IGNORECASE)
+_RELATIVE_NAME = re.compile(
+    r"rel(ative)?_?(pos|att|bias|emb|coord|height|width)|position_bias", re.IGNORECASE
+)
 
 # Returns the output (T, V) of a new model at positions (T,), which count from 0.
 _Placed = Callable[[Tensor], Tensor]
@@ -381,20 +383,22 @@ def position_table(subject: Subject) -> CheckResult:
 def relative_table(subject: Subject) -> CheckResult:
     """Is every row of a table of relative positions read?"""
     exam = Examination.of(subject)
-    lengths = [exam.lengths[-1]]
-    if subject.spec.per_position and len(exam.lengths) > 1:
-        longest = min(subject.spec.max_length or _LONG_ENOUGH, _LONG_ENOUGH)
-        lengths = [longest // 2, longest]
+    longest = exam.lengths[-1]
     try:
-        first, *longer = [_used_rows(exam, exam.sequence(0, length)) for length in lengths]
+        short: dict[str, set[int]] = {}
+        half: dict[str, set[int]] = {}
+        if exam.sequence(0, longest).ndim < 3:  # no image, which has one size
+            longest = min(subject.spec.max_length or _LONG_ENOUGH, _LONG_ENOUGH)
+            short, half = (_used_rows(exam, exam.sequence(0, n)) for n in (2, longest // 2))
+        rows = {
+            name: used
+            for name, used in _used_rows(exam, exam.sequence(0, longest)).items()
+            # Rows of a table for another input do not depend on the length. Still longer inputs may read more
+            # rows, unless half of the length is enough.
+            if _RELATIVE_NAME.search(name) and short.get(name) != used == half.get(name, used) and used
+        }
     except refusals() as error:
         return subject.not_applicable(f"needs a model with a backward pass: {reason_of(error)}")
-    # More rows may be read by still longer inputs, unless a longer input adds none.
-    rows = {
-        name: used
-        for name, used in first.items()
-        if _RELATIVE_NAME.search(name) and len(used) > 1 and all(each[name] == used for each in longer)
-    }
     if not rows:
         return subject.not_applicable("needs a table of relative positions whose rows inputs can all reach")
     for name, used in rows.items():

@@ -62,7 +62,9 @@ def recompute_gradients(subject: Subject) -> CheckResult:
         # A model that recomputes by itself also decides which state is updated.
         if moved is not None and result.status == "passed" and not counted.recomputes:
             return _updated_twice(
-                subject, moved, "a second update of the buffer does no harm, or activations are never recomputed"
+                subject,
+                moved,
+                "a second update of the buffer does no harm, or activations are never recomputed",
             )
         return result
     return subject.not_applicable(

@@ -26,9 +26,62 @@ _TORCH = str(Path(torch.__file__).parent)
 _CALLERS = tuple(str(Path(__file__).parents[2] / name) for name in ("checks", "subject"))
 # Functions that move values and compute none.
 _MOVES = frozenset(
-    "view view_as reshape reshape_as transpose permute movedim unsqueeze squeeze flatten unflatten expand "
-    "expand_as repeat contiguous to type type_as float double half bfloat16 clone detach select narrow "
-    "__getitem__ __get__ __set__ requires_grad_ swapaxes t cat stack pad roll flip index_select gather".split()
+    [
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "transpose",
+        "permute",
+        "movedim",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "expand",
+        "expand_as",
+        "repeat",
+        "contiguous",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "clone",
+        "detach",
+        "select",
+        "narrow",
+        "__getitem__",
+        "__get__",
+        "__set__",
+        "requires_grad_",
+        "swapaxes",
+        "t",
+        "cat",
+        "stack",
+        "pad",
+        "roll",
+        "flip",
+        "index_select",
+        "gather",
+    ]
+)
+# Functions that read no values.
+_METADATA = frozenset(
+    [
+        "__get__",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "stride",
+        "is_floating_point",
+        "is_contiguous",
+        "__len__",
+        "register_hook",
+    ]
 )
 
 
@@ -97,8 +150,11 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         results = tree_leaves(result)
         has_gradient = all(isinstance(each, Tensor) and each.requires_grad for each in results)
         if not has_gradient or not torch.is_grad_enabled():
-            self._ends.extend(each for each in given if each.requires_grad)
-        elif isinstance(result, Tensor) and name not in _MOVES and all(result is not each for each in given):
+            if isinstance(result, Tensor) or name not in _METADATA:
+                self._ends.extend(each for each in given if each.requires_grad)
+        elif any(result is each for each in given):  # in place, which may replace the node of a hook
+            self._used.update(key for earlier, key in self._results if earlier() is result)
+        elif isinstance(result, Tensor) and name not in _MOVES:
             if not any(part in name for part in WITH_EFFECTS) and fate_of_result() != "ignored":
                 self._note(name, result, given)
         return result

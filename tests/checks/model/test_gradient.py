@@ -368,7 +368,9 @@ class ReturnsInTheLoop(Layers):
 
 
 def test_layers_after_a_return_in_the_loop_are_never_called(subjects):
-    result = subjects.ask(lambda: ReturnsInTheLoop(*(LayerOfTwoNorms(True) for _ in range(3))), "gradient_flow")
+    result = subjects.ask(
+        lambda: ReturnsInTheLoop(*(LayerOfTwoNorms(True) for _ in range(3))), "gradient_flow"
+    )
     assert (result.status, "return inside the loop" in result.advice) == ("failed", True)
     assert result.where.startswith("layers.1.")
 

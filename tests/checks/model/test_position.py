@@ -740,3 +740,74 @@ def test_name_of_a_setting_that_contains_rope_by_chance(subjects):
         config = SimpleNamespace(property_dim=4, dropemb=0.1)
 
     assert subjects.ask(spec_of(Configured), "rotary_shift").status == "not applicable"
+
+
+class Buckets(nn.Module):
+    """Causal attention with a bias of each distance. Large distances share a row."""
+
+    halves = False
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.relative_attention_bias = nn.Embedding(16, 1)
+
+    def forward(self, ids):
+        x, T = self.embedding(ids), ids.shape[1]
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        n = 8 if self.halves else 16
+        bucket = distance.clamp(0, n - 1)
+        scores = x @ x.mT + self.relative_attention_bias(bucket)[..., 0]
+        return self.head(x + scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ x)
+
+
+class HalfOfTheBuckets(Buckets):
+    halves = True
+
+
+class Window(nn.Module):
+    """Image of 4 x 4 pixels, with a bias of each offset. A wrong stride lets offsets share a row."""
+
+    stride = 7
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 16), nn.Linear(16, 5)
+        self.relative_position_bias_table = nn.Parameter(torch.randn(49, 1))
+
+    def forward(self, images):
+        x = self.inner(images.flatten(2).mT)
+        rows, columns = (
+            place.flatten() for place in torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+        )
+        offset = self.stride * (rows[:, None] - rows + 3) + columns[:, None] - columns + 3
+        scores = x @ x.mT + self.relative_position_bias_table[offset][..., 0]
+        return self.head(x + scores.softmax(-1) @ x).mean(1)
+
+
+class WindowOfWrongStride(Window):
+    stride = 5
+
+
+def of_images(build):
+    def make_batch(batch_size, _length, generator):
+        return torch.randn(batch_size, 3, 4, 4, generator=generator)
+
+    return ModelSpec.of(build, make_batch=make_batch, per_position=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "unread"),
+    [
+        (lambda: ModelSpec.of(Buckets, causal=True), "passed", None),
+        (lambda: ModelSpec.of(HalfOfTheBuckets, causal=True), "failed", 8),
+        # A longer input may read more rows.
+        (lambda: ModelSpec.of(Buckets, causal=True, max_length=16), "not applicable", None),
+        (lambda: of_images(Window), "passed", None),
+        (lambda: of_images(WindowOfWrongStride), "failed", 12),
+        (lambda: ModelSpec.of(Rotary, causal=True), "not applicable", None),
+    ],
+)
+def test_rows_of_a_relative_table_that_are_never_read(subjects, spec, status, unread):
+    result = subjects.ask(spec(), "relative_table")
+    assert (result.status, result.value) == (status, unread)

@@ -1,4 +1,4 @@
-"""Sensitivity: inputs without an effect are reported, unless a window or visibility is declared."""
+"""Sensitivity: inputs and results without an effect are reported, unless a window is declared."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise import ModelSpec
 from tests.zoo.gpt import GPT, Windowed, encoder, gpt, placed, spec_of, windowed
 
 
@@ -34,16 +35,36 @@ def test_inputs_without_an_effect_are_reported(subjects, build, count, last):
         assert (result.status, result.value, result.where) == (status, count, last)
 
 
+@pytest.mark.parametrize("make", [windowed, encoder])
+def test_windows_and_pooled_outputs_are_left_to_other_checks(subjects, make):
+    assert subjects.ask(make(), "token_effect").status == "not applicable"
+
+
+class LastUnread(nn.Module):
+    """Averages over all inputs but the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(x[:, :-1].mean(1, keepdim=True).expand_as(x))
+
+
+def _all(ids):
+    return torch.ones(ids.shape[1], ids.shape[1])
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "status"),
     [
-        windowed,
-        encoder,
-        lambda: replace(gpt(), visible=lambda ids: torch.ones(ids.shape[1], ids.shape[1]).tril()),
+        (lambda: replace(gpt(), visible=lambda ids: _all(ids).tril()), "passed"),
+        (lambda: ModelSpec.of(LastUnread, causal=False, visible=_all), "failed"),
     ],
 )
-def test_declared_visibility_is_left_to_other_checks(subjects, make):
-    assert subjects.ask(make(), "token_effect").status == "not applicable"
+def test_visible_inputs_have_an_effect_on_some_output(subjects, make, status):
+    assert subjects.ask(make(), "token_effect").status == status
 
 
 class Pooled(nn.Module):
@@ -205,6 +226,93 @@ def _applied_and_read(model, x):
 
 def _applied_twice(model, x):
     model.last = Identity.apply(Identity.apply(x))
+
+
+class TwoScales(nn.Module):
+    """Scales of two streams, from one matrix."""
+
+    overwrites = False
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.scale, self.head = nn.Embedding(31, 16), nn.Linear(16, 16), nn.Linear(16, 31)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        first, second = self.scaled(x), self.scaled(x.flip(-1))
+        if self.overwrites:
+            first = second
+        return self.head(x * first + x.flip(-1) * second)
+
+    def scaled(self, x):
+        return nn.functional.softplus(self.scale(x))
+
+
+class OverwrittenScale(TwoScales):
+    overwrites = True
+
+
+class DiscardedInLastLayer(TwoScales):
+    """The last of three layers also updates a second stream, which nobody reads."""
+
+    def forward(self, ids):
+        x = y = self.embedding(ids)
+        for _ in range(3):
+            x, y = x + y, self.scaled(y)
+        return self.head(x)
+
+
+class SelectsByScale(TwoScales):
+    """The scores only choose a position, which has no gradient."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        chosen = self.scaled(x).sum(-1).argmax(-1)
+        return self.head(x + x[torch.arange(len(x)), chosen][:, None])
+
+
+class ScaledInPlace(TwoScales):
+    def forward(self, ids):
+        x = self.scale(self.embedding(ids))
+        x /= 2
+        return self.head(x)
+
+
+class WithLossTerm(TwoScales):
+    """The balancing loss is computed in each call, and used if labels are passed."""
+
+    adds_term = True
+
+    def forward(self, ids, labels=None):
+        x = self.scaled(self.embedding(ids))
+        balance = x.mean(dim=(0, 1)).square().sum()
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss + balance if self.adds_term else loss}
+
+
+class WithoutLossTerm(WithLossTerm):
+    adds_term = False
+
+
+@pytest.mark.parametrize(
+    ("build", "status"),
+    [
+        (TwoScales, "passed"),
+        (OverwrittenScale, "failed"),
+        (DiscardedInLastLayer, "passed"),
+        (SelectsByScale, "passed"),
+        (ScaledInPlace, "passed"),
+        (WithLossTerm, "passed"),
+        (WithoutLossTerm, "warned"),
+    ],
+)
+def test_discarded_results_that_no_output_depends_on(subjects, build, status):
+    result = subjects.ask(build, "discarded_results")
+    assert result.status == status, result
+    assert status == "passed" or "test_sensitivity.py" in result.where
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ def _never_called(
             len(skipped) / n,
             0.0,
             where=listed(skipped),
-            meaning=f"{len(skipped)} of {n} parameters are in layers that are never called, although other "
-            "layers of the same list are.",
-            advice="Look for a return inside the loop over the layers, and for a loop that ends too early. If "
-            "the layers are unused on purpose, declare unused= with their names.",
+            meaning=f"{len(skipped)} of {n} parameters are in layers that are never called. Other layers of "
+            "the same list are.",
+            advice="Look for a return inside the loop over the layers, and for a loop that ends too early. "
+            "If the layers are unused on purpose, declare unused= with their names.",
         )
     layers = [layer for group in repeated_layers(model) for layer in group]
     if any(_takes_more(model.get_submodule(layer)) for layer in layers):
@@ -139,7 +139,7 @@ def _never_called(
 
 
 def _skipped(model: nn.Module, called: set[str]) -> list[str]:
-    """Return the layers that are not called, of a list whose other layers are called and have several parts."""
+    """Return the layers that are not called, of a list whose other layers are. They have several parts."""
     for names in repeated_layers(model)[:1]:
         has_parts = len([m for m in model.get_submodule(names[0]).modules() if [*m.parameters(False)]]) > 2
         running = [name for name in names if any(each.startswith(name) for each in called)]

@@ -53,8 +53,8 @@ def pixel_alignment(subject: Subject) -> CheckResult:
         worst,
         _ALIGNED,
         where="height" if worst == correlations[0] else "width",
-        meaning="Pixels of the output do not depend most on the input at their place: the correlation of both "
-        f"places is {worst:.2f} along this axis.",
+        meaning="Pixels of the output do not depend most on the input at their place: the correlation of "
+        f"both places is {worst:.2f} along this axis.",
         advice="Check how patches are joined to an image: a reshape needs the order rows of patches, rows of "
         "a patch, columns of patches, columns of a patch. Check if height and width are exchanged.",
     )

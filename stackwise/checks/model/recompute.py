@@ -64,7 +64,7 @@ def recompute_gradients(subject: Subject) -> CheckResult:
             return _updated_twice(
                 subject,
                 moved,
-                "a second update of the buffer does no harm, or activations are never recomputed",
+                "a second update does no harm, or activations are never recomputed",
             )
         return result
     return subject.not_applicable(

@@ -25,64 +25,18 @@ __all__ = ["UnusedResults"]
 _TORCH = str(Path(torch.__file__).parent)
 _CALLERS = tuple(str(Path(__file__).parents[2] / name) for name in ("checks", "subject"))
 # Functions that move values and compute none.
-_MOVES = frozenset(
-    [
-        "view",
-        "view_as",
-        "reshape",
-        "reshape_as",
-        "transpose",
-        "permute",
-        "movedim",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "expand",
-        "expand_as",
-        "repeat",
-        "contiguous",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "clone",
-        "detach",
-        "select",
-        "narrow",
-        "__getitem__",
-        "__get__",
-        "__set__",
-        "requires_grad_",
-        "swapaxes",
-        "t",
-        "cat",
-        "stack",
-        "pad",
-        "roll",
-        "flip",
-        "index_select",
-        "gather",
-    ]
-)
+_MOVES = {
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+    *("expand_as", "repeat", "transpose", "t", "permute", "movedim", "swapaxes", "contiguous", "clone"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "requires_grad_"),
+    *("select", "narrow", "index_select", "gather", "__getitem__", "cat", "stack", "pad", "roll", "flip"),
+    *("__get__", "__set__"),
+}
 # Functions that read no values.
-_METADATA = frozenset(
-    [
-        "__get__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "stride",
-        "is_floating_point",
-        "is_contiguous",
-        "__len__",
-        "register_hook",
-    ]
-)
+_METADATA = {
+    *("__get__", "size", "dim", "ndimension", "numel", "stride", "is_floating_point", "is_contiguous"),
+    *("__len__", "register_hook"),
+}
 
 
 class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -154,9 +108,8 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                 self._ends.extend(each for each in given if each.requires_grad)
         elif any(result is each for each in given):  # in place, which may replace the node of a hook
             self._used.update(key for earlier, key in self._results if earlier() is result)
-        elif isinstance(result, Tensor) and name not in _MOVES:
-            if not any(part in name for part in WITH_EFFECTS) and fate_of_result() != "ignored":
-                self._note(name, result, given)
+        elif isinstance(result, Tensor) and _computes(name) and fate_of_result() != "ignored":
+            self._note(name, result, given)
         return result
 
     def _note(self, name: str, result: Tensor, given: list[Tensor]) -> None:
@@ -167,8 +120,12 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._loss_terms.add(key)
         if any(isinstance(each, nn.Parameter) for each in given):
             self._with_weight.add(key)
-        result.register_hook(lambda _: self._used.add(key))  # type: ignore[no-untyped-call]
+        result.register_hook(lambda _: self._used.add(key))
         self._results.append((weakref.ref(result), key))
+
+
+def _computes(name: str) -> bool:
+    return name not in _MOVES and not any(part in name for part in WITH_EFFECTS)
 
 
 def _tensors(values: Any) -> list[Tensor]:

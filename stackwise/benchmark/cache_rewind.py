@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import EllipsisType, ModuleType
 from typing import Any
 
@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 __all__ = ["RewoundCache", "is_changed_by"]
+
+# Types of values that cannot change, and are compared by value.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type, ModuleType, EllipsisType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic),
+)
 
 
 class RewoundCache:
@@ -85,35 +91,36 @@ def is_changed_by(step: Callable[[Any], object], cache: Any) -> bool:
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
     """Return shapes and versions of all reachable tensors, and all plain values."""
-    match value:
-        case None | bool() | int() | float() | complex() | str() | bytes() | range():
-            return value
-        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
-            return value
-        case type() | ModuleType() | EllipsisType() | np.dtype():
-            return value
-        case np.generic() if not isinstance(value, np.void):  # np.void has fields that can be assigned
-            return value
-        case slice():
-            return [_state(item, seen) for item in (value.start, value.stop, value.step)]
-        case Tensor():
-            # A tensor created in inference mode has no version. It is treated as written to.
-            version = object() if value.is_inference() else value._version
-            return (id(value), tuple(value.shape), version)
+    if isinstance(value, _PLAIN) and not isinstance(
+        value, np.void
+    ):  # np.void has fields that can be assigned
+        return value
+    if isinstance(value, Tensor):
+        # A tensor created in inference mode has no version. It is treated as written to.
+        return (id(value), tuple(value.shape), object() if value.is_inference() else value._version)
     if id(value) in seen:
         return None
     seen[id(value)] = value
+    parts = _parts(value)
+    if parts is None:
+        return value if callable(value) or _holds_nothing(type(value)) else object()
+    return [(name, _state(part, seen)) for name, part in parts]
+
+
+def _parts(value: Any) -> Iterable[tuple[object, Any]] | None:
+    """Return the items or attributes of an object, each with a name. None: it has none that can be read."""
     match value:
         case Mapping():
-            return [(repr(key), _state(item, seen)) for key, item in value.items()]
+            return ((repr(key), item) for key, item in value.items())
+        case slice():
+            return enumerate((value.start, value.stop, value.step))
         case list() | tuple() | set() | frozenset() | deque():
-            return [_state(item, seen) for item in value]
+            return enumerate(value)
     slots = list(_slots(type(value)))
     if not slots and not hasattr(value, "__dict__"):
-        return value if callable(value) or _holds_nothing(type(value)) else object()
+        return None
     attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    attributes |= getattr(value, "__dict__", {})
-    return [(name, _state(item, seen)) for name, item in attributes.items()]
+    return (attributes | getattr(value, "__dict__", {})).items()
 
 
 def _holds_nothing(kind: type) -> bool:

@@ -104,41 +104,37 @@ class MemoryGrowth:
     @property
     def reasons(self) -> list[str]:
         """Reasons for a verdict other than "flat", one per line. Empty if it is "flat"."""
-        found = []
-        for where, rise in (("the device", self.device), ("the host", self.host), ("Python", self._python)):
-            if rise is not None and rise.exceeds(self.tolerance):
-                interval = f"99 % interval {byte_text(rise.low)} to {byte_text(rise.high)}"
-                found.append(f"{byte_text(rise.per_step)} more a step are in use by {where} ({interval})")
+        rises = {"the device": self.device, "the host": self.host, "Python": self._python}
+        in_use = {
+            where: f"{byte_text(rise.per_step)} more a step are in use by {where} "
+            f"(99 % interval {byte_text(rise.low)} to {byte_text(rise.high)})"
+            for where, rise in rises.items()
+            if rise is not None and rise.exceeds(self.tolerance)
+        }
+        objects = []
         if self.tensors.exceeds(0):
-            found.append(f"{self.tensors.per_step:.3g} tensors more a step are alive")
+            objects.append(f"{self.tensors.per_step:.3g} tensors more a step are alive")
         if self.nodes.exceeds(0):
-            found.append(
+            objects.append(
                 f"{self.nodes.per_step:.3g} nodes more a step are in autograd's graph: something keeps the "
                 "graph of each step, as `total += loss` does; of a loss that is only looked at, keep "
                 "loss.item() or loss.detach()"
             )
         if self.hooks.each_step:
-            found.append(
+            objects.append(
                 f"{self.hooks.per_step:.3g} hooks more a step are registered: keep the handle that "
                 "registering gives, and call its remove(), or register once"
             )
         elif self.callables.each_step:
-            found.append(
+            objects.append(
                 f"{self.callables.per_step:.3g} functions, closures, modules or others that can be called "
                 "are alive more after each step without exception: something keeps a callback of each"
             )
+        found = [*in_use.values(), *objects]
         if not found:
             return self._fragmentation
-        python = self._python
-        seen = (
-            (python is not None and python.exceeds(self.tolerance))
-            or self.tensors.exceeds(0)
-            or self.nodes.exceeds(0)
-            or self.callables.each_step
-            or self.hooks.each_step
-        )
-        seen |= any(each.bytes_per_step > 0.1 * self.bytes_per_step for each in self.types)
-        if not seen:
+        explained = any(each.bytes_per_step > 0.1 * self.bytes_per_step for each in self.types)
+        if not (objects or explained or "Python" in in_use):
             found.append(
                 "no tensor, node or object of Python grows with it: a library that keeps something for each "
                 "new shape (more warm-up, or fewer shapes, would show it), or a leak in C or C++"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -142,16 +142,10 @@ def interleave(
             `measure` refuses.
         TypeError: not a mapping of names to workloads.
     """
-    if not isinstance(workloads, Mapping):
-        raise TypeError(f"workloads: got {type(workloads).__name__}; wanted a mapping of names to workloads")
-    for name, workload in workloads.items():
-        check_workload(workload, f"workloads[{name!r}]")
-    require(len(workloads) > 0, "workloads", workloads, "one or more, by name")
-    devices = {workload.device for workload in workloads.values()}
-    require(len(devices) == 1, "workloads", sorted(map(str, devices)), "all of them on one device")
+    _check_workloads(workloads)
     check_sizes(rounds=rounds)
     check_number("turn_seconds", turn_seconds, "a number > 0", lambda value: value > 0)
-    host, sensor = host_state(), GpuSensor(devices.pop())
+    host, sensor = host_state(), GpuSensor(next(iter(workloads.values())).device)
     samplers = {
         name: Sampler(
             workload,
@@ -162,46 +156,74 @@ def interleave(
         )
         for name, workload in workloads.items()
     }
-    taken: list[dict[str, list[float]]] = []
-    throttled: list[dict[str, list[float]]] = []
-    states: list[GpuState] = []
-    discarded = []
-    order, shuffle = list(workloads), random.Random(seed).shuffle  # noqa: S311
     with uncollected():
-        for number in range(rounds):
-            if number % 2:
-                order.reverse()
-            else:
-                shuffle(order)
-            collect_new()
-            seen, samples = [sensor.read()], {}
-            for name in order:
-                samples[name] = _turn(samplers[name], turn_seconds)
-                seen.append(sensor.read())
-            states += [state for state in seen if state is not None]
-            if any(state is not None and state.throttled for state in seen):
-                discarded.append(number)
-                throttled.append(samples)
-            else:
-                taken.append(samples)
+        orders = _orders(list(workloads), rounds, seed)
+        done = [_round(samplers, order, turn_seconds, sensor) for order in orders]
+    valid = [each for each in done if not each.throttled]
+    states = [state for each in done for state in each.states]
     notes = notes_of(host, sensor)
-    if not taken:
-        reasons = sorted({reason for state in states for reason in state.throttle_reasons or ()})
-        told = (
-            f"throttled: the GPU's clocks were held down in each of {rounds} rounds ({', '.join(reasons)}); "
-            "these are the times of that, and nothing can be compared"
-        )
-        notes = (*notes, told)
+    if not valid:
+        notes = (*notes, _throttled_note(rounds, states))
     return Interleaved(
         measurements={
             name: sampler.measurement(
-                [s for each in taken or throttled for s in each[name]], host, states, notes
+                [seconds for each in valid or done for seconds in each.samples[name]], host, states, notes
             )
             for name, sampler in samplers.items()
         },
-        rounds={name: tuple(statistics.median(each[name]) for each in taken) for name in samplers},
+        rounds={name: tuple(statistics.median(each.samples[name]) for each in valid) for name in samplers},
         n_rounds=rounds,
-        discarded=tuple(discarded),
+        discarded=tuple(number for number, each in enumerate(done) if each.throttled),
+    )
+
+
+def _check_workloads(workloads: Mapping[str, Workload]) -> None:
+    if not isinstance(workloads, Mapping):
+        raise TypeError(f"workloads: got {type(workloads).__name__}; wanted a mapping of names to workloads")
+    for name, workload in workloads.items():
+        check_workload(workload, f"workloads[{name!r}]")
+    require(len(workloads) > 0, "workloads", workloads, "one or more, by name")
+    devices = {workload.device for workload in workloads.values()}
+    require(len(devices) == 1, "workloads", sorted(map(str, devices)), "all of them on one device")
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Samples of each workload in one round, and the states of the GPU around them."""
+
+    samples: dict[str, list[float]]
+    states: list[GpuState]
+
+    @property
+    def throttled(self) -> bool:
+        return any(state.throttled for state in self.states)
+
+
+def _orders(names: list[str], rounds: int, seed: int) -> Iterator[list[str]]:
+    """Yield the order of each round: random, or every second time the reverse of the previous order."""
+    shuffle = random.Random(seed).shuffle  # noqa: S311
+    for number in range(rounds):
+        if number % 2:
+            names.reverse()
+        else:
+            shuffle(names)
+        yield names
+
+
+def _round(samplers: Mapping[str, Sampler], order: list[str], seconds: float, sensor: GpuSensor) -> _Round:
+    collect_new()
+    states, samples = [sensor.read()], {}
+    for name in order:
+        samples[name] = _turn(samplers[name], seconds)
+        states.append(sensor.read())
+    return _Round(samples, [state for state in states if state is not None])
+
+
+def _throttled_note(rounds: int, states: list[GpuState]) -> str:
+    reasons = sorted({reason for state in states for reason in state.throttle_reasons or ()})
+    return (
+        f"throttled: the GPU's clocks were held down in each of {rounds} rounds ({', '.join(reasons)}); "
+        "these are the times of that, and nothing can be compared"
     )
 
 

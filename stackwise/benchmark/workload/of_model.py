@@ -17,8 +17,6 @@ from stackwise.benchmark.cache_rewind import RewoundCache, is_changed_by
 from stackwise.benchmark.token_stream import (
     ALL_AGAIN,
     LOOPS,
-    OnToken,
-    TokenStream,
     cache_maker,
     empty_cache,
     missing_cache,
@@ -117,45 +115,34 @@ def model_workload(
         model = model.to(DTYPES[dtype])
     # If only the next token is needed, the head of all other positions is not part of the work.
     last = of_last(spec, model) if mode == "prefill" or (mode == "decode" and spec.decode is None) else None
-    timed = compiled_spec(last or spec, compile if mode != "generate" else False)
+    compiled = False if mode == "generate" else compile  # token_stream compiles a generation
+    timed = compiled_spec(last or spec, compiled)
     model.train(mode == "train")
     inputs = spec.batch(batch_size, seq_len + (mode == "decode"), device=device, seed=seed)
     told: dict[str, str] = {}
-    prepare: Callable[[], object] | None = None
-    prepare_alone: Callable[[], object] | None = None
-    notes: Callable[[], tuple[str, ...]] = tuple
-    counted = True
+    tokens = {"decode": batch_size, "generate": batch_size * new_tokens}.get(mode, batch_size * seq_len)
     optimizer: torch.optim.Optimizer | None = None
-    each_token: Callable[[OnToken], None] | None = None
-    tokens = batch_size * seq_len
+    own: dict[str, Any] = {}  # fields of the workload that only this mode sets
     match mode:
         case "forward":
             call = _forward(timed, model, inputs)
         case "train":
-            optimizer, raised = _optimizer(spec, model)
+            optimizer, told = _optimizer(spec, model)
             call = _train(timed, model, inputs, optimizer)
-            told |= raised
-            notes = partial(weight_notes, model)
+            own = {"recompute": recomputed_by(model), "notes": partial(weight_notes, model)}
         case "prefill":
             call = _prefill(timed, model, inputs)
-            told["prefill"] = (
-                "into an empty cache" if spec.decode else f"a forward pass: {missing_cache(spec)}"
-            ) + ("" if last else "; logits of all positions")
+            told["prefill"] = _how_prefilled(spec) + ("" if last else "; logits of all positions")
+            own = {"logits": "last" if last else "all"}
         case "decode":
-            call, rewound, alike = _decode(spec, timed, model, inputs)
-            if rewound is not None:
-                prepare, prepare_alone = rewound.rewind, rewound.rewind_alone
-            notes = tuple if alike else partial(tuple, [_GOES_ON])
-            counted = alike and spec.decode is not None
-            tokens = batch_size
-            told["decode"] = _how_decoded(spec, rewound is not None)
+            call, own = _decode(spec, timed, model, inputs)
+            told["decode"] = _how_decoded(spec, "prepare" in own)
         case _:
             stream = token_stream(spec, model, loop, compiled=bool(compile))
-            each_token = _each_token(stream, inputs, new_tokens)
-            call = partial(each_token, _ignored)
-            tokens = batch_size * new_tokens
+            call = partial(stream.run, inputs, new_tokens, _ignored)
+            own = {"each_token": partial(stream.run, inputs, new_tokens), "new_tokens": new_tokens}
             told["generate"] = stream.told
-    if compile and mode != "generate":
+    if compiled:
         told["compile"] = compile_now(call)
     return Workload(
         f"{spec.name} {mode}",
@@ -163,19 +150,12 @@ def model_workload(
         device,
         tokens,
         lambda: execution(model) | told,
-        prepare,
-        model,
-        mode,
-        batch_size,
-        seq_len,
-        new_tokens if mode == "generate" else 0,
-        each_token,
-        counted,
-        recomputed_by(model) if mode == "train" else "none",
-        ("last" if last else "all") if mode == "prefill" else None,
-        prepare_alone,
-        partial(held_bytes, model, optimizer),
-        notes,
+        model=model,
+        mode=mode,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        held_bytes=partial(held_bytes, model, optimizer),
+        **own,
     )
 
 
@@ -286,14 +266,14 @@ def _prefill(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Callable[[], 
 
 def _decode(
     spec: ModelSpec, timed: ModelSpec, model: nn.Module, inputs: Tensor
-) -> tuple[Callable[[], None], RewoundCache | None, bool]:
-    """Return a call of `timed`, the cache to restore, and True if repeated calls return the same logits.
+) -> tuple[Callable[[], None], dict[str, Any]]:
+    """Return a call of `timed`, and fields of the workload: how to restore the cache, and if this works.
 
     The cache contains all inputs except the last position.
     """
     decode, timed_decode = spec.decode, timed.decode
     if decode is None or timed_decode is None:
-        return _forward(timed, model, inputs), None, True
+        return _forward(timed, model, inputs), {"counted": False}
     inputs = _cast(spec, model, inputs)
     # Copy before the measurement. Each call would otherwise copy them to make them contiguous.
     context, last = inputs[:, :-1].contiguous(), inputs[:, -1:].contiguous()
@@ -317,24 +297,21 @@ def _decode(
     look(kept.take())
     first, second = found
     alike = torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+    own = {"counted": alike, "notes": tuple if alike else partial(tuple, [_GOES_ON])}
     if not changed:
         kept.rewind_alone()
-        cache = kept.take()
-        return (lambda: step(cache)), None, alike
-    return (lambda: step(kept.take())), kept, alike
+        return partial(step, kept.take()), own
+    return (lambda: step(kept.take())), own | {"prepare": kept.rewind, "prepare_alone": kept.rewind_alone}
+
+
+def _how_prefilled(spec: ModelSpec) -> str:
+    return "into an empty cache" if spec.decode else f"a forward pass: {missing_cache(spec)}"
 
 
 def _how_decoded(spec: ModelSpec, rewinds: bool) -> str:
     if spec.decode is None:
         return f"{ALL_AGAIN}: {missing_cache(spec)}"
     return "with a cache" + (", restored from a copy" if rewinds else "")
-
-
-def _each_token(stream: TokenStream, prompt: Tensor, new_tokens: int) -> Callable[[OnToken], None]:
-    def generate(on_token: OnToken) -> None:
-        stream.run(prompt, new_tokens, on_token)
-
-    return generate
 
 
 def _ignored(token_B: Tensor) -> None:

@@ -25,6 +25,7 @@ from stackwise.report.row_text import (
     measured_text,
     memory_text,
     number_text,
+    outcome,
     rate_text,
     says_something,
     shape_text,
@@ -131,21 +132,11 @@ class Report:
         if self.training:
             first, final = self.training["first_loss"], self.training["final_loss"]
             parts.append(f"training: {self.training['num_batches']} steps, loss {first:.3f} -> {final:.3f}")
-        if self.checks:
-            counts = Counter(c["status"] for c in self.checks)
-            parts.append("checks: " + ", ".join(f"{counts[s]} {s}" for s in MARKS if counts[s]))
-        if self.stability:
-            counts = Counter(r["verdict"] for r in self.stability)
-            parts.append("stability: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-        if self.throughput:
-            counts = Counter("measured" if r["measured"] else "not measured" for r in self.throughput)
-            parts.append("throughput: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
-        if self.memory:
-            counts = Counter(row["verdict"] for row in self.memory)
-            parts.append("memory: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-        if self.quality:
-            counts = Counter(row["verdict"] for row in self.quality)
-            parts.append("quality: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+        for section in _SECTIONS:
+            counts = Counter(outcome(section, row) for row in getattr(self, section))
+            names = MARKS if section == "checks" else counts
+            if counts:
+                parts.append(f"{section}: " + ", ".join(f"{counts[n]} {n}" for n in names if counts[n]))
         # Without tests, each failure is one of the checks above.
         if self.failed_tests and self.noun == "test":
             plural = "" if len(self.failed_tests) == 1 else "s"
@@ -180,33 +171,12 @@ class Report:
             yield self.training_line()
         for model, rows in by_model(self.checks):
             yield from _check_lines(model, rows, verbosity, self.subjects.get(model, ""))
-        stability, throughput, memory, quality = (
-            [row for row in getattr(self, section) if verbosity >= 0 or is_finding(section, row)]
-            for section in _SECTIONS[1:]
-        )
-        if stability:
-            yield "stability"
-            for run in stability:
-                yield f"  {run['verdict']:13} {run['model']}  {fault_text(run)}"
-                for alarm in run["alarms"][:3]:
-                    yield f"  {'':13} {alarm['text']}"
-        if throughput:
-            yield "throughput"
-            for row in throughput:
-                test = f"{row['test']}  " if row.get("test") else ""
-                yield f"  {test}{row['model']}  {shape_text(row)}  {rate_text(row)}"
-                for note in row.get("notes") or ():
-                    yield f"    note: {note}"
-        if memory:
-            yield "memory"
-            for row in memory:
-                yield f"  {row['verdict']:11}  {row['test']}  {memory_text(row)}"
-                for line in growth_lines(row):
-                    yield f"  {'':11}  {line}"
-        if quality:
-            yield "quality"
-            for row in quality:
-                yield f"  {row['verdict']:12}  {row['test']}  {row['task']}: {row['reason']}"
+        for section in _SECTIONS[1:]:
+            rows = [row for row in getattr(self, section) if verbosity >= 0 or is_finding(section, row)]
+            if rows:
+                yield section
+            for row in rows:
+                yield from (f"  {line}" for line in _record_lines(section, row))
         yield self.summary()
 
     def markdown(self) -> str:
@@ -233,31 +203,11 @@ class Report:
             header = ["", "check", "measured", "limit", "details"]
             notes = f"{self.subjects[model]}\n\n" if model in self.subjects else ""
             blocks.append(f"## Checks of {model}\n\n{notes}{markdown_table(header, table)}")
-        if self.stability:
-            table = [
-                [
-                    run["verdict"],
-                    run["model"],
-                    fault_text(run),
-                    "; ".join(a["text"] for a in run["alarms"]) or "none",
-                ]
-                for run in self.stability
-            ]
-            blocks.append(f"## Stability\n\n{markdown_table(['verdict', 'model', 'run', 'alarms'], table)}")
-        if self.throughput:
-            header, table = throughput_table(self.throughput)
-            blocks.append(f"## Throughput\n\n{markdown_table(header, table)}")
-        if self.memory:
-            table = [
-                [row["verdict"], row["test"], memory_text(row), "; ".join(growth_lines(row))]
-                for row in self.memory
-            ]
-            header = ["verdict", "test", "bytes", "details"]
-            blocks.append(f"## Memory\n\n{markdown_table(header, table)}")
-        if self.quality:
-            table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in self.quality]
-            header = ["verdict", "test", "task", "details"]
-            blocks.append(f"## Quality\n\n{markdown_table(header, table)}")
+        blocks += [
+            f"## {section.capitalize()}\n\n{markdown_table(*_record_table(section, rows))}"
+            for section in _SECTIONS[1:]
+            if (rows := getattr(self, section))
+        ]
         if self.failed_tests:
             blocks.append(
                 f"## Failed {self.noun}s\n\n" + "\n".join(f"- `{name}`" for name in self.failed_tests)
@@ -354,18 +304,16 @@ def training_record(
 
 def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int, notes: str = "") -> Iterator[str]:
     """Yield the lines for the checks of a model, with a heading if there are any."""
-    asked, not_asked = asked_and_not(rows)
-    declared = ("expected failure", "accepted warning") if verbosity >= 0 else ()
+    findings = [row for row in rows if is_finding("checks", row)]
+    asked, not_asked = asked_and_not([row for row in rows if not is_finding("checks", row)])
     if verbosity <= 0:
-        asked = [row for row in asked if is_finding("checks", row) or row["status"] in declared]
-        not_asked = {}
-    if not asked and not not_asked:
+        declared = ("expected failure", "accepted warning") if verbosity == 0 else ()
+        asked, not_asked = [row for row in asked if row["status"] in declared], {}
+    if not (findings or asked or not_asked):
         return
     yield f"checks of {model}"
     if verbosity > 0 and notes:
         yield f"  {notes}"
-    findings = [row for row in asked if is_finding("checks", row)]
-    others = [row for row in asked if row not in findings]
     for row in sorted(findings, key=lambda row: row["status"] == "warned"):
         measured = f"  measured {measured_text(row)}" if measured_text(row) else ""
         yield f"  {MARKS[row['status']]:5} {row['check']}{measured}"
@@ -374,13 +322,53 @@ def _check_lines(model: str, rows: list[dict[str, Any]], verbosity: int, notes: 
             yield from textwrap.wrap(
                 text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
             )
-    width = max((len(row["check"]) for row in others), default=0)
-    wide = max((len(measured_text(row)) for row in others), default=0)
-    for row in others:
-        text = f"{measured_text(row):{wide}}  {check_text(row)}" if wide else check_text(row)
-        yield f"  {MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
+    yield from _aligned_lines(asked)
     for words, names in not_asked.items():
         yield f"  {MARKS['not applicable']:5} {names}  {words}".rstrip()
+
+
+def _aligned_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each check, with aligned columns."""
+    width = max((len(row["check"]) for row in rows), default=0)
+    wide = max((len(measured_text(row)) for row in rows), default=0)
+    for row in rows:
+        text = f"{measured_text(row):{wide}}  {check_text(row)}" if wide else check_text(row)
+        yield f"  {MARKS[row['status']]:5} {row['check']:{width}}  {text}".rstrip()
+
+
+def _record_lines(section: str, row: dict[str, Any]) -> list[str]:
+    """Return a record as lines of a terminal. Records of checks have `_check_lines`."""
+    match section:
+        case "stability":
+            alarms = [f"{'':13} {alarm['text']}" for alarm in row["alarms"][:3]]
+            return [f"{row['verdict']:13} {row['model']}  {fault_text(row)}", *alarms]
+        case "throughput":
+            test = f"{row['test']}  " if row.get("test") else ""
+            notes = [f"  note: {note}" for note in row.get("notes") or ()]
+            return [f"{test}{row['model']}  {shape_text(row)}  {rate_text(row)}", *notes]
+        case "memory":
+            growth = [f"{'':11}  {line}" for line in growth_lines(row)]
+            return [f"{row['verdict']:11}  {row['test']}  {memory_text(row)}", *growth]
+    return [f"{row['verdict']:12}  {row['test']}  {row['task']}: {row['reason']}"]
+
+
+def _record_table(section: str, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of records. Records of checks have their own tables."""
+    match section:
+        case "stability":
+            alarms = ["; ".join(alarm["text"] for alarm in row["alarms"]) for row in rows]
+            runs = [[row["verdict"], row["model"], fault_text(row)] for row in rows]
+            table = [[*run, text or "none"] for run, text in zip(runs, alarms, strict=True)]
+            return ["verdict", "model", "run", "alarms"], table
+        case "throughput":
+            return throughput_table(rows)
+        case "memory":
+            table = [
+                [row["verdict"], row["test"], memory_text(row), "; ".join(growth_lines(row))] for row in rows
+            ]
+            return ["verdict", "test", "bytes", "details"], table
+    table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in rows]
+    return ["verdict", "test", "task", "details"], table
 
 
 def report_files(path: str | Path) -> list[Path]:

@@ -19,6 +19,7 @@ __all__ = [
     "measured_text",
     "memory_text",
     "number_text",
+    "outcome",
     "rate_text",
     "record_text",
     "says_something",
@@ -62,15 +63,16 @@ def is_finding(section: str, row: dict[str, Any]) -> bool:
         "memory": ("within", "read", "not told", "flat"),
         "quality": ("met",),
     }
-    return section in harmless and _outcome(section, row) not in harmless[section]
+    return section in harmless and outcome(section, row) not in harmless[section]
 
 
 def says_something(section: str, row: dict[str, Any]) -> bool:
     """Return False if a check does not apply, or if a value was not measured or could not be read."""
-    return _outcome(section, row) not in ("not applicable", "not measured", "not told")
+    return outcome(section, row) not in ("not applicable", "not measured", "not told")
 
 
-def _outcome(section: str, row: dict[str, Any]) -> str:
+def outcome(section: str, row: dict[str, Any]) -> str:
+    """Return the status or verdict of a record, in one or two words."""
     if section == "throughput":
         return "measured" if row["measured"] else "not measured"
     return str(row["status" if section == "checks" else "verdict"])
@@ -182,33 +184,35 @@ def rate_text(row: dict[str, Any]) -> str:
 
 def throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, without optional columns that have no values."""
-    columns: dict[str, list[str]] = {
-        "test": [row.get("test") or "" for row in rows],
-        "model": [row["model"] for row in rows],
-        "workload": [shape_text(row) for row in rows],
-        "median": [_time(row["median_seconds"]) for row in rows],
-        "p95": [_percentile(row, "p95") for row in rows],
-        "p99": [_percentile(row, "p99") for row in rows],
-        "tokens/s": [_rate(row) for row in rows],
-        "peak memory": [_peak(row) for row in rows],
-        **{name.upper(): [_share(row, name) for row in rows] for name in _SHARES},
-        "floor": [_floor(row) for row in rows],
-        "bound": [row.get("bound") or "" for row in rows],
-        **{f"{name.upper()} p50": [_latency(row, name) for row in rows] for name in _LATENCIES},
-        **{f"ITL {name}": [_latency(row, "itl", name) for row in rows] for name in _TAILS},
-        "calls": [str(row["calls"]) for row in rows],
-        "clock, cache": [f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}" for row in rows],
-        "execution": [_execution(row) for row in rows],
-        "steady": [
-            ("yes" if row["steady"] else f"no{_unsteady(row)}") if row["measured"] else "not measured"
-            for row in rows
-        ],
-        "throttled": [_throttled(row) for row in rows],
-        "notes": ["; ".join(row.get("notes") or ()) for row in rows],
-    }
+    lines = [_throughput_cells(row) for row in rows]
     always = {"model", "workload", "median", "tokens/s", "peak memory", "calls", "clock, cache", "steady"}
-    header = [name for name, cells in columns.items() if name in always or any(cells)]
-    return header, [[columns[name][place] for name in header] for place in range(len(rows))]
+    header = [name for name in lines[0] if name in always or any(cells[name] for cells in lines)]
+    return header, [[cells[name] for name in header] for cells in lines]
+
+
+def _throughput_cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a row by column."""
+    return {
+        "test": row.get("test") or "",
+        "model": row["model"],
+        "workload": shape_text(row),
+        "median": _time(row["median_seconds"]),
+        "p95": _percentile(row, "p95"),
+        "p99": _percentile(row, "p99"),
+        "tokens/s": _rate(row),
+        "peak memory": _peak(row),
+        **{name.upper(): _share(row, name) for name in _SHARES},
+        "floor": _floor(row),
+        "bound": row.get("bound") or "",
+        **{f"{name.upper()} p50": _latency(row, name) for name in _LATENCIES},
+        **{f"ITL {name}": _latency(row, "itl", name) for name in _TAILS},
+        "calls": str(row["calls"]),
+        "clock, cache": f"{row.get('clock', 'host')}, {row.get('cache', 'warm')}",
+        "execution": _execution(row),
+        "steady": _steady(row),
+        "throttled": _throttled(row),
+        "notes": "; ".join(row.get("notes") or ()),
+    }
 
 
 def _percentile(row: dict[str, Any], name: str) -> str:
@@ -231,6 +235,12 @@ def _floor(row: dict[str, Any]) -> str:
     """Return the shortest time that the work can take, or "" if it is not known."""
     seconds = row.get("floor_seconds")
     return "" if seconds is None else _time(seconds)
+
+
+def _steady(row: dict[str, Any]) -> str:
+    if not row["measured"]:
+        return "not measured"
+    return "yes" if row["steady"] else f"no{_unsteady(row)}"
 
 
 def _unsteady(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stackwise.report.plot import ACCENT, BAD, GOOD, INK, MUTED, WARN, Plot, draw_legend, style_axes
@@ -37,7 +38,7 @@ def training_plot(
     records = run["records"]
     if len({record["step"] for record in records}) < 2 or "loss" not in records[0]:
         return None
-    marked = {alarm["step"] for alarm in run["alarms"] if "step" in alarm} | set(run.get("fired", ()))
+    marked = _alarm_steps(run) | set(run.get("fired", ()))
     drawn = _thinned(records, marked)
     if len(drawn) < len(records):
         caption = f"{caption} {len(drawn):,} of {len(records):,} steps are drawn.".strip()
@@ -112,44 +113,30 @@ def latency_plot(
 
 def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: dict[str, Any]) -> None:
     """Draw a value per step (of its last attempt), with markers for faults, alarms, skips and replays."""
-    last = {record["step"]: float(record[key]) for record in records}
-    steps = sorted(last)
-    seen: set[int] = set()
-    skipped, replayed = [], []
-    for record in records:
-        point = (record["step"], float(record[key]))
-        if record.get("skipped"):
-            skipped.append(point)
-        elif record["step"] in seen:
-            replayed.append(point)
-        seen.add(record["step"])
+    points = [(record["step"], float(record[key])) for record in records]
+    attempts = _attempts(records)
     if fired := _some(run.get("fired", ()), _MOST_MARKS):
         # A file with one line with gaps is smaller than a file with many lines.
         xs = [x for step in fired for x in (step, step, math.nan)]
         ys = [0.0, 1.0, math.nan] * len(fired)
         upright = axes.get_xaxis_transform()
         axes.plot(xs, ys, transform=upright, color=BAD, linestyle=":", linewidth=1.2, label="fault")
-    axes.plot(steps, [last[step] for step in steps], color=ACCENT, linewidth=1.4, label="run")
-    for points, marker, colour, label in (
-        (skipped, "o", WARN, "skipped"),
-        (replayed, "D", GOOD, "replayed"),
-    ):
-        finite = _some([point for point in points if math.isfinite(point[1])], _MOST_MARKS)
-        if finite:
-            axes.plot(
-                *zip(*finite, strict=True),
-                marker,
-                color=colour,
-                markersize=5,
-                markerfacecolor="none",
-                label=label,
-            )
-    finite_values = [float(record[key]) for record in records if math.isfinite(float(record[key]))]
-    positive = [value for value in finite_values if value > 0]
-    if positive and len(positive) == len(finite_values) and max(positive) > 30 * min(positive):
+    axes.plot(*zip(*sorted(dict(points).items()), strict=True), color=ACCENT, linewidth=1.4, label="run")
+    finite = [math.isfinite(value) for _, value in points]
+    for kind, marker, colour in (("skipped", "o", WARN), ("replayed", "D", GOOD)):
+        wanted = [drawable and attempt == kind for drawable, attempt in zip(finite, attempts, strict=True)]
+        if marked := _some(list(compress(points, wanted)), _MOST_MARKS):
+            style: dict[str, Any] = {
+                "color": colour,
+                "markersize": 5,
+                "markerfacecolor": "none",
+                "label": kind,
+            }
+            axes.plot(*zip(*marked, strict=True), marker, **style)
+    values = [value for _, value in compress(points, finite)]
+    if values and 0 < 30 * min(values) < max(values):
         axes.set_yscale("log")
-    alarms = _some(sorted({alarm["step"] for alarm in run["alarms"] if "step" in alarm}), _MOST_MARKS)
-    if alarms:
+    if alarms := _some(sorted(_alarm_steps(run)), _MOST_MARKS):
         # At the upper edge: the value of an alarm may not be finite.
         axes.plot(
             alarms,
@@ -161,6 +148,22 @@ def _draw_steps(axes: Axes, records: Sequence[dict[str, Any]], key: str, run: di
             transform=axes.get_xaxis_transform(),
             label="alarm",
         )
+
+
+def _attempts(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return "skipped", "replayed" or "first" for each record."""
+    seen: set[int] = set()
+    kinds = []
+    for record in records:
+        kinds.append(
+            "skipped" if record.get("skipped") else "replayed" if record["step"] in seen else "first"
+        )
+        seen.add(record["step"])
+    return kinds
+
+
+def _alarm_steps(run: dict[str, Any]) -> set[int]:
+    return {alarm["step"] for alarm in run["alarms"] if "step" in alarm}
 
 
 def _thinned(records: Sequence[dict[str, Any]], marked: set[int]) -> Sequence[dict[str, Any]]:

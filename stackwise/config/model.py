@@ -177,37 +177,52 @@ class _BlockSection(Section):
 
     @classmethod
     def _rules(cls, key: str, given: Keys) -> Problems:
-        attention = given.get("attention_type")
         match key:
-            case "attention_type" if attention == "mla" and given.head_dim is not None:
-                yield key, "'mla' needs head_dim=null; the sizes of its heads are in latent"
-            case "n_heads" if attention != "mla" and given.head_dim is None and given.d_model % given.n_heads:
-                yield key, f"must divide d_model={given.d_model}"
-            case "n_kv_heads" if given.n_heads % (given.n_kv_heads or 1):
-                yield key, f"must divide n_heads={given.n_heads}"
-            case "n_kv_heads":
-                rule = _heads_rule(given.attention_type, given.n_heads, given.n_kv_heads)
-                yield from [("attention_type", rule)] if rule else []
-            case "latent" | "kernel" if given[key] is not None:
-                owner = "mla" if key == "latent" else "kernel"
-                if given.attention_type != owner:
-                    yield key, only_with("attention_type", [owner], attention)
-            case "qk_norm" | "qkv_bias" if attention == "mla" and given[key]:
-                yield key, "attention_type='mla' has none"
-            case "softcap" if attention == "kernel" and given.softcap is not None:
-                yield key, "attention_type='kernel' has none"
-            case "use_rope" if attention != "mla" and given.use_rope:
-                head_size = given.head_dim or given.d_model // given.n_heads
-                if head_size % 2:
-                    yield key, f"needs an even head size; it is {head_size}"
+            case "attention_type" | "n_heads" | "n_kv_heads" | "use_rope":
+                yield from _head_rules(key, given)
+            case "latent" | "kernel" | "qk_norm" | "qkv_bias" | "softcap" | "sliding_window":
+                yield from _attention_rules(key, given)
             case "rope_scaling" if given.rope_scaling is not None and not given.use_rope:
                 yield key, "needs use_rope=true"
             case "mup_base_width" if given.initialization == "mup" and given.mup_base_width is None:
                 yield key, "initialization='mup' needs the d_model of the base"
             case "mup_base_width" if given.initialization != "mup" and given.mup_base_width is not None:
                 yield key, only_with("initialization", ["mup"], given.initialization)
-            case "sliding_window" if attention == "kernel" and _windows_in(given.sliding_window):
-                yield key, "allowed: null, because kernel attention sees the whole past"
+
+
+def _head_rules(key: str, given: Keys) -> Problems:
+    """Yield keys that do not fit to the number and sizes of the heads."""
+    is_latent = given.get("attention_type") == "mla"  # its heads have their own sizes
+    match key:
+        case "attention_type" if is_latent and given.head_dim is not None:
+            yield key, "'mla' needs head_dim=null; the sizes of its heads are in latent"
+        case "n_heads" if not is_latent and given.head_dim is None and given.d_model % given.n_heads:
+            yield key, f"must divide d_model={given.d_model}"
+        case "n_kv_heads" if given.n_heads % (given.n_kv_heads or 1):
+            yield key, f"must divide n_heads={given.n_heads}"
+        case "n_kv_heads":
+            rule = _heads_rule(given.attention_type, given.n_heads, given.n_kv_heads)
+            yield from [("attention_type", rule)] if rule else []
+        case "use_rope" if not is_latent and given.use_rope:
+            head_size = given.head_dim or given.d_model // given.n_heads
+            if head_size % 2:
+                yield key, f"needs an even head size; it is {head_size}"
+
+
+def _attention_rules(key: str, given: Keys) -> Problems:
+    """Yield keys that the kind of attention does not have."""
+    attention = given.get("attention_type")
+    match key:
+        case "latent" | "kernel" if given[key] is not None:
+            owner = "mla" if key == "latent" else "kernel"
+            if given.attention_type != owner:
+                yield key, only_with("attention_type", [owner], attention)
+        case "qk_norm" | "qkv_bias" if attention == "mla" and given[key]:
+            yield key, "attention_type='mla' has none"
+        case "softcap" if attention == "kernel" and given.softcap is not None:
+            yield key, "attention_type='kernel' has none"
+        case "sliding_window" if attention == "kernel" and _windows_in(given.sliding_window):
+            yield key, "allowed: null, because kernel attention sees the whole past"
 
 
 def _heads_rule(attention_type: str, n_heads: int, n_kv_heads: int | None) -> str | None:

@@ -385,14 +385,16 @@ class TrainingConfig(Section):
                 yield "recompute.kind", "needs compile=true"
             case "checkpoint" if given.checkpoint.keep_best and given.eval_interval is None:
                 yield "checkpoint.keep_best", only_with("eval_interval", NOT_NULL, None)
-            case "guard" if given.guard is not None and given.guard.clip is not None:
+            case "guard" if _changed(given.guard, {"clip"}):
                 yield "guard.clip", "allowed: null; set training.grad_clip"
-            case "watch_logits" if given.guard is not None and not given.watch_logits:
+            case "watch_logits" if not given.watch_logits:
                 for name in _changed(given.guard, {"logit_factor", "logit_limit"}):
                     yield f"guard.{name}", only_with("watch_logits", [True], False)
 
 
-def _changed(section: Section, keys: Collection[str]) -> list[str]:
+def _changed(section: Section | None, keys: Collection[str]) -> list[str]:
     """Return the keys that do not have their default, in the order of the section."""
+    if section is None:
+        return []
     fields = type(section).model_fields
     return [key for key, value in section if key in keys and value != fields[key].default]

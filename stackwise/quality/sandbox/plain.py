@@ -63,54 +63,20 @@ def encode(value: Any, shared: Shared | None = None, depth: int = 0) -> Any:
         NotPlainError: the type is not supported, or the value is too large or too deep.
     """
     shared = Shared() if shared is None else shared
-    if isinstance(value, _CHANGING):
-        number = shared.number(value)
-        if number is not None:
-            return {"same": number}
-        written = _written(value, shared, depth)
-        shared.add(value)
-        return written
-    return _written(value, shared, depth)
-
-
-def _written(value: Any, shared: Shared, depth: int) -> Any:
+    changing = isinstance(value, _CHANGING)
+    if changing and (number := shared.number(value)) is not None:
+        return {"same": number}
     if depth > _DEEPEST:
         raise NotPlainError(f"values lie within each other more than {_DEEPEST} times")
     if value is None or value is True or value is False:
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return {"int": format(int.__index__(value), "x")}
-    if isinstance(value, float):
-        return {"float": float.hex(value)}
-    if isinstance(value, complex):
-        # Not `value.real`, because a subclass may override it. An addition would lose the sign of -0.0.
-        real, imaginary = complex.real.__get__(value), complex.imag.__get__(value)
-        return {"complex": [float.hex(real), float.hex(imaginary)]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
-    for name, kind in _ITERABLES.items():
-        if isinstance(value, kind):
-            return {name: [encode(each, shared, depth + 1) for each in kind.__iter__(value)]}
-    if isinstance(value, dict):
-        pairs = dict.items(value)
-        return {"dict": [[encode(each, shared, depth + 1) for each in pair] for pair in pairs]}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
-    for name, kind in _VIEWS.items():
-        if isinstance(value, kind):
-            return {name: [encode(each, shared, depth + 1) for each in value]}
-    if isinstance(value, Mapping | Set):
+    write = next((write for kind, write in _WRITERS.items() if isinstance(value, kind)), None)
+    if write is None:
         raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
-    if isinstance(value, Iterator):
-        items: list[Any] = []
-        for item in value:
-            if len(items) == _ITEMS:
-                raise NotPlainError(f"an iterator has more than {_ITEMS} items")
-            items.append(encode(item, shared, depth + 1))
-        return {"iterator": items}
-    raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
+    written = write(value, lambda each: encode(each, shared, depth + 1))
+    if changing:
+        shared.add(value)
+    return written
 
 
 def decode(data: Any, shared: Shared | None = None, depth: int = 0) -> Any:
@@ -191,6 +157,44 @@ def unpack(read: Callable[[int], bytes]) -> dict[str, Any] | None:
 _CHANGING = (list, dict, set, bytearray)
 _ITERABLES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _VIEWS: dict[str, Any] = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+_Inner = Callable[[Any], Any]
+
+
+def _listed(name: str, items: Callable[[Any], Iterator[Any]]) -> Callable[[Any, _Inner], dict[str, Any]]:
+    return lambda value, inner: {name: [inner(each) for each in items(value)]}
+
+
+def _parts(value: complex, _: _Inner) -> dict[str, Any]:
+    # Not `value.real`, because a subclass may override it. An addition would lose the sign of -0.0.
+    parts = complex.real.__get__(value), complex.imag.__get__(value)
+    return {"complex": [float.hex(part) for part in parts]}
+
+
+def _iterator(value: Iterator[Any], inner: _Inner) -> dict[str, Any]:
+    if isinstance(value, Mapping | Set):
+        raise NotPlainError(f"a {type(value).__name__} cannot be handed over")
+    items: list[Any] = []
+    for item in value:
+        if len(items) == _ITEMS:
+            raise NotPlainError(f"an iterator has more than {_ITEMS} items")
+        items.append(inner(item))
+    return {"iterator": items}
+
+
+# Functions that encode a value of a type. Their second argument encodes the values in it.
+_WRITERS: dict[type, Callable[[Any, _Inner], Any]] = {
+    str: lambda value, _: str.__str__(value),
+    int: lambda value, _: {"int": format(int.__index__(value), "x")},
+    float: lambda value, _: {"float": float.hex(value)},
+    complex: _parts,
+    bytes: lambda value, _: {"bytes": bytes(value).hex()},
+    bytearray: lambda value, _: {"bytearray": bytes(value).hex()},
+    **{kind: _listed(name, kind.__iter__) for name, kind in _ITERABLES.items()},
+    dict: lambda value, inner: {"dict": [[inner(each) for each in pair] for pair in dict.items(value)]},
+    range: lambda value, _: {"range": [value.start, value.stop, value.step]},
+    **{kind: _listed(name, iter) for name, kind in _VIEWS.items()},
+    Iterator: _iterator,
+}
 
 
 def _complex(real: str, imaginary: str) -> complex:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -210,26 +211,25 @@ def _written(
     read = _reader(scorer.model, len(writings), max(lengths) + max_new_tokens)
     # The output layer may be wider than the vocabulary, to have a round size.
     width = min(scorer.model.vocab_size, scorer.texts.vocab_size or scorer.model.vocab_size)
-    named = (scorer.texts.special_token(text) for text in until)
-    ends = scorer.eos_token_ids | {token for token in named if token is not None}
+    named = {token for text in until if (token := scorer.texts.special_token(text)) is not None}
+    ends = scorer.eos_token_ids | named
     position = min(lengths)
     ids = [writing.prompt[:position] for writing in writings]
     while True:
         logits_BV = read(torch.tensor(ids, device=scorer.model.device))
         writes = [position >= length for length in lengths]
-        broken = logits_BV.isnan().any(-1).tolist()
-        for row, writing in enumerate(writings):
-            seen = broken[row] and writes[row] and writing.text is None
-            require(not seen, f"logits of {scorer.model.spec.name}", "NaN", "numbers")
+        unfinished = [write and writing.text is None for write, writing in zip(writes, writings, strict=True)]
+        broken = bool(logits_BV[unfinished].isnan().any())
+        require(not broken, f"logits of {scorer.model.spec.name}", "NaN", "numbers")
         tokens = sampling(logits_BV[:, :width], _uniform(generators, writes, logits_BV.device)).tolist()
-        for writing, token in zip(writings, tokens, strict=True):
-            if position >= len(writing.prompt) and writing.text is None:
-                writing.take(token, scorer.texts, max_new_tokens, until, ends)
-        if all(writing.text is not None for writing in writings):
-            return [writing.text or "" for writing in writings]
+        for writing, token in compress(zip(writings, tokens, strict=True), unfinished):
+            writing.take(token, scorer.texts, max_new_tokens, until, ends)
+        finished = [writing.text for writing in writings if writing.text is not None]
+        if len(finished) == len(writings):
+            return finished
         # A row with a longer prompt continues with its prompt.
         ids = [
-            [writing.prompt[position] if position < len(writing.prompt) else token]
+            writing.prompt[position : position + 1] or [token]
             for writing, token in zip(writings, tokens, strict=True)
         ]
         position += 1

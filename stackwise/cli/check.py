@@ -19,6 +19,10 @@ from stackwise.subject.factory import TRUST
 from stackwise.support.progress import ProgressLine
 
 if TYPE_CHECKING:
+    import torch
+
+    from stackwise.checks import CheckResult
+    from stackwise.report import Report
     from stackwise.subject.spec import ModelSpec
     from stackwise.subject.trainer_spec import TrainerSpec
 
@@ -69,57 +73,18 @@ class Check:
 
     def run(self) -> int:
         """Run the checks, print the findings and the verdict, and return the exit code."""
-        from stackwise.checks import check_model, check_trainer, refuse_unknown
-        from stackwise.checks.output import shown_once
-        from stackwise.report import Report, report_files
-        from stackwise.subject.factory import load_factory
-        from stackwise.subject.trainer_spec import TrainerSpec
-        from stackwise.support.device import fingerprint, resolve_device
+        from stackwise.report import report_files
+        from stackwise.support.device import resolve_device
 
         files = report_files(self.report) if self.report else []
-        names = [name for some in self.checks for name in some.split(",") if name] or None
-        if names is not None:
-            refuse_unknown(names)
-        if self.causal and self.no_causal:
-            raise ValueError("got --causal and --no-causal; allowed: one of them")
-        if self.quiet and self.verbose:
-            raise ValueError("got --quiet and --verbose; allowed: one of them")
-        declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
+        names = self._names()
         device = resolve_device(self.device)
-        asked: dict[str, Any] = {"checks": names, "suite": self.suite, "device": device, "seed": self.seed}
-        asked["strict"] = self.strict
-        hidden: HiddenOutput | None = None
-        try:
-            with contextlib.ExitStack() as block:
-                if self.trust_remote_code:
-                    block.enter_context(_remote_code_trusted())
-                if self.verbose:
-                    block.enter_context(shown_once())
-                else:
-                    hidden = block.enter_context(hidden_output())
-                progress = ProgressLine("checking", stream=None if hidden is None else hidden.terminal)
-                block.callback(progress.close)
-                asked["on_progress"] = progress.update
-                if self.reference is not None:
-                    declared["reference"] = load_factory(self.reference, search=Path.cwd())
-                spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
-                is_trainer = isinstance(spec, TrainerSpec)
-                results = check_trainer(spec, **asked) if is_trainer else check_model(spec, **asked)
-        except (ValueError, OSError, ImportError):
-            if hidden is not None and hidden.n_lines:
-                print(_hidden_text(hidden), file=sys.stderr)
-            raise
+        spec, results, hidden = self._check(names, device)
         if not self.quiet:
             print(f"{spec.name}: {spec.notes}".removesuffix(": "))
-            if hidden is not None and hidden.n_lines:
+            if hidden.n_lines:
                 print(_hidden_text(hidden))
-        failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
-        report = Report(failed_tests=failed, noun="check")
-        for result in results:
-            report.add("checks", **result.to_dict())
-        found = [row for _, row in report.findings()]
-        report.commands = {report.name_of(row): self._command(row["check"], str(device)) for row in found}
-        report.environment = fingerprint(device)
+        report = self._report(results, device)
         *lines, verdict = report.lines(self.verbose - self.quiet)
         for line in lines:
             print(line)
@@ -133,6 +98,71 @@ class Check:
             raise
         print(f"{verdict}, report: {', '.join(map(str, files))}" if files else verdict)
         return {"FAIL": 1, "EMPTY": _NOTHING_CHECKED}.get(report.verdict, 0)
+
+    def _names(self) -> list[str] | None:
+        """Return the requested checks. Raise ValueError for unknown checks, and options that conflict."""
+        from stackwise.checks import refuse_unknown
+
+        names = [name for some in self.checks for name in some.split(",") if name] or None
+        if names is not None:
+            refuse_unknown(names)
+        if self.causal and self.no_causal:
+            raise ValueError("got --causal and --no-causal; allowed: one of them")
+        if self.quiet and self.verbose:
+            raise ValueError("got --quiet and --verbose; allowed: one of them")
+        return names
+
+    def _check(
+        self, names: list[str] | None, device: torch.device
+    ) -> tuple[ModelSpec | TrainerSpec, list[CheckResult], HiddenOutput]:
+        """Return the subject, the results of its checks, and the output that was hidden meanwhile."""
+        from stackwise.checks import check_model, check_trainer
+        from stackwise.checks.output import shown_once
+        from stackwise.subject.factory import load_factory
+        from stackwise.subject.trainer_spec import TrainerSpec
+
+        declared: dict[str, Any] = {"causal": self.causal} if self.causal or self.no_causal else {}
+        hidden = HiddenOutput(sys.stderr)
+        try:
+            with contextlib.ExitStack() as block:
+                if self.trust_remote_code:
+                    block.enter_context(_remote_code_trusted())
+                if self.verbose:
+                    block.enter_context(shown_once())
+                else:
+                    hidden = block.enter_context(hidden_output())
+                progress = ProgressLine("checking", stream=None if self.verbose else hidden.terminal)
+                block.callback(progress.close)
+                if self.reference is not None:
+                    declared["reference"] = load_factory(self.reference, search=Path.cwd())
+                spec = _describe(load_factory(self.subject, search=Path.cwd()), self.subject, declared)
+                check: Any = check_trainer if isinstance(spec, TrainerSpec) else check_model
+                results = check(
+                    spec,
+                    checks=names,
+                    suite=self.suite,
+                    device=device,
+                    seed=self.seed,
+                    strict=self.strict,
+                    on_progress=progress.update,
+                )
+        except (ValueError, OSError, ImportError):
+            if hidden.n_lines:
+                print(_hidden_text(hidden), file=sys.stderr)
+            raise
+        return spec, results, hidden
+
+    def _report(self, results: list[CheckResult], device: torch.device) -> Report:
+        from stackwise.report import Report
+        from stackwise.support.device import fingerprint
+
+        failed = [f"{result.model}::{result.check}" for result in results if not result.ok]
+        report = Report(failed_tests=failed, noun="check", environment=fingerprint(device))
+        for result in results:
+            report.add("checks", **result.to_dict())
+        found = [row for _, row in report.findings()]
+        report.commands = {report.name_of(row): self._command(row["check"], str(device)) for row in found}
+        return report
 
     def _command(self, check: str, device: str) -> str:
         """Return the shell command that repeats one check."""

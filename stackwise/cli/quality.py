@@ -68,24 +68,11 @@ class Quality:
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
-        from stackwise.support.arguments import require
         from stackwise.support.device import threads_for
         from stackwise.support.progress import ProgressLine
 
         names = [name for some in self.tasks for name in some.split(",") if name]
-        asked = bool(names) or (self.human_eval is not None and not self.tasks)
-        require(asked, "tasks", list(self.tasks), "at least one, or --human-eval FILE")
-        require(self.harness or self.include is None, "include", self.include, "none without --harness")
-        require(
-            not self.harness or self.data is None, "data", self.data, "none with --harness: use --include"
-        )
-        require(bool(names) or self.shots is None, "shots", self.shots, "none without --tasks mmlu")
-        require(
-            self.human_eval is not None or self.samples == 1,
-            "samples",
-            self.samples,
-            "1 without --human-eval",
-        )
+        self._check_options(names)
         files = report_files(self.report) if self.report else []
         runs = [self._harness if self.harness else self._tasks(names)] if names else []
         if self.human_eval is not None:
@@ -114,6 +101,19 @@ class Quality:
             report.write(file)
             print(f"report: {file}")
         return 0
+
+    def _check_options(self, names: list[str]) -> None:
+        """Raise ValueError for options that have no effect without another option, or with --harness."""
+        from stackwise.support.arguments import require
+
+        programs = self.human_eval is not None
+        asked = bool(names) or (programs and not self.tasks)
+        require(asked, "tasks", list(self.tasks), "at least one, or --human-eval FILE")
+        require(self.harness or self.include is None, "include", self.include, "none without --harness")
+        own = not self.harness or self.data is None
+        require(own, "data", self.data, "none with --harness: use --include")
+        require(bool(names) or self.shots is None, "shots", self.shots, "none without --tasks mmlu")
+        require(programs or self.samples == 1, "samples", self.samples, "1 without --human-eval")
 
     def _tasks(self, names: list[str]) -> Any:
         """Return a function that runs the tasks of stackwise. Data is read before the model is loaded."""

@@ -37,17 +37,84 @@ __all__ = [
 _GROUP = "stackwise"
 _MISSING = ("fail", "warn", "create")
 _OF_RUNS = ("device", "seed", "model", "trainer", "checks", "suite", "report")
-_GATE = (
-    "against",
-    "head",
-    "gate",
-    "missing",
-    "build",
-    "gate_seconds",
-    "gate_timeout",
-    "gate_report",
-    "history",
-)
+_GATE: tuple[str, ...] = ("against", "head", "gate", "missing", "build")
+_GATE += ("gate_seconds", "gate_timeout", "gate_report", "history")
+# Options except `--gpu`: the name of the value, or None for a flag, and the help.
+_OPTIONS = {
+    "device": (
+        "DEVICE",
+        "device of the models: auto, cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
+    ),
+    "seed": ("N", "seed of weights, inputs and faults (default: 0)"),
+    "model": (
+        "MODULE:FACTORY",
+        (
+            "check this model without a test file: FACTORY() in MODULE or path/to/file.py returns an "
+            "nn.Module or a ModelSpec. hf:NAME_OR_FOLDER: a transformers model with random weights; "
+            "hf-tiny:NAME_OR_FOLDER: the same architecture with small sizes. Can be repeated"
+        ),
+    ),
+    "trainer": (
+        "MODULE:FACTORY",
+        (
+            "check this training loop without a test file: FACTORY() returns an object with model, optimizer "
+            "and step(batch), a transformers or Lightning trainer, or a TrainerSpec; can be repeated"
+        ),
+    ),
+    "checks": (
+        "NAMES",
+        "run only these checks or families, such as causality,loss (default: all of the suite)",
+    ),
+    "suite": ("SUITE", "fast: checks that take seconds; full: all of them (default: fast)"),
+    "trust_remote_code": (None, "allow hf: models to run code from the Hugging Face hub"),
+    "strict": (None, "treat warnings as failures, such as a check that warns or an unstable run"),
+    "report": ("PATH", "write all results to PATH: .md, .json, .html, or all of them if PATH has no ending"),
+    "against": (
+        "BASE",
+        (
+            "gate (compares the speed and memory of two versions): measure the tests with the benchmark or "
+            "throughput fixture on BASE and on the working tree, interleaved. BASE: a git revision, ./FOLDER,"
+            " a wheel, or 'callable' for the `against` of each test"
+        ),
+    ),
+    "head": (
+        "REVISION",
+        "gate: head, the new version: the revision to compare with BASE (default: the working tree)",
+    ),
+    "gate": (
+        "LIMITS",
+        "gate: limits for tests without the marker `gate`, such as time=2%%,memory=1%%,floor=50us",
+    ),
+    "missing": (
+        "WHAT",
+        (
+            "gate: what to do with a test that BASE does not have: fail, warn, or create a first result "
+            "(default: warn)"
+        ),
+    ),
+    "build": ("COMMAND", "gate: command that runs in both trees first, for example to compile extensions"),
+    "gate_seconds": (
+        "SECONDS",
+        "gate: time limit; tests that are undecided at its end are INCONCLUSIVE (default: no limit)",
+    ),
+    "gate_timeout": ("SECONDS", "gate: end a process that reports nothing for this time (default: 600)"),
+    "history": (
+        "STORE",
+        (
+            "gate: store the results of head for comparison over time: the path of an SQLite file, or "
+            "postgresql://USER:PASSWORD@HOST/DATABASE"
+        ),
+    ),
+    "gate_report": (
+        "PATH",
+        "gate: write the result to PATH: .md, .json, .html, or all of them if PATH has no ending",
+    ),
+}
+_KINDS: dict[str, dict[str, Any]] = {
+    "seed": {"type": int},
+    "model": {"action": "append"},
+    "trainer": {"action": "append"},
+}
 _GATE_SECONDS = 600.0
 _GPU_HELP = "run the tests marked gpu and measure on CUDA; an error if there is no CUDA device"
 
@@ -55,106 +122,9 @@ _GPU_HELP = "run the tests marked gpu and measure on CUDA; an error if there is 
 def add_options(parser: pytest.Parser) -> None:
     """Add all options except `--gpu`."""
     group = parser.getgroup(_GROUP, "stackwise: check, stress and measure PyTorch models and training loops")
-    group.addoption(
-        "--stackwise-device",
-        metavar="DEVICE",
-        help="device of the models: auto, cpu, cuda, cuda:N (default: cuda with --gpu, else cpu)",
-    )
-    group.addoption(
-        "--stackwise-seed",
-        metavar="N",
-        type=int,
-        help="seed of weights, inputs and faults (default: 0)",
-    )
-    group.addoption(
-        "--stackwise-model",
-        metavar="MODULE:FACTORY",
-        action="append",
-        help="check this model without a test file: FACTORY() in MODULE or path/to/file.py returns an "
-        "nn.Module or a ModelSpec. hf:NAME_OR_FOLDER: a transformers model with random weights; "
-        "hf-tiny:NAME_OR_FOLDER: the same architecture with small sizes. Can be repeated",
-    )
-    group.addoption(
-        "--stackwise-trainer",
-        metavar="MODULE:FACTORY",
-        action="append",
-        help="check this training loop without a test file: FACTORY() returns an object with model, "
-        "optimizer and step(batch), a transformers or Lightning trainer, or a TrainerSpec; can be repeated",
-    )
-    group.addoption(
-        "--stackwise-checks",
-        metavar="NAMES",
-        help="run only these checks or families, such as causality,loss (default: all of the suite)",
-    )
-    group.addoption(
-        "--stackwise-suite",
-        metavar="SUITE",
-        help="fast: checks that take seconds; full: all of them (default: fast)",
-    )
-    group.addoption(
-        "--stackwise-trust-remote-code",
-        action="store_true",
-        help="allow hf: models to run code from the Hugging Face hub",
-    )
-    group.addoption(
-        "--stackwise-strict",
-        action="store_true",
-        help="treat warnings as failures, such as a check that warns or an unstable run",
-    )
-    group.addoption(
-        "--stackwise-report",
-        metavar="PATH",
-        help="write all results to PATH: .md, .json, .html, or all of them if PATH has no ending",
-    )
-    group.addoption(
-        "--stackwise-against",
-        metavar="BASE",
-        help="gate (compares the speed and memory of two versions): measure the tests with the benchmark or "
-        "throughput fixture on BASE and on the working tree, interleaved. BASE: a git revision, ./FOLDER, a "
-        "wheel, or 'callable' for the `against` of each test",
-    )
-    group.addoption(
-        "--stackwise-head",
-        metavar="REVISION",
-        help="gate: head, the new version: the revision to compare with BASE (default: the working tree)",
-    )
-    group.addoption(
-        "--stackwise-gate",
-        metavar="LIMITS",
-        help="gate: limits for tests without the marker `gate`, such as time=2%%,memory=1%%,floor=50us",
-    )
-    group.addoption(
-        "--stackwise-missing",
-        metavar="WHAT",
-        help="gate: what to do with a test that BASE does not have: fail, warn, or create a first result "
-        "(default: warn)",
-    )
-    group.addoption(
-        "--stackwise-build",
-        metavar="COMMAND",
-        help="gate: command that runs in both trees first, for example to compile extensions",
-    )
-    group.addoption(
-        "--stackwise-gate-seconds",
-        metavar="SECONDS",
-        help="gate: time limit; tests that are undecided at its end are INCONCLUSIVE (default: no limit)",
-    )
-    group.addoption(
-        "--stackwise-gate-timeout",
-        metavar="SECONDS",
-        help="gate: end a process that reports nothing for this time (default: 600)",
-    )
-    group.addoption(
-        "--stackwise-history",
-        metavar="STORE",
-        help="gate: store the results of head for comparison over time: the path of an SQLite file, or "
-        "postgresql://USER:PASSWORD@HOST/DATABASE",
-    )
-    group.addoption(
-        "--stackwise-gate-report",
-        metavar="PATH",
-        help="gate: write the result to PATH: .md, .json, .html, or all of them if PATH has no ending",
-    )
+    for name, (metavar, text) in _OPTIONS.items():
+        kind = {"metavar": metavar, **_KINDS.get(name, {})} if metavar else {"action": "store_true"}
+        group.addoption(_option(name), help=text, **kind)
     parser.addini("stackwise_gpu", "as --gpu", type="bool", default=False)
     parser.addini("stackwise_device", "as --stackwise-device")
     parser.addini("stackwise_seed", "as --stackwise-seed")
@@ -165,7 +135,7 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("stackwise_strict", "as --stackwise-strict", type="bool", default=False)
     parser.addini("stackwise_report", "as --stackwise-report")
     for name in _GATE:
-        parser.addini(f"stackwise_{name}", f"as --stackwise-{name.replace('_', '-')}")
+        parser.addini(f"stackwise_{name}", f"as {_option(name)}")
 
 
 def are_set(config: pytest.Config) -> bool:
@@ -361,9 +331,7 @@ def gate(config: pytest.Config) -> GateOptions | None:
         # The configuration file may set them for runs with --stackwise-against.
         for name in _GATE[1:]:
             if config.getoption(f"stackwise_{name}") is not None:
-                raise pytest.UsageError(
-                    f"--stackwise-{name.replace('_', '-')}: allowed with --stackwise-against"
-                )
+                raise pytest.UsageError(f"{_option(name)}: allowed with --stackwise-against")
         return None
     if not against:  # for example an unset variable in CI; as a path, it would be the working directory
         allowed = "a revision, ./FOLDER, a wheel, 'callable'"
@@ -399,6 +367,10 @@ def gate(config: pytest.Config) -> GateOptions | None:
     )
 
 
+def _option(name: str) -> str:
+    return f"--stackwise-{name.replace('_', '-')}"
+
+
 def _text(config: pytest.Config, name: str) -> str | None:
     given = config.getoption(f"stackwise_{name}")
     return given if given is not None else (ini(config, f"stackwise_{name}") or None)
@@ -413,8 +385,7 @@ def _seconds(config: pytest.Config, name: str) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        option = f"--stackwise-{name.replace('_', '-')}"
-        raise pytest.UsageError(f"{option}: got {given!r}; allowed: a number of seconds > 0")
+        raise pytest.UsageError(f"{_option(name)}: got {given!r}; allowed: a number of seconds > 0")
     return seconds
 
 

@@ -205,34 +205,20 @@ class Gate:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the reports. Replace the exit code if no test failed, or only with set-up errors."""
-        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
+        from stackwise.gate.report import publish
+        from stackwise.gate.result import EXIT_INCONCLUSIVE
 
+        status = session.exitstatus
         if self.result is None:
             # For example after pytest.exit(returncode=0), or if another plugin has run the tests.
-            if session.exitstatus == pytest.ExitCode.OK and not self.config.option.collectonly:
+            if status == pytest.ExitCode.OK and not self.config.option.collectonly:
                 self._written.append("gate: nothing was compared: the run ended before the comparison")
                 session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
-        outcomes = {test.outcome(self.asked.missing) for test in self.result.tests}
-        # Expected failures (xfail) do not fail the run. pytest does not know the failures of the suite, and
-        # of tests that did not run because of -x.
-        unseen = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
-        if self.result.suite is not None:
-            unseen.add(self.result.suite.outcome("fail"))
-        status = session.exitstatus
         only_setup = status == pytest.ExitCode.TESTS_FAILED and session.testsfailed == self._failed_setups > 0
         # Tests without a benchmark, such as those of `quality`, may have set EXIT_INCONCLUSIVE before.
         if only_setup or status in (pytest.ExitCode.OK, EXIT_INCONCLUSIVE):
-            if "failed" in unseen:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            elif "error" in outcomes:  # also of an xfail test: it was not measured
-                session.exitstatus = EXIT_SETUP
-            elif not self.result.compared:
-                session.exitstatus = EXIT_NOTHING
-            elif "inconclusive" in outcomes:
-                session.exitstatus = EXIT_INCONCLUSIVE
-        from stackwise.gate.report import publish
-
+            session.exitstatus = self._exit_code(self.result, status)
         try:
             self._written += publish(self.result, self.asked.report)
             if self.asked.history is not None:
@@ -241,6 +227,24 @@ class Gate:
             self._written.append(f"not written: {error}")
             if not self._interrupted:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _exit_code(self, result: GateResult, status: int) -> int:
+        """Return the exit code for the outcomes of the tests, or `status` if they need no other."""
+        from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_SETUP
+
+        outcomes = {test.outcome(self.asked.missing) for test in result.tests}
+        # Expected failures (xfail) do not fail the run. pytest does not know the failures of the suite, and
+        # of tests that did not run because of -x.
+        unseen = {each.result.outcome(self.asked.missing) for each in self._verdicts if not each.reported}
+        if result.suite is not None:
+            unseen.add(result.suite.outcome("fail"))
+        if "failed" in unseen:
+            return pytest.ExitCode.TESTS_FAILED
+        if "error" in outcomes:  # also of an xfail test: it was not measured
+            return EXIT_SETUP
+        if not result.compared:
+            return EXIT_NOTHING
+        return EXIT_INCONCLUSIVE if "inconclusive" in outcomes else status
 
     @pytest.hookimpl(trylast=True)  # last, because its verdict is that of the run
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,7 @@ sample. Saving, comparing, JSON, groups and --benchmark-only of pytest-benchmark
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -250,7 +250,6 @@ def _measure(
     from stackwise.benchmark.generation import measure_generation
     from stackwise.benchmark.timing.measurement import measure
     from stackwise.benchmark.workload import Workload
-    from stackwise.support.device import resolve_device
 
     if not records.first_time(item, "throughput"):
         raise RuntimeError("throughput: call it once in a test; parametrize the test for more")
@@ -261,22 +260,10 @@ def _measure(
     by_token = subject.each_token is not None if made else shape.get("mode") == "generate"
     take: Callable[..., Found] = measure_generation if by_token else measure
     _refuse_unknown(take, arguments)
-    default = options.device_name(item.config)
-    with ExitStack() as held:
-        own = subject.device if isinstance(subject, Workload) else None
-        expected = str(own or resolve_device(str(shape.get("device") or default)))
-        if not disabled:  # a single call needs no lock, as it is not a measurement
-            held.enter_context(device.lock(expected))
-        workload, shape = _workload(item, subject, shape)
-        if not disabled and not device.same_device(expected, str(workload.device)):
-            # A third-party loop may use another device. The first lock is released before the second is
-            # acquired: processes that hold both in a different order would deadlock.
-            held.close()
-            held.enter_context(device.lock(str(workload.device)))
+    with _locked_workload(item, subject, shape, disabled) as (workload, shape):
         how = {**settings, **_needed(item, workload, settings), **arguments}
         found: Found = _found_once(workload) if disabled else take(workload, **how)
-        limited = markers.max_memory_of(item) is not None
-        peak = _peak_of(workload) if limited else None
+        peak = None if markers.max_memory_of(item) is None else _peak_of(workload)
         if peak is not None:
             found = replace(found, peak_memory_bytes=peak.in_use)
         found = replace(found, notes=(*found.notes, *notes))
@@ -287,15 +274,37 @@ def _measure(
     record = {
         **shape,
         **found.to_dict(),
-        "mfu": None if used is None else used.mfu,
-        "hfu": None if used is None else used.hfu,
-        "mbu": None if used is None else used.mbu,
-        "floor_seconds": None if floor is None else floor.seconds,
-        "bound": None if floor is None else floor.bound,
+        **{name: getattr(used, name, None) for name in ("mfu", "hfu", "mbu")},
+        "floor_seconds": floor and floor.seconds,
+        "bound": floor and floor.bound,
         "measured": not disabled,
     }
     records.add(item, "throughput", {"test": item.nodeid, **record})
     return found, record, peak
+
+
+@contextmanager
+def _locked_workload(
+    item: pytest.Item, subject: Any, shape: dict[str, Any], disabled: bool
+) -> Iterator[tuple[Workload, dict[str, Any]]]:
+    """Yield the workload and its description. Hold the lock of its device unless benchmarks are disabled."""
+    from stackwise.benchmark.workload import Workload
+    from stackwise.support.device import resolve_device
+
+    own = subject.device if isinstance(subject, Workload) else None
+    expected = str(own or resolve_device(str(shape.get("device") or options.device_name(item.config))))
+    if disabled:  # a single call needs no lock, as it is not a measurement
+        yield _workload(item, subject, shape)
+        return
+    with ExitStack() as held:
+        held.enter_context(device.lock(expected))
+        workload, shape = _workload(item, subject, shape)
+        if not device.same_device(expected, str(workload.device)):
+            # A third-party loop may use another device. The first lock is released before the second is
+            # acquired: processes that hold both in a different order would deadlock.
+            held.close()
+            held.enter_context(device.lock(str(workload.device)))
+        yield workload, shape
 
 
 def _needed(item: pytest.Item, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,25 +104,12 @@ _OUTSIDE = ("inject_faults", "run_processes")
 _OF_RANKS = ("run_processes",)
 _OF_STORAGE = ("broken_storage", "inject_faults", "run_processes")
 _FAULTS: Mapping[str, tuple[str, ...]] = {
-    "nan_injection": _IN_STEP,
-    "gradient_explosion": _IN_STEP,
-    "gradient_scale": _IN_STEP,
-    "loss_spike": _IN_STEP,
-    "logit_growth": _IN_STEP,
-    "embedding_explosion": _IN_STEP,
-    "label_corruption": _IN_STEP,
-    "bit_flip": _IN_STEP,
-    "half_overflow": _IN_STEP,
-    "corrupt_sample": _IN_STEP,
-    "unreadable_sample": _OUTSIDE,
-    "worker_death": _OUTSIDE,
-    "out_of_memory": _IN_STEP,
-    "slow_rank": _OF_RANKS,
-    "dead_rank": _OF_RANKS,
-    "process_signal": _OUTSIDE,
-    "disk_full": _OF_STORAGE,
-    "short_write": _OF_STORAGE,
-    "bit_rot": _OF_STORAGE,
+    **dict.fromkeys(("nan_injection", "gradient_explosion", "gradient_scale", "loss_spike"), _IN_STEP),
+    **dict.fromkeys(("logit_growth", "embedding_explosion", "label_corruption", "bit_flip"), _IN_STEP),
+    **dict.fromkeys(("half_overflow", "corrupt_sample", "out_of_memory"), _IN_STEP),
+    **dict.fromkeys(("unreadable_sample", "worker_death", "process_signal"), _OUTSIDE),
+    **dict.fromkeys(("slow_rank", "dead_rank"), _OF_RANKS),
+    **dict.fromkeys(("disk_full", "short_write", "bit_rot"), _OF_STORAGE),
 }
 _NEEDS = {
     **_FAULTS,
@@ -195,15 +182,11 @@ def validate(item: pytest.Item) -> None:
     for marker in item.own_markers:  # a marker of a class or module may be unused by some tests
         if _is_unread(item, marker) and not _is_label(item, marker):
             raise pytest.UsageError(f"{item.nodeid}: {_does_nothing(marker)}")
-    faults_of(item)
-    lengths_of(item)
-    recovery_of(item)
-    throughput_of(item)
-    max_memory_of(item)
-    min_tokens_per_second_of(item)
-    max_latency_of(item)
-    no_memory_growth_of(item)
-    quality_of(item)
+    for read in (faults_of, lengths_of, recovery_of, throughput_of):
+        read(item)
+    limits = (max_memory_of, min_tokens_per_second_of, max_latency_of, no_memory_growth_of, quality_of)
+    for read_limit in limits:
+        read_limit(item)
     if item.get_closest_marker("gate"):
         from stackwise.gate.limit import Limits
 
@@ -346,8 +329,7 @@ def check_lengths(nodeid: str, marker: pytest.Mark) -> tuple[int, ...]:
     """
     sound = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in marker.args)
     if marker.kwargs or not marker.args or not sound:
-        given = ", ".join([*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())])
-        raise pytest.UsageError(f"{nodeid}: seq_lengths({given}); allowed: one or more integers >= 1")
+        raise pytest.UsageError(f"{nodeid}: {_written(marker)}; allowed: one or more integers >= 1")
     return marker.args
 
 
@@ -468,9 +450,14 @@ def _closest_first(item: pytest.Item, name: str) -> list[pytest.Mark]:
 def _only_argument(item: pytest.Item, marker: pytest.Mark, wanted: str) -> Any:
     """Return the argument of a marker that takes exactly one positional argument."""
     if len(marker.args) != 1 or marker.kwargs:
-        given = ", ".join([*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())])
-        raise pytest.UsageError(f"{item.nodeid}: {marker.name}({given}); allowed: {wanted}, alone")
+        raise pytest.UsageError(f"{item.nodeid}: {_written(marker)}; allowed: {wanted}, alone")
     return marker.args[0]
+
+
+def _written(marker: pytest.Mark) -> str:
+    """Return a marker as it is written in a test."""
+    arguments = [*map(repr, marker.args), *(f"{key}={value!r}" for key, value in marker.kwargs.items())]
+    return f"{marker.name}({', '.join(arguments)})"
 
 
 @contextmanager

@@ -136,11 +136,9 @@ class MemoryFixtures:
             from stackwise.benchmark.memory.growth_trial import memory_growth
 
             records.pay(item, "no_memory_growth")
-            defaults: dict[str, Any] = {
-                "device": options.device_name(item.config),
-                "seed": options.seed(item.config),
-            }
-            growth = memory_growth(step, **(defaults | marked | arguments))
+            config = item.config
+            how: dict[str, Any] = {"device": options.device_name(config), "seed": options.seed(config)}
+            growth = memory_growth(step, **(how | marked | arguments))
             item.user_properties.append(("stackwise.bytes_per_step", round(growth.bytes_per_step)))
             told = {"test": item.nodeid, "kind": "growth", **growth.to_dict(), "reasons": growth.reasons}
             records.add(item, "memory", told)
@@ -158,7 +156,8 @@ def limited(item: pytest.Item) -> Iterator[None]:
     Memory that fixtures allocated before the call of the test is included.
     """
     measures = ("throughput", "peak_memory")
-    if markers.max_memory_of(item) is None or any(name in _fixtures(item) for name in measures):
+    used = any(name in getattr(item, "fixturenames", ()) for name in measures)
+    if markers.max_memory_of(item) is None or used:
         yield
         return
     from stackwise.benchmark.memory.peak import watch_peak
@@ -250,7 +249,3 @@ def require_within(item: pytest.Item, loads: Sequence[Load]) -> None:
         known = "" if load.before is None else f", {byte_text(load.before)} of that before the measured call"
         told.append(f"{byte_text(load.peak)} ({load.peak} bytes) were in use {load.where} at the peak{known}")
     raise MemoryLimitError(f"max_memory: {'; '.join(told)}; allowed: {byte_text(limit)} ({limit} bytes)")
-
-
-def _fixtures(item: pytest.Item) -> tuple[str, ...]:
-    return tuple(getattr(item, "fixturenames", ()))

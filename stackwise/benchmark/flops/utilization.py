@@ -88,11 +88,9 @@ def utilization(
     if rate is None:
         name = "TF32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         notes.append(f"the peak rate in {name} is not known")
-    moved = None
+    moved, bandwidth = None, None if peak is None else peak.bandwidth
     if mode == "decode":
         moved = decode_bytes(model, batch_size=batch_size, seq_len=seq_len, dtype=dtype)
-    bandwidth = None if peak is None else peak.bandwidth
-    if mode == "decode":
         if moved is None and reading.reason is None:
             notes.append("which experts several rows go through is not known")
         if bandwidth is None:
@@ -124,11 +122,9 @@ def mfu(
     return _share(None if flops is None else flops.model(pairs), seconds, peak, n_devices)
 
 
-def hfu(
-    flops: FlopCount | None, seconds: float, peak: float | None, *, pairs: Pairs = "all", n_devices: int = 1
-) -> float | None:
+def hfu(flops: FlopCount | None, seconds: float, peak: float | None, *, n_devices: int = 1) -> float | None:
     """Return the hardware FLOPs utilization: as `mfu`, but including recomputation."""
-    return _share(None if flops is None else flops.hardware(pairs), seconds, peak, n_devices)
+    return _share(None if flops is None else flops.hardware(), seconds, peak, n_devices)
 
 
 def mbu(

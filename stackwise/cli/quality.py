@@ -68,7 +68,7 @@ class Quality:
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
         from stackwise.report import report_files
-        from stackwise.support.device import threads_for
+        from stackwise.support.device import resolve_device, threads_for
         from stackwise.support.progress import ProgressLine
 
         names = [name for some in self.tasks for name in some.split(",") if name]
@@ -83,7 +83,7 @@ class Quality:
             model,
             tokenizer,
             batch_size=self.batch_size,
-            device=self._device(),
+            device=resolve_device(self.device),
             max_length=self.max_length,
             reuse=not self.no_reuse,
             prefix_token_id=self.prefix_token_id,
@@ -182,11 +182,6 @@ class Quality:
             report.add_human_eval(result)
 
         return run
-
-    def _device(self) -> Any:
-        from stackwise.support.device import resolve_device
-
-        return resolve_device(self.device)
 
     def _load(self) -> tuple[Any, Any]:
         """Return the model and its tokenizer.

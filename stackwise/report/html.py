@@ -166,18 +166,11 @@ def _training(report: Report) -> list[Section]:
     run = report.training
     if run is None:
         return []
-    plot = (
-        training_plot("Loss and gradient norm", run | {"alarms": run.get("alarms", [])})
-        if run.get("records")
-        else None
-    )
-    return [
-        Section(
-            "Training",
-            plots=[plot] if plot else [],
-            notes=[report.training_line().removeprefix("training: ")],
-        )
-    ]
+    plot = None
+    if run.get("records"):
+        plot = training_plot("Loss and gradient norm", {"alarms": [], **run})
+    notes = [report.training_line().removeprefix("training: ")]
+    return [Section("Training", plots=[plot] if plot else [], notes=notes)]
 
 
 def _stability(report: Report) -> list[Section]:
@@ -238,31 +231,23 @@ def _throughput(report: Report) -> list[Section]:
 
 
 def _memory(report: Report) -> list[Section]:
-    if not report.memory:
-        return []
-    rows = [
-        Row(
-            [row["test"], memory_text(row), "; ".join(growth_lines(row))],
-            _status("memory", row, report),
-            row["verdict"],
-        )
-        for row in report.memory
-    ]
-    return [
-        Section(
-            "Memory", tables=[Table("Memory", ["test", "memory", "reason"], rows, wide=("memory", "reason"))]
-        )
-    ]
+    cells = [[row["test"], memory_text(row), "; ".join(growth_lines(row))] for row in report.memory]
+    return _with_verdicts("memory", ["test", "memory", "reason"], cells, report)
 
 
 def _quality(report: Report) -> list[Section]:
-    if not report.quality:
-        return []
+    cells = [[row["test"], row["task"], row["reason"]] for row in report.quality]
+    return _with_verdicts("quality", ["test", "task", "reason"], cells, report)
+
+
+def _with_verdicts(section: str, header: list[str], cells: list[list[str]], report: Report) -> list[Section]:
+    """Return the section of a table whose rows have a verdict, or [] without rows."""
     rows = [
-        Row([row["test"], row["task"], row["reason"]], _status("quality", row, report), row["verdict"])
-        for row in report.quality
+        Row(texts, _status(section, row, report), row["verdict"])
+        for texts, row in zip(cells, getattr(report, section), strict=True)
     ]
-    return [Section("Quality", tables=[Table("Quality", ["test", "task", "reason"], rows, wide=("reason",))])]
+    title, wide = section.capitalize(), tuple(name for name in header if name in ("memory", "reason"))
+    return [Section(title, tables=[Table(title, header, rows, wide=wide)])] if rows else []
 
 
 def _section(title: str, plots: Sequence[Plot], table: Table) -> Section:

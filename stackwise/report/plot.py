@@ -56,6 +56,7 @@ _VARIABLES = {
     GOOD: "--good",
     _PAPER: "--paper",
 }
+_MOST_LABEL = 44  # characters
 _COLOUR = re.compile("|".join(_VARIABLES))
 _SHORT_FONT = re.compile(r"font: ((?:\w+ )*?)([\d.]+)px [^;]*")  # matplotlib 3.10
 _FAMILY = re.compile(r"font-family: [^;]*;? ?")
@@ -153,10 +154,10 @@ class Plot:
         return ET.tostring(root, encoding="unicode")
 
 
-def label_text(name: str, most: int = 44) -> str:
+def label_text(name: str) -> str:
     """Return a name as a label of a drawing: shortened at its beginning, and never rendered as a formula."""
     name = "".join(character if character.isprintable() else " " for character in name)
-    short = name if len(name) <= most else f"…{name[1 - most :]}"
+    short = name if len(name) <= _MOST_LABEL else f"…{name[1 - _MOST_LABEL :]}"
     return short.replace("$", r"\$")
 
 

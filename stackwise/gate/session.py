@@ -10,8 +10,8 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from stackwise.gate.limit import Limits
 from stackwise.gate.open_test import OpenTest
 from stackwise.gate.process import SideProcess
 from stackwise.gate.result import GateResult, Missing, TestResult
-from stackwise.gate.round import Ended, Sampling, Starter, run_round
+from stackwise.gate.round import Ended, Paired, Sampling, Starter, run_round
 from stackwise.gate.sequential import Rule
 from stackwise.gate.setup_error import SetupErrors
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.suite import suite_result
 from stackwise.gate.tree import TEMPORARY, Tree
-from stackwise.gate.turns import check_order
+from stackwise.gate.turns import OrderCheck, check_order
 from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
 from stackwise.gate.verdict import Verdict
@@ -37,6 +37,7 @@ from stackwise.support.temporary_folder import temporary_folder
 
 __all__ = ["GateError", "GateInterruptedError", "Launch", "Progress", "run_gate"]
 
+_SOURCE = Path(next(iter(side_package.__path__)))  # code of the sides
 _SILENT = 10.0  # seconds between reports of the progress in a round
 # On other systems, libraries of the system do not support a fork without an exec.
 _FORKS = sys.platform == "linux"
@@ -137,16 +138,16 @@ def run_gate(
     tests: Sequence[str],
     launch: Launch,
     *,
-    limits: Mapping[str, Limits] | None = None,
-    asked: Mapping[str, Sequence[str]] | None = None,
-    places: Mapping[str, tuple[str, int]] | None = None,
+    limits: Mapping[str, Limits] = {},
+    asked: Mapping[str, Sequence[str]] = {},
+    places: Mapping[str, tuple[str, int]] = {},
     rule: Rule | None = None,
     sampling: Sampling | None = None,
     missing: Missing = "warn",
     most_seconds: float | None = None,
     spent: float = 0.0,
     seed: int = 0,
-    environment: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] = {},
     notes: Sequence[str] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> GateResult:
@@ -176,134 +177,222 @@ def run_gate(
         ValueError: no tests, or numbers out of range.
     """
     check_sizes(tests=len(tests))
-    rule, sampling = rule or Rule(), sampling or Sampling()
-    limits, asked, places = limits or {}, asked or {}, places or {}
-    folders = {"base": base.folder, "head": head.folder}
-    setup = SetupErrors(launch.root, folders, launch.place, launch.imports, launch.own_head)
-    budget, rng = Budget(most_seconds, rule, spent), random.Random(seed)  # noqa: S311
-    all_tests = {
-        test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests
-    }
-    number, begun, waiting, interrupted = 0, list[OpenTest](), list(all_tests.values()), False
-    chosen = list[OpenTest]()  # begun tests of the next round
-    around = mean = 0.0  # seconds of a round outside of tests, and mean seconds per test
-    imported: set[str] = set()
-    opened: set[str] = set()
-    written: set[str] = set()
-    reported = budget.elapsed
-
-    def report(passed: int | None = None) -> None:
-        nonlocal reported
-        reported = budget.elapsed
-        if on_progress is not None:
-            flagged, n_open = sum(test.confirming for test in begun), sum(test.open for test in begun)
-            rounds_left = (rule.looks[-1] - number) * reported / number if passed is None else math.inf
-            most_left = min(budget.left, rounds_left)
-            on_progress(
-                Progress(number, n_open, len(tests), flagged, reported, len(waiting), passed, most_left)
-            )
-
+    rule, interrupted = rule or Rule(), False
+    run = _Run(
+        base,
+        head,
+        launch,
+        rule,
+        sampling or Sampling(),
+        {test: OpenTest(test, limits.get(test, Limits()), tuple(asked.get(test, ()))) for test in tests},
+        Budget(most_seconds, rule, spent),
+        random.Random(seed),  # noqa: S311
+        on_progress,
+    )
     try:
-        with temporary_folder(TEMPORARY) as folder, _starter(folder, base, head, launch, all_tests) as start:
+        with temporary_folder(TEMPORARY) as folder, _starter(folder, base, head, launch, run.tests) as start:
             while True:
-                number += 1
-                round_began, tests_seconds, ended_seconds = budget.elapsed, 0.0, 0.0
-                names = [test.nodeid for test in (*chosen, *waiting)]
-                memory = {name for name in names if all_tests[name].wants_memory}
-                # Closed when the loop is left, so that its processes are killed.
-                longer = replace(sampling, seconds=_seconds(sampling, chosen, around))
-                whole = {test.nodeid for test in chosen if test.whole_file}
-                with closing(
-                    run_round(
-                        names,
-                        start,
-                        longer,
-                        rng,
-                        memory,
-                        file_tests=launch.file_tests,
-                        whole_file=whole,
-                        in_time=lambda: (
-                            budget.suffices() or not any(test.order for test in all_tests.values())
-                        ),
-                        run_began=launch.began,
-                    )
-                ) as measured:
-                    for count, (name, found) in enumerate(measured, start=1):
-                        if isinstance(found, Ended):
-                            found = setup.explained(found, first=not all_tests[name].order)
-                        all_tests[name].add(found, rule)
-                        tests_seconds += found.seconds
-                        mean = tests_seconds / count
-                        if isinstance(found, Ended):
-                            ended_seconds += found.seconds  # later rounds do not need this time
-                        else:
-                            imported |= found.imported
-                            opened |= found.opened
-                            written.update(found.written)
-                        if budget.elapsed - reported > _SILENT:
-                            report(count)
-                        lasted = budget.elapsed - round_began - ended_seconds
-                        any_measured = any(test.order or test.disturbed for test in all_tests.values())
-                        another = 0.0 if isinstance(found, Ended) else found.seconds
-                        if any_measured and not budget.goes_on(another):
-                            break
-                        is_over = any_measured and not budget.admits(lasted, next_seconds=mean)
-                        # Code that hangs in every test would take this long for each of them.
-                        hangs = isinstance(found, Ended) and "hung" in found.how.values()
-                        if count >= len(chosen) and (is_over or (hangs and not budget.suffices())):
-                            break
-                if _compares_nothing(base, head, imported, opened):
-                    for test in all_tests.values():
-                        if test.ended is None:
-                            test.skip(f"nothing to compare: {_hidden(base, imported)}")
+                run.measure_round(start)
+                if run.compares_nothing():
+                    run.skip_tests()
                     break
-                paired = [test for test in all_tests.values() if test.order]
-                if paired and not any(test.own for test in paired):
-                    raise GateError(_NOTHING_OWN)
-                around = budget.elapsed - round_began - tests_seconds
-                n_trials = sum(test.n_trials for test in all_tests.values())
-                begun = [test for test in (*begun, *waiting) if test.begun and test.open]
-                for trial in (trial for test in begun for trial in test.trials.values()):
-                    trial.is_one_of(n_trials)
-                waiting = [test for test in waiting if not test.begun]
-                begun = budget.keep(begun, around)
-                chosen = budget.choose(begun, around)
-                report()
-                begins = not begun and bool(waiting) and budget.admits(next_seconds=around + mean)
-                if not chosen and not begins:
+                run.require_own_code()
+                run.choose_tests()
+                run.report()
+                if not (run.chosen or run.begins_waiting()):
                     break
     except KeyboardInterrupt:
         # Report the decisions so far: their measurement took minutes.
         interrupted = True
-    order = check_order([pair for test in all_tests.values() for pair in test.order])
+    measured = run.tests.values()
+    order = check_order([pair for test in measured for pair in test.order])
     results = tuple(
-        test.result(*places.get(name, ("", 0)), interrupted=interrupted) for name, test in all_tests.items()
+        test.result(*places.get(test.nodeid, ("", 0)), interrupted=interrupted) for test in measured
     )
     result = GateResult(
         base=base.name,
         head=head.name,
         tests=results,
-        seconds=budget.elapsed,
-        rounds=number,
+        seconds=run.budget.elapsed,
+        rounds=run.number,
         missing=missing,
-        environment=dict(environment or {}),
+        environment=dict(environment),
         seed=seed,
-        suite=None if interrupted else _suite(all_tests.values(), results, rule),
-        order_bias=order.bias if order.pairs else None,
-        balance=1 - order.head_first / order.pairs if order.pairs else None,
+        suite=None if interrupted else _suite(measured, results, rule),
+        order_bias=order.bias,
+        balance=order.balance,
         notes=(
             *notes,
-            *dict.fromkeys((*base.notes, *head.notes)),
-            *filter(None, [_hidden(base, imported)]),
-            *(f"both sides write {path}: derive its name from STACKWISE_SIDE" for path in sorted(written)),
-            *(() if order.balanced else ("one side was first more often than the other: do not trust this",)),
-            *_notes_on(all_tests.values(), results),
+            *run.notes(order),
+            *_notes_on(measured, results),
             *((_INTERRUPTED,) if interrupted else ()),
         ),
     )
     if interrupted:
         raise GateInterruptedError(result)
     return result
+
+
+@dataclass
+class _Run:
+    """Rounds of a run, one after the other.
+
+    Attributes:
+        tests: all tests by name.
+        number: number of the current round, from 1.
+        begun: tests that were measured and need more rounds.
+        chosen: tests in `begun` that are measured in the next round.
+        waiting: tests that were not measured yet.
+        around: seconds of the last round outside of tests.
+        mean: mean seconds per test in the last round.
+        imported: modules that a side has imported, relative to its tree.
+        opened: files that a side has opened, relative to its tree.
+        written: files that both sides have written.
+        reported: time of the last report.
+    """
+
+    base: Tree
+    head: Tree
+    launch: Launch
+    rule: Rule
+    sampling: Sampling
+    tests: dict[str, OpenTest]
+    budget: Budget
+    rng: random.Random
+    on_progress: Callable[[Progress], None] | None
+    number: int = 0
+    begun: list[OpenTest] = field(default_factory=list)
+    chosen: list[OpenTest] = field(default_factory=list)
+    around: float = 0.0
+    mean: float = 0.0
+    imported: set[str] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.waiting, self.reported = list(self.tests.values()), self.budget.elapsed
+        launch, folders = self.launch, {"base": self.base.folder, "head": self.head.folder}
+        self.setup = SetupErrors(launch.root, folders, launch.place, launch.imports, launch.own_head)
+
+    def measure_round(self, start: Starter) -> None:
+        """Measure the chosen and the waiting tests, until the time for the round is over."""
+        self.number += 1
+        began, tests_seconds, ended_seconds = self.budget.elapsed, 0.0, 0.0
+        names = [test.nodeid for test in (*self.chosen, *self.waiting)]
+        measured = run_round(
+            names,
+            start,
+            replace(self.sampling, seconds=_seconds(self.sampling, self.chosen, self.around)),
+            self.rng,
+            {name for name in names if self.tests[name].wants_memory},
+            file_tests=self.launch.file_tests,
+            whole_file={test.nodeid for test in self.chosen if test.whole_file},
+            in_time=lambda: self.budget.suffices() or not any(test.order for test in self.tests.values()),
+            run_began=self.launch.began,
+        )
+        with closing(measured):  # when the loop is left, so that its processes are killed
+            for count, (name, found) in enumerate(measured, start=1):
+                found = self._add(name, found)
+                tests_seconds += found.seconds
+                if isinstance(found, Ended):
+                    ended_seconds += found.seconds  # later rounds do not need this time
+                self.mean = tests_seconds / count
+                if self.budget.elapsed - self.reported > _SILENT:
+                    self.report(count)
+                if self._stops_after(found, count, self.budget.elapsed - began - ended_seconds):
+                    break
+        self.around = self.budget.elapsed - began - tests_seconds
+
+    def _add(self, name: str, found: Paired | Ended) -> Paired | Ended:
+        """Add the result of a test in the current round, and return it with an explanation of a failure."""
+        test = self.tests[name]
+        if isinstance(found, Ended):
+            found = self.setup.explained(found, first=not test.order)
+        else:
+            self.imported |= found.imported
+            self.opened |= found.opened
+            self.written.update(found.written)
+        test.add(found, self.rule)
+        return found
+
+    def _stops_after(self, found: Paired | Ended, count: int, lasted: float) -> bool:
+        """Return True if the round ends with its test number `count`, after `lasted` seconds."""
+        measured = any(test.order or test.disturbed for test in self.tests.values())
+        if measured and not self.budget.goes_on(0.0 if isinstance(found, Ended) else found.seconds):
+            return True
+        if count < len(self.chosen):
+            return False
+        if measured and not self.budget.admits(lasted, next_seconds=self.mean):
+            return True
+        # Code that hangs in every test would take this long for each of them.
+        return isinstance(found, Ended) and "hung" in found.how.values() and not self.budget.suffices()
+
+    def compares_nothing(self) -> bool:
+        """Return True if both sides take every changed file that they used from head.
+
+        Files that a build has created are included.
+        """
+        if not _hidden(self.base, self.imported):
+            return False
+        used = self.imported | self.opened
+        return not any(_differs(self.base.folder / file, self.head.folder / file) for file in used)
+
+    def skip_tests(self) -> None:
+        """Mark the tests as skipped, because their measurement compares nothing."""
+        for test in self.tests.values():
+            if test.ended is None:
+                test.skip(f"nothing to compare: {_hidden(self.base, self.imported)}")
+
+    def require_own_code(self) -> None:
+        """Raise GateError if no test has imported code of its tree on both sides."""
+        paired = [test for test in self.tests.values() if test.order]
+        if paired and not any(test.own for test in paired):
+            raise GateError(_NOTHING_OWN)
+
+    def choose_tests(self) -> None:
+        """Choose the tests of the next round."""
+        n_trials = sum(test.n_trials for test in self.tests.values())
+        begun = [test for test in (*self.begun, *self.waiting) if test.begun and test.open]
+        for trial in (trial for test in begun for trial in test.trials.values()):
+            trial.is_one_of(n_trials)
+        self.waiting = [test for test in self.waiting if not test.begun]
+        self.begun = self.budget.keep(begun, self.around)
+        self.chosen = self.budget.choose(self.begun, self.around)
+
+    def begins_waiting(self) -> bool:
+        """Return True if there is time to begin a waiting test, and no other test is open."""
+        time = self.around + self.mean
+        return not self.begun and bool(self.waiting) and self.budget.admits(next_seconds=time)
+
+    def report(self, passed: int | None = None) -> None:
+        """Report the progress after a round, or after `passed` tests of it."""
+        self.reported = self.budget.elapsed
+        if self.on_progress is None:
+            return
+        rounds_left = math.inf
+        if passed is None:
+            rounds_left = (self.rule.looks[-1] - self.number) * self.reported / self.number
+        self.on_progress(
+            Progress(
+                self.number,
+                sum(test.open for test in self.begun),
+                len(self.tests),
+                sum(test.confirming for test in self.begun),
+                self.reported,
+                len(self.waiting),
+                passed,
+                min(self.budget.left, rounds_left),
+            )
+        )
+
+    def notes(self, order: OrderCheck) -> Iterator[str]:
+        """Yield the notes on the trees, on the files that the sides used, and on the order of the sides."""
+        yield from dict.fromkeys((*self.base.notes, *self.head.notes))
+        yield from filter(None, [_hidden(self.base, self.imported)])
+        for path in sorted(self.written):
+            yield f"both sides write {path}: derive its name from STACKWISE_SIDE"
+        if not order.balanced:
+            yield "one side was first more often than the other: do not trust this"
 
 
 def _seconds(sampling: Sampling, begun: Sequence[OpenTest], around: float) -> float:
@@ -341,16 +430,6 @@ def _hidden(base: Tree, imported: Container[str]) -> str:
     )
 
 
-def _compares_nothing(base: Tree, head: Tree, imported: Set[str], opened: Set[str]) -> bool:
-    """Return True if both sides take every changed file that they used from head.
-
-    Files that a build has created are included.
-    """
-    if not _hidden(base, imported):
-        return False
-    return not any(_differs(base.folder / file, head.folder / file) for file in imported | opened)
-
-
 def _differs(one: Path, other: Path) -> bool:
     """Return True if two files differ, or only one of them exists."""
     exist = [os.path.isfile(path) for path in (one, other)]  # noqa: PTH113 - a name may be too long
@@ -362,8 +441,12 @@ def _notes_on(tests: Collection[OpenTest], results: Iterable[TestResult]) -> Ite
     yield from dict.fromkeys(test.mixed for test in tests if test.mixed)
     yield from _other_work(tests)
     yield from _slower_now_and_then(tests)
-    yield from _dependent(tests)
-    yield from _unused(results)
+    dependent = [test.nodeid for test in tests if test.whole_file]
+    if dependent:
+        yield f"{_first(dependent)}: measured after the earlier tests of its file, which it needs"
+    unused = [result.nodeid for result in results if result.status == "unused"]
+    if unused:
+        yield f"{_first(unused)}: benchmark or throughput is requested and not called, nothing was compared"
     yield from _warned(tests)
 
 
@@ -389,20 +472,6 @@ def _slower_now_and_then(tests: Iterable[OpenTest]) -> Iterator[str]:
             yield f"{test.nodeid}: its median call is within the tolerance, {mean}"
 
 
-def _dependent(tests: Iterable[OpenTest]) -> Iterator[str]:
-    """Yield a sentence on the tests that fail unless earlier tests of their file run before them."""
-    dependent = [test.nodeid for test in tests if test.whole_file]
-    if dependent:
-        yield f"{_first(dependent)}: measured after the earlier tests of its file, which it needs"
-
-
-def _unused(tests: Iterable[TestResult]) -> Iterator[str]:
-    """Yield a sentence on the tests that request `benchmark` or `throughput` and do not call it."""
-    unused = [test.nodeid for test in tests if test.status == "unused"]
-    if unused:
-        yield f"{_first(unused)}: benchmark or throughput is requested and not called, nothing was compared"
-
-
 def _warned(tests: Iterable[OpenTest]) -> Iterator[str]:
     """Yield each RuntimeWarning of the sides, with the tests and the sides that it is from."""
     sources: dict[tuple[str, str], list[str]] = {}
@@ -423,62 +492,38 @@ def _starter(
     folder: Path, base: Tree, head: Tree, launch: Launch, all_tests: Mapping[str, OpenTest]
 ) -> Iterator[Starter]:
     """Yield the function that starts the processes of a round. Their plugin and logs are in `folder`."""
-    trees = {"base": base, "head": head}
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
-    shorter = ExitStack()
-    temporaries = shorter.enter_context(temporary_folder(TEMPORARY, Path("/tmp"))) if is_long else folder  # noqa: S108
-    source = Path(next(iter(side_package.__path__)))
+    shorter = temporary_folder(TEMPORARY, Path("/tmp")) if is_long else nullcontext(folder)  # noqa: S108
+    shutil.copytree(_SOURCE, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
     supply = TwinSupply(folder)
+    with shorter as temporaries:
+        try:
+            yield _Starter(folder, temporaries, {"base": base, "head": head}, launch, all_tests, supply).start
+        finally:
+            supply.end()
 
-    def start(tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
-        twins: list[Twins] = []
-        purpose = frozenset(launch.files[test] for test in tests)
+
+@dataclass(frozen=True)
+class _Starter:
+    """Start of the processes of both sides, whose temporary files are in `temporaries`."""
+
+    folder: Path
+    temporaries: Path
+    trees: Mapping[str, Tree]
+    launch: Launch
+    all_tests: Mapping[str, OpenTest]
+    supply: TwinSupply
+
+    def start(self, tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
+        """Return the function that starts a side with a seed, for these tests."""
+        twins: Twins | None = None
+        purpose = frozenset(self.launch.files[test] for test in tests)
 
         def process(role: str, seed: int) -> SideProcess:
-            if _FORKS and not (twins and twins[-1].left):
-                twins.append(supply.next(seed, purpose))
-            own = trees[role].folder
-            # Without the files of finished tests, since their import takes time.
-            files = dict.fromkeys(str(own / launch.files[test]) for test in tests)
-            other = trees["head" if role == "base" else "base"].folder
-            foreign = [] if launch.callables else [launch.root, other]
-            place = own / launch.place
-            scratch, temporary = folder / f"{role}-files", temporaries / f"{role}-tmp"
-            for fresh in (scratch, temporary):
-                shutil.rmtree(fresh, ignore_errors=True)
-                fresh.mkdir()
-            environment = {
-                **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
-                # Shared by all rounds, which would otherwise compile again.
-                **{n: str(folder / f"{role}-compiled" / n) for n in _COMPILED if n not in os.environ},
-                **({CALLABLE: "1"} if launch.callables else {}),
-                "PYTEST_ADDOPTS": "",  # already among the arguments
-            }
-            made = supply.sides[role] = SideProcess(
-                role,
-                [
-                    "-p",
-                    "stackwise_side.plugin",
-                    *(_moved(argument, launch.root, own) for argument in launch.arguments),
-                    f"--basetemp={scratch / 'tmp'}",
-                    # Without the cache plugin, this key is unknown and --strict-config refuses it.
-                    *(["-o", f"cache_dir={scratch / 'cache'}"] if launch.cache else []),
-                    *files,
-                ],
-                folder=place if place.is_dir() else own,
-                import_path=[folder, *(own / imported for imported in launch.imports)],
-                tree=None if launch.callables else own,
-                tests=trees[role].tests,
-                foreign=foreign,
-                # `source` is in the working tree if this project itself is compared.
-                own=[folder, temporaries, source, *([launch.root] if launch.callables else [])],
-                watch=_watches([all_tests[test] for test in tests if test in all_tests]),
-                log=folder / f"{role}.log",
-                seconds=launch.seconds,
-                seed=seed,
-                environment=environment,
-                twins=twins[-1] if twins else None,
-            )
+            nonlocal twins
+            if _FORKS and not (twins and twins.left):
+                twins = self.supply.next(seed, purpose)
+            made = self.supply.sides[role] = self._process(role, seed, tests, twins)
             try:
                 made.send(tests=list(tests))
             except BaseException:
@@ -488,12 +533,51 @@ def _starter(
 
         return process
 
-    try:
-        shutil.copytree(source, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
-        yield start
-    finally:
-        supply.end()
-        shorter.close()
+    def _process(self, role: str, seed: int, tests: Sequence[str], twins: Twins | None) -> SideProcess:
+        launch, own = self.launch, self.trees[role].folder
+        scratch, temporary = self.folder / f"{role}-files", self.temporaries / f"{role}-tmp"
+        for fresh in (scratch, temporary):
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+        environment = {
+            **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary)),
+            # Shared by all rounds, which would otherwise compile again.
+            **{n: str(self.folder / f"{role}-compiled" / n) for n in _COMPILED if n not in os.environ},
+            "PYTEST_ADDOPTS": "",  # already among the arguments
+        }
+        # `_SOURCE` is in the working tree if this project itself is compared.
+        allowed, foreign = [self.folder, self.temporaries, _SOURCE], list[Path]()
+        if launch.callables:
+            environment[CALLABLE] = "1"
+            allowed.append(launch.root)
+        else:
+            foreign = [launch.root, self.trees["head" if role == "base" else "base"].folder]
+        place = own / launch.place
+        return SideProcess(
+            role,
+            [
+                "-p",
+                "stackwise_side.plugin",
+                *(_moved(argument, launch.root, own) for argument in launch.arguments),
+                f"--basetemp={scratch / 'tmp'}",
+                # Without the cache plugin, this key is unknown and --strict-config refuses it.
+                *(["-o", f"cache_dir={scratch / 'cache'}"] if launch.cache else []),
+                # Without the files of finished tests, since their import takes time.
+                *dict.fromkeys(str(own / launch.files[test]) for test in tests),
+            ],
+            folder=place if place.is_dir() else own,
+            import_path=[self.folder, *(own / imported for imported in launch.imports)],
+            tree=None if launch.callables else own,
+            tests=self.trees[role].tests,
+            foreign=foreign,
+            own=allowed,
+            watch=_watches([self.all_tests[test] for test in tests if test in self.all_tests]),
+            log=self.folder / f"{role}.log",
+            seconds=launch.seconds,
+            seed=seed,
+            environment=environment,
+            twins=twins,
+        )
 
 
 def _watches(tests: Sequence[OpenTest]) -> bool:

@@ -11,8 +11,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 __all__ = ["ORDERS", "OrderCheck", "check_order", "difference", "standard_error", "turns"]
 
@@ -81,21 +80,16 @@ class OrderCheck:
     """Effect of the order on all pairs of a run.
 
     Attributes:
-        pairs: number of pairs.
-        head_first: number of pairs with the head first.
+        balance: share of the pairs with the base first; None: there are no pairs.
         bias: half of the difference in log(head / base) between pairs with the base first and pairs with the
-            head first. 0.01 means that the first side was measured 1 % faster.
+            head first. 0.01 means that the first side was measured 1 % faster. None: one side was always
+            first.
         balanced: True if both sides were first equally often in each round, up to one pair.
     """
 
-    pairs: int
-    head_first: int
-    bias: float
+    balance: float | None
+    bias: float | None
     balanced: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
 
 def check_order(rounds: Sequence[tuple[Sequence[bool], Sequence[float]]]) -> OrderCheck:
@@ -105,11 +99,12 @@ def check_order(rounds: Sequence[tuple[Sequence[bool], Sequence[float]]]) -> Ord
         rounds: for each round of each test, the order of its pairs (True: head first) and their log(head /
             base).
     """
-    head_first = [value for order, logs in rounds for first, value in zip(order, logs, strict=True) if first]
-    base_first = [
-        value for order, logs in rounds for first, value in zip(order, logs, strict=True) if not first
-    ]
-    both = bool(head_first and base_first)
-    bias = (statistics.median(base_first) - statistics.median(head_first)) / 2 if both else math.nan
+    head_first = [first for order, _ in rounds for first in order]
+    orders = _orders([log for _, logs in rounds for log in logs], head_first)
+    bias = None
+    if len(orders) == 2:
+        of_head_first, of_base_first = map(statistics.median, orders)
+        bias = (of_base_first - of_head_first) / 2
+    balance = 1 - statistics.fmean(head_first) if head_first else None
     balanced = all(abs(2 * sum(order) - len(order)) <= 1 for order, _ in rounds)
-    return OrderCheck(len(head_first) + len(base_first), len(head_first), bias, balanced)
+    return OrderCheck(balance, bias, balanced)

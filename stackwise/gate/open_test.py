@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,19 +115,13 @@ class OpenTest:
             self.ended = found
             return
         self.watched = self.watched or found.watched
+        self.round_seconds, self.beside_seconds = found.seconds, found.seconds - found.sampled
         if found.disturbed and not found.mixed:
             self.disturbed = True
-            self.round_seconds, self.beside_seconds = found.seconds, found.seconds - found.sampled
             return
         if not self.order:
-            expected = dict.fromkeys((*found.differences, *found.lacking, *self.asked))
-            judged = {metric: self.limits.of(metric) for metric in expected}
-            self.trials = {
-                metric: Trial(limit, rule) for metric, limit in judged.items() if limit is not None
-            }
+            self._begin_trials((*found.differences, *found.lacking, *self.asked), rule)
         self.seconds += found.seconds
-        self.round_seconds = found.seconds
-        self.beside_seconds = found.seconds - found.sampled
         self.own = self.own or found.own
         self.whole_file = self.whole_file or found.whole_file
         self.mixed = self.mixed or found.mixed
@@ -145,6 +140,10 @@ class OpenTest:
             trial.add(found.differences[metric], found.base[metric])
         # Last: after Ctrl-C in the first round, the test is then treated as not begun.
         self.order.append((found.head_first, found.logs))
+
+    def _begin_trials(self, metrics: Iterable[str], rule: Rule) -> None:
+        limits = {metric: self.limits.of(metric) for metric in dict.fromkeys(metrics)}
+        self.trials = {metric: Trial(limit, rule) for metric, limit in limits.items() if limit is not None}
 
     def skip(self, reason: str) -> None:
         """Mark the test as skipped, because its measurement compares nothing."""

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from stackwise.gate.mixing import STRAY, Used, why_mixed, written_by_both
@@ -276,43 +277,40 @@ def run_round(
     """
     now = real_time.time()
     times = (now if run_began is None else run_began, now)
+    if memory is None:
+        memory = tests
 
     def measure(chosen: Sequence[str], whole: Container[str]) -> Iterator[tuple[str, Paired | Ended, bool]]:
         """Yield name and result of each test, and True if it may need the earlier tests of its file."""
         left, measured = _with_earlier(chosen, file_tests, whole), frozenset(chosen)
         restarted = set[str]()
         while left:
-            began, ran = real_time.perf_counter(), set[str]()
+            began, ran, is_lost = real_time.perf_counter(), set[str](), False
             try:
                 with _both(start(tuple(left)), rng) as sides:
-                    while left:
+                    while left and not is_lost:
                         test, began = left.pop(0), real_time.perf_counter()
                         try:
                             if test in measured:
-                                looks = sampling.memory and (memory is None or test in memory)
-                                found = _test(test, sides, replace(sampling, memory=looks), rng, times)
-                                depends = isinstance(found, Ended) and _may_depend(
-                                    found, test, ran, file_tests
-                                )
-                                yield test, replace(found, seconds=real_time.perf_counter() - began), depends
+                                own = replace(sampling, memory=sampling.memory and test in memory)
+                                found = _test(test, sides, own, rng, times)
                             elif in_time():
                                 _run_unmeasured(test, sides)
                             else:
                                 return
                         except _SideLostError as lost:
-                            if lost.error.how == "out of order" and test not in restarted:
+                            if lost.how == "out of order" and test not in restarted:
                                 restarted.add(test)
                                 left.insert(0, test)
-                            elif test in measured:
-                                ended = lost.ended("", began)
-                                yield test, ended, _may_depend(ended, test, ran, file_tests)
-                            break
+                                break
+                            is_lost, found = True, lost.ended
+                        if test in measured:
+                            found = replace(found, seconds=real_time.perf_counter() - began)
+                            yield test, found, _may_depend(found, test, ran, file_tests)
                         ran.add(test)
             except _SideLostError as lost:
                 left = [test for test in left if test in measured]
-                ended = lost.ended("at its start: ", began)
-                how = {role: "not started" if how == "crashed" else how for role, how in ended.how.items()}
-                each = replace(ended, how=how, seconds=ended.seconds / len(left))
+                each = replace(lost.ended, seconds=(real_time.perf_counter() - began) / len(left))
                 yield from ((test, each, False) for test in left)
                 return
 
@@ -345,20 +343,24 @@ def _with_earlier(
     return list(order)
 
 
-def _may_depend(ended: Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]) -> bool:
+def _may_depend(
+    found: Paired | Ended, test: str, ran: set[str], file_tests: Mapping[str, Sequence[str]]
+) -> bool:
     """Return True if a test may have failed because earlier tests of its file had not run.
 
     Args:
-        ended: result of the test.
+        found: result of the test.
         test: its name.
         ran: tests that had run in its process.
         file_tests: as in `run_round`: its keys are the tests that the session measures. The first round runs
             these, and no other test.
     """
+    if isinstance(found, Paired):
+        return False
     absent = [each for each in _earlier(test, file_tests) if each not in ran]
     if any(each in file_tests for each in absent):
-        return not _INDEPENDENT.issuperset(ended.how.values())
-    return bool(absent) and (ended.how.get("head") == "failed" or ended.by_plugin)
+        return not _INDEPENDENT.issuperset(found.how.values())
+    return bool(absent) and (found.how.get("head") == "failed" or found.by_plugin)
 
 
 def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:
@@ -373,22 +375,22 @@ def _run_unmeasured(test: str, sides: Mapping[str, _Side]) -> None:
 
 
 class _SideLostError(Exception):
-    def __init__(self, role: str, error: SideFailedError) -> None:
-        super().__init__(str(error))
-        self.role, self.error = role, error
+    """A side was lost. `ended` is the outcome of its current test."""
 
-    def ended(self, where: str, began: float) -> Ended:
-        """Return the outcome of the test during which the side was lost."""
-        seconds = real_time.perf_counter() - began
-        return Ended({self.role: self.error.how}, {self.role: f"{where}{self.error}"}, seconds)
+    def __init__(self, role: str, how: str, detail: str) -> None:
+        super().__init__(detail)
+        self.how, self.ended = how, Ended({role: how}, {role: detail})
 
 
 @contextmanager
-def _lost(role: str) -> Iterator[None]:
+def _lost(role: str, *, starts: bool = False) -> Iterator[None]:
     try:
         yield
     except SideFailedError as error:
-        raise _SideLostError(role, error) from None
+        if not starts:
+            raise _SideLostError(role, error.how, str(error)) from None
+        how = "not started" if error.how == "crashed" else error.how
+        raise _SideLostError(role, how, f"at its start: {error}") from None
 
 
 @contextmanager
@@ -400,10 +402,10 @@ def _both(start: Callable[[str, int], SideProcess], rng: random.Random) -> Itera
     try:
         seed = rng.randrange(2**31)
         for role in roles:
-            with _lost(role):
+            with _lost(role, starts=True):
                 sides[role] = _Side(start(role, seed))
         for role in reversed(SIDES):  # head first: if both fail, its error is reported
-            with _lost(role):
+            with _lost(role, starts=True):
                 sides[role].collect()
         yield {role: sides[role] for role in SIDES}
     finally:
@@ -437,29 +439,42 @@ def _test(
     for role in waiting:
         with _lost(role):
             sides[role].come_to(test)
+    return _outcome(test, sides, found, times)
+
+
+def _outcome(
+    test: str, sides: Mapping[str, _Side], found: Paired | None, times: tuple[float, float]
+) -> Paired | Ended:
+    """Return the result of a finished test, with everything that the sides reported on it."""
     ended = {role: side.ended[test] for role, side in sides.items() if test in side.ended}
     warned = {role: side.warnings[test] for role, side in sides.items() if side.warnings.get(test)}
     used = {role: side.used for role, side in sides.items()}
     mixed, written = why_mixed(used, *times), tuple(written_by_both(used))
+    both = tuple(sides.values())
     if ended or found is None:
-        hows = {role: how for role, (how, _) in ended.items()}
-        is_said = any(STRAY in why for _, why in ended.values())
-        more = f"; {mixed}" if mixed and not is_said else ""
-        details = {role: f"{why}{more}" for role, (_, why) in ended.items()}
-        by_plugin = any(test in side.skipped_by_plugin for side in sides.values())
-        return Ended(hows, details, warnings=warned, by_plugin=by_plugin)
-    tokens = (sides["base"].tokens[test], sides["head"].tokens[test])
+        by_plugin = any(test in side.skipped_by_plugin for side in both)
+        return Ended(*_explained(ended, mixed), warnings=warned, by_plugin=by_plugin)
     return replace(
         found,
-        own=all(side.own for side in sides.values()),
-        imported=frozenset[str]().union(*(side.imported for side in sides.values())),
-        opened=frozenset[str]().union(*(side.opened for side in sides.values())),
-        watched=all(side.watched for side in sides.values()),
-        disturbed=any(side.disturbed for side in sides.values()),
+        own=all(side.own for side in both),
+        imported=frozenset[str]().union(*(side.imported for side in both)),
+        opened=frozenset[str]().union(*(side.opened for side in both)),
+        watched=all(side.watched for side in both),
+        disturbed=any(side.disturbed for side in both),
         mixed=mixed,
         written=written,
-        tokens=tokens,
+        tokens=(sides["base"].tokens[test], sides["head"].tokens[test]),
         warnings=warned,
+    )
+
+
+def _explained(ended: Mapping[str, tuple[str, str]], mixed: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return how the test ended on each side, and the detail, with the reason for a mixed comparison."""
+    is_said = any(STRAY in detail for _, detail in ended.values())
+    more = f"; {mixed}" if mixed and not is_said else ""
+    return (
+        {role: how for role, (how, _) in ended.items()},
+        {role: f"{detail}{more}" for role, (_, detail) in ended.items()},
     )
 
 
@@ -468,59 +483,25 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         with _lost(role):
             return sides[role].sample(test, **message)
 
-    if any(side.only_once[test] for side in sides.values()):
-        calls = pairs = 1
-        alone = False
-    else:
+    only_once = any(side.only_once[test] for side in sides.values())
+    calls, pairs, alone = 1, 1, False
+    if not only_once:
         warm = {role: ask(role, warm_up=sampling.warm_up_seconds) for role in rng.sample(SIDES, 2)}
         calls, pairs = _plan(warm, sampling)
         alone = all(each["alone"] for each in warm.values())
     order = turns(pairs, rng, sampling.order)
-    samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
-    references = []
-    next_reference = 0
-    fewest = min(pairs, _FEWEST) if sampling.precision else pairs
-
-    def enough(made: int) -> bool:
-        # Only the size of deviations matters, not their sign. If nothing has changed, this favours no side.
-        if not sampling.precision or made < _FEWEST or made % _CHECKED:
-            return False
-        return all(
-            standard_error(each, order[:made]) < sampling.precision for each in _logs(samples).values()
-        )
-
     began = real_time.perf_counter()
     with _on_one_processor(sides, alone, rng):
-        for number, head_first in enumerate(order):
-            if enough(number):
-                break
-            if sampling.reference is not None and number == next_reference:
-                references.append(sampling.reference())
-                # The distance is odd, so that effects on the caches meet both orders. It grows during the
-                # round, since the end of the round is unknown.
-                next_reference += max(fewest // _REFERENCES, number // 4) | 1
-            for role in reversed(SIDES) if head_first else SIDES:
-                samples[role].append(ask(role, calls=calls))
+        samples, references = _sample(partial(ask, calls=calls), order, sampling)
     sampled = real_time.perf_counter() - began
     order = order[: len(samples["base"])]
-    if sampling.memory and not any(side.only_once[test] for side in sides.values()):
-        held = {
-            role: {"memory": max(_LEAST_BYTES, ask(role, memory=True)["memory"])}
-            for role in rng.sample(SIDES, 2)
-        }
-    else:
-        held = {role: {} for role in SIDES}
-    for role in SIDES:
-        with _lost(role):
-            if not all(sample["time"] > 0 for sample in samples[role]):
-                raise SideFailedError("crashed", "a call took no time at all")
     logs = _logs(samples)
-    levels = {
-        role: {m: statistics.median(s[m] for s in samples[role]) for m in logs} | held[role] for role in SIDES
-    }
+    levels = {role: {m: statistics.median(s[m] for s in samples[role]) for m in logs} for role in SIDES}
     differences = {metric: difference(values, order) for metric, values in logs.items()}
-    if held["base"]:
-        differences["memory"] = math.log(held["head"]["memory"] / held["base"]["memory"])
+    if sampling.memory and not only_once:
+        for role in rng.sample(SIDES, 2):
+            levels[role]["memory"] = max(_LEAST_BYTES, ask(role, memory=True)["memory"])
+        differences["memory"] = math.log(levels["head"]["memory"] / levels["base"]["memory"])
     return Paired(
         levels["base"],
         levels["head"],
@@ -531,6 +512,39 @@ def _measure(test: str, sides: dict[str, _Side], sampling: Sampling, rng: random
         reference=tuple(statistics.median(part) for part in zip(*references, strict=True)),
         lacking=_lacking(samples),
     )
+
+
+def _sample(
+    ask: Callable[[str], dict[str, float]], order: Sequence[bool], sampling: Sampling
+) -> tuple[dict[str, list[dict[str, float]]], list[tuple[float, ...]]]:
+    """Return the samples of each side, in pairs of this order, and the samples of the reference."""
+    samples: dict[str, list[dict[str, float]]] = {role: [] for role in SIDES}
+    references, next_reference = [], 0
+    fewest = min(len(order), _FEWEST) if sampling.precision else len(order)
+    for number, head_first in enumerate(order):
+        if _is_precise(samples, order[:number], sampling.precision):
+            break
+        if sampling.reference is not None and number == next_reference:
+            references.append(sampling.reference())
+            # The distance is odd, so that effects on the caches meet both orders. It grows during the round,
+            # since the end of the round is unknown.
+            next_reference += max(fewest // _REFERENCES, number // 4) | 1
+        for role in reversed(SIDES) if head_first else SIDES:
+            samples[role].append(ask(role))
+    for role in SIDES:
+        if not all(sample["time"] > 0 for sample in samples[role]):
+            raise _SideLostError(role, "crashed", "a call took no time at all")
+    return samples, references
+
+
+def _is_precise(
+    samples: Mapping[str, Sequence[Mapping[str, float]]], order: Sequence[bool], precision: float
+) -> bool:
+    """Return True if the differences of the pairs so far are precise enough to end the round."""
+    # Only the size of deviations matters, not their sign. If nothing has changed, this favours no side.
+    if not precision or len(order) < _FEWEST or len(order) % _CHECKED:
+        return False
+    return all(standard_error(each, order) < precision for each in _logs(samples).values())
 
 
 def _logs(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:

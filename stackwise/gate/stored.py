@@ -138,26 +138,34 @@ def _compared(
     if not any(name in run.levels for run in old):
         return TestResult(name, "missing on base")
     bases = [run for run in alike if name in run.levels]
+    ways = {json.dumps(run.ways[name], sort_keys=True) for run in (*bases, *heads)}
     trials = {}
     for metric in _UNITS:
         limit = limits.of(metric)
-        base = tuple(run.levels[name][metric] for run in bases if metric in run.levels[name])
-        head = tuple(run.levels[name][metric] for run in heads if metric in run.levels[name])
+        base, head = _column(bases, name, metric), _column(heads, name, metric)
         # A new metric has no base to be compared with. Every run has a time, possibly of another machine.
         if limit is None or (metric != "time" and not base):
             continue
-        ways = {json.dumps(run.ways[name], sort_keys=True) for run in (*bases, *heads)}
-        reason = ""
-        if not head:
-            reason = f"saved runs have a {metric} of it, and the new ones have none"
-        elif not base:
-            reason = "no saved run is of this machine, and those of others are not compared"
-        elif metric == "time" and len(ways) > 1:
-            reason = f"it was timed in different ways: {', '.join(sorted(ways))}"
+        reason = _obstacle(metric, base, head, ways)
         trials[metric] = _trial(metric, base, head, limit, rule, n_tests, reason)
     if not trials:
         return TestResult(name, "skipped", detail="no limit of any metric that was saved")
     return TestResult(name, trials=trials)
+
+
+def _column(runs: Sequence[_Stored], name: str, metric: str) -> tuple[float, ...]:
+    """Return the level of a metric in each run that has it."""
+    return tuple(run.levels[name][metric] for run in runs if metric in run.levels[name])
+
+
+def _obstacle(metric: str, base: tuple[float, ...], head: tuple[float, ...], ways: set[str]) -> str:
+    """Return the reason why a metric cannot be compared, or "" if it can be."""
+    if not head:
+        return f"saved runs have a {metric} of it, and the new ones have none"
+    if not base:
+        return "no saved run is of this machine, and those of others are not compared"
+    is_mixed = metric == "time" and len(ways) > 1
+    return f"it was timed in different ways: {', '.join(sorted(ways))}" if is_mixed else ""
 
 
 def _trial(
@@ -170,16 +178,8 @@ def _trial(
     reason: str,
 ) -> TrialResult:
     if reason:
-        decision = Decision(
-            Verdict.INCONCLUSIVE,
-            math.nan,
-            -math.inf,
-            math.inf,
-            0.0,
-            len(head),
-            confirmed=False,
-            reason=reason,
-        )
+        unknown = math.nan, -math.inf, math.inf
+        decision = Decision(Verdict.INCONCLUSIVE, *unknown, 0.0, len(head), confirmed=False, reason=reason)
         return TrialResult(decision, _UNITS[metric], limit.tolerance, 0.0, (), base, head)
     old, new = ([math.log(level) for level in side] for side in (base, head))
     middle = statistics.fmean(old)

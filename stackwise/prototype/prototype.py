@@ -82,33 +82,33 @@ class ArchitecturePrototype:
             check_number("learning_rate", learning_rate, "a finite number > 0", lambda lr: lr > 0)
         if seed is not None:
             check_sizes(0, seed=seed)
-        self._config: StackWiseConfig | None = None
-        self._spec: ModelSpec | None = None
-        self._notes: list[str] = []
         check_data(data)
         self._data, self._learning_rate = data, learning_rate
-        if isinstance(subject, StackWiseConfig):
-            settings = subject.training
-            own_batch, own_effective = settings.batch_size, settings.batch_size * settings.accumulation_steps
-            own_length, device = settings.seq_len, device or settings.device
-            self.seed = settings.seed if seed is None else seed
+        self._config: StackWiseConfig | None = None
+        self._spec = None if isinstance(subject, StackWiseConfig) else ModelSpec.of(subject)
+        self._notes: list[str] = []
+        if self._spec is None:
+            own = subject.training
+            own_batch, own_effective = own.batch_size, own.batch_size * own.accumulation_steps
+            own_length, own_seed, own_device = own.seq_len, own.seed, own.device
         else:
-            self._spec = ModelSpec.of(subject)
-            own_batch, own_effective, own_length = _BATCH_SIZE, None, self._spec.seq_len
-            self.seed = seed or 0
-        self.device = resolve_device(str(device or "cpu"))
+            own_batch = own_effective = _BATCH_SIZE
+            own_length, own_seed, own_device = self._spec.seq_len, 0, "cpu"
+        self.seed = own_seed if seed is None else seed
+        self.device = resolve_device(str(device or own_device))
         self.seq_len = own_length if seq_len is None else seq_len
         self.batch_size, self.effective_batch = _batches(
             batch_size, effective_batch, own_batch, own_effective
         )
-        if isinstance(subject, StackWiseConfig):
+        self._asked_rows: int | None = self.effective_batch
+        self._asked_length: int | None = self.seq_len
+        if self._spec is None:
             self._config = self._configured(subject, is_length_seen=seq_len is not None or data is None)
-        elif self._spec is not None:
+        else:
             self._check_length(self._spec, is_asked=seq_len is not None or data is not None)
-        configured = self._config is not None
-        # Without a request, no difference can be reported.
-        self._asked_rows = self.effective_batch if configured or batch_size or effective_batch else None
-        self._asked_length = self.seq_len if configured or seq_len else None
+            # Without a request, no difference can be reported.
+            self._asked_rows = self.effective_batch if batch_size or effective_batch else None
+            self._asked_length = seq_len
 
     def run(
         self,
@@ -306,14 +306,13 @@ def with_learning_rate(config: StackWiseConfig, learning_rate: float) -> StackWi
 
 
 def _batches(
-    batch_size: int | None, effective_batch: int | None, own_batch: int, own_effective: int | None
+    batch_size: int | None, effective_batch: int | None, own_batch: int, own_effective: int
 ) -> tuple[int, int]:
     """Return the rows per micro-batch and per update."""
     if effective_batch is None:
         if batch_size is None:
-            return own_batch, own_effective or own_batch
-        repeats = (own_effective or own_batch) // own_batch
-        return batch_size, batch_size * repeats
+            return own_batch, own_effective
+        return batch_size, batch_size * (own_effective // own_batch)
     if batch_size is None:
         batch_size = max(n for n in range(1, own_batch + 1) if effective_batch % n == 0)
     fits = effective_batch % batch_size == 0

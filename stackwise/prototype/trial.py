@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,53 +81,53 @@ class Trial:
     ) -> PrototypeRun:
         """Return the result of the run."""
         losses = [record.loss for record in self._records]
-        norms = [record.grad_norm for record in self._records]
-        left_out = tuple(record.step for record in self._records if _was_answered(record))
         sound = [0.0 if _was_answered(record) else record.grad_norm for record in self._records]
         made, empty = len(self.rows), int(self._empty)
         require(empty < made, "data: updates with a token to predict", 0, f"at least one of the {made}")
         in_nats = self._training.in_nats
         verdict = loss_verdict(losses, sound, spike=spike, divergence=divergence, in_nats=in_nats)
-        lost = verdict.status in ("nan", "diverged")
-        told = [*notes, *self._training.notes]
-        if self._steps < ENOUGH:
-            told.append(f"{self._steps} steps: a verdict wants at least {ENOUGH}")
         nat = 1.0 if in_nats or (spike and divergence) else in_place_of_a_nat(losses)
-        if nat < 1:
-            told.append(f"limits of the verdict: {nat:.3g} of those in nats, since the loss begins at that")
-        if empty:
-            told.append(f"data: nothing to predict in {empty} of {made} updates, whose loss is 0")
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):
-            told.append("batch normalisation: its statistics are of micro-batches alone")
-        if (self._training.passes or 0) > 1:
-            told.append(f"data: in pass {self._training.passes} over it, so that some is learned by heart")
-        for _, observation in self._observations[:1]:
-            told += observation.notes
-        seen = self._observations
+        told = (*notes, *self._training.notes, *self._notes(nat, empty))
         return PrototypeRun(
             name=self._training.name,
             status=verdict.status,
             step=verdict.step,
             losses=tuple(losses),
-            gradient_norms=tuple(norms),
+            gradient_norms=tuple(record.grad_norm for record in self._records),
             learning_rates=tuple(record.lr for record in self._records),
-            logit_max=tuple((step, each.logit_max) for step, each in seen),
-            attention_entropy=tuple(
-                (step, each.attention_entropy) for step, each in seen if each.attention_entropy
-            ),
-            attention_logit_max=tuple(
-                (step, each.attention_logit_max) for step, each in seen if each.attention_logit_max
-            ),
-            final_loss=math.inf if lost else end_of(losses),
+            logit_max=tuple((step, each.logit_max) for step, each in self._observations),
+            attention_entropy=self._observed("attention_entropy"),
+            attention_logit_max=self._observed("attention_logit_max"),
+            final_loss=math.inf if verdict.status in ("nan", "diverged") else end_of(losses),
             validation_loss=None if verdict.status == "nan" else self._training.validation_loss(),
             tokens=sum(record.tokens or 0 for record in self._records),
             seconds=sum(self._clock.seconds()),
             tokens_per_second=self._clock.tokens_per_second(),
             peak_bytes=_added([making, *self._peaks]),
-            notes=tuple(told),
+            notes=told,
             spikes=verdict.spikes,
-            left_out=left_out,
+            left_out=tuple(record.step for record in self._records if _was_answered(record)),
         )
+
+    def _observed(self, name: str) -> tuple[tuple[int, Any], ...]:
+        """Return the steps and values of an attribute of the observations, without empty values."""
+        values = ((step, getattr(each, name)) for step, each in self._observations)
+        return tuple((step, value) for step, value in values if value)
+
+    def _notes(self, nat: float, empty: int) -> Iterator[str]:
+        """Yield the limits of the verdict, for an initial loss `nat` and `empty` updates without a target."""
+        if self._steps < ENOUGH:
+            yield f"{self._steps} steps: a verdict wants at least {ENOUGH}"
+        if nat < 1:
+            yield f"limits of the verdict: {nat:.3g} of those in nats, since the loss begins at that"
+        if empty:
+            yield f"data: nothing to predict in {empty} of {len(self.rows)} updates, whose loss is 0"
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self._training.model.modules()):
+            yield "batch normalisation: its statistics are of micro-batches alone"
+        if (self._training.passes or 0) > 1:
+            yield f"data: in pass {self._training.passes} over it, so that some is learned by heart"
+        for _, observation in self._observations[:1]:
+            yield from observation.notes
 
     def _update(self, step: int) -> None:
         with self._clock.update():

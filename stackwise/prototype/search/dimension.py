@@ -204,13 +204,17 @@ def _read_range(given: Mapping[Any, Any]) -> Range:
     if log and low <= 0:
         raise ValueError(f"got low={low!r} beside log=true; allowed: a number above 0")
     if step is not None:
-        if not _is_number(step) or step <= 0 or (integers and not isinstance(step, int)):
-            raise ValueError(f"got {step!r} for step; allowed: a number above 0, an integer for integers")
-        steps = (high - low) / step
-        if abs(steps - round(steps)) > 1e-9 * max(1.0, steps):
-            raise ValueError(f"got step={step!r}; allowed: a part of high - low = {high - low!r}")
+        _check_step(step, high - low, integers)
         step = step if integers else float(step)
     return Range(low, high, step, log)
+
+
+def _check_step(step: Any, length: float, integers: bool) -> None:
+    if not _is_number(step) or step <= 0 or (integers and not isinstance(step, int)):
+        raise ValueError(f"got {step!r} for step; allowed: a number above 0, an integer for integers")
+    steps = length / step
+    if abs(steps - round(steps)) > 1e-9 * max(1.0, steps):
+        raise ValueError(f"got step={step!r}; allowed: a part of high - low = {length!r}")
 
 
 def _label(value: Any) -> Any:

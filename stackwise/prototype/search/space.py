@@ -43,6 +43,11 @@ _TOGETHER = (
 )
 # Keys with a common rule: the size of a head must be even if it is rotated.
 _RELATED = (("model.head_dim", "model.use_rope", "model.attention_type"),)
+# Types and allowed values of keys that are numbers.
+_NUMBERS = {
+    **dict.fromkeys(("n_layers", "gqa_ratio", "model.n_heads", "model.head_dim"), (int, "integers >= 1")),
+    "d_ff_ratio": (int | float, "numbers above 0"),
+}
 _CHECKED = 512  # maximum number of combinations of other keys for which a budget is checked
 
 
@@ -251,27 +256,31 @@ class Space:
         for one, other in _TOGETHER:
             if one in self.dimensions and other in self.dimensions:
                 yield f"space.{one}: is given beside {other}, which it decides; allowed: one of them"
-        if self.budget is not None and self.budget.solve in self.dimensions:
-            yield f"space.{self.budget.solve}: is what is solved for; allowed: another key, or another solve"
-        if self.budget is not None and self.budget.solve is not None:
-            for one, other in _TOGETHER:
-                if self.budget.solve == one and other in self.dimensions:
-                    yield f"space.{other}: is decided by solve={one}; allowed: none"
-                if self.budget.solve == other and one in self.dimensions:
-                    yield f"space.{one}: is decided by solve={other}; allowed: none"
-        kinds = self._possible("model.attention_type", self.base.model.attention_type)
-        if "gqa_ratio" in self.dimensions and not {"gqa", "kernel"} & set(kinds):
-            yield f"space.gqa_ratio: is for attention_type 'gqa' or 'kernel', and it is {kinds[0]!r}"
-        ratio = self._base_sizes["gqa_ratio"]
-        if "gqa" in kinds and "gqa_ratio" not in self.dimensions and ratio is None:
+        yield from self._solved_keys()
+        yield from self._wrong_ratio()
+        for key, (kind, allowed) in _NUMBERS.items():
+            for value in self._ends(key):
+                if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+                    yield f"space.{key}: got {value!r}; allowed: {allowed}"
+
+    def _solved_keys(self) -> Iterator[str]:
+        """Yield an error for each key that the solved key determines."""
+        solve = self._solve
+        if solve in self.dimensions:
+            yield f"space.{solve}: is what is solved for; allowed: another key, or another solve"
+        decided = (key for pair in _TOGETHER if solve in pair for key in pair if key != solve)
+        for key in decided:
+            if key in self.dimensions:
+                yield f"space.{key}: is decided by solve={solve}; allowed: none"
+
+    def _wrong_ratio(self) -> Iterator[str]:
+        """Yield an error if `gqa_ratio` has no effect, or is missing."""
+        kinds = self._ends("model.attention_type") or (self.base.model.attention_type,)
+        if "gqa_ratio" in self.dimensions:
+            if not {"gqa", "kernel"} & set(kinds):
+                yield f"space.gqa_ratio: is for attention_type 'gqa' or 'kernel', and it is {kinds[0]!r}"
+        elif "gqa" in kinds and self._base_sizes["gqa_ratio"] is None:
             yield "space.gqa_ratio: got nothing; attention_type 'gqa' needs it, and the base has none"
-        for key in ("n_layers", "gqa_ratio", "model.n_heads", "model.head_dim"):
-            for value in self.dimensions[key].ends if key in self.dimensions else ():
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    yield f"space.{key}: got {value!r}; allowed: integers >= 1"
-        for value in self.dimensions["d_ff_ratio"].ends if "d_ff_ratio" in self.dimensions else ():
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-                yield f"space.d_ff_ratio: got {value!r}; allowed: numbers above 0"
 
     def _wrong_values(self) -> Iterator[str]:
         """Yield values that are refused by themselves, or together with a value of another key.
@@ -281,8 +290,8 @@ class Space:
         combinations of `_RELATED` are allowed, the space therefore contains no refused value.
         """
         first = {key: dimension.ends[0] for key, dimension in self.dimensions.items()}
-        if self.budget is not None and self.budget.solve is not None:
-            first |= {self.budget.solve: 8}
+        if self._solve is not None:
+            first |= {self._solve: 8}
         refused: set[tuple[str, str]] = set()
         for key, dimension in self.dimensions.items():
             for value in dimension.ends:
@@ -291,25 +300,19 @@ class Space:
                 if alone is not None and self._alone(first, key, value):
                     refused.add((key, repr(value)))
                     yield f"space.{key}: got {value!r}; {alone}"
-        for (key, one), (other, two) in itertools.combinations(self.dimensions.items(), 2):
-            for value, beside in itertools.product(one.ends, two.ends):
-                if (key, repr(value)) in refused or (other, repr(beside)) in refused:
-                    continue
-                problem = self._problem({key: value, other: beside}, rest=first)
-                if problem is not None:
-                    refused |= {(key, repr(value)), (other, repr(beside))}
-                    yield f"space.{key}: got {value!r} beside {other}={beside!r}; {problem}"
-        for keys in _RELATED:
-            ends = [self.dimensions[key].ends for key in keys if key in self.dimensions]
-            for values in itertools.product(*ends) if len(ends) == len(keys) else ():
+        related = (keys for keys in _RELATED if self.dimensions.keys() >= set(keys))
+        for keys in (*itertools.combinations(self.dimensions, 2), *related):
+            for values in itertools.product(*map(self._ends, keys)):
                 drawn = dict(zip(keys, values, strict=True))
-                if any((key, repr(value)) in refused for key, value in drawn.items()):
+                shown = {(key, repr(value)) for key, value in drawn.items()}
+                problem = None if refused & shown else self._problem(drawn, rest=first)
+                if problem is None:
                     continue
-                problem = self._problem(drawn, rest=first)
-                if problem is not None:
-                    key, *others = keys
-                    beside = " and ".join(f"{other}={drawn[other]!r}" for other in others)
-                    yield f"space.{key}: got {drawn[key]!r} beside {beside}; {problem}"
+                if len(keys) == 2:  # all refused combinations of related keys are reported
+                    refused |= shown
+                key, *others = keys
+                beside = " and ".join(f"{other}={drawn[other]!r}" for other in others)
+                yield f"space.{key}: got {drawn[key]!r} beside {beside}; {problem}"
 
     def _alone(self, first: Mapping[str, Any], key: str, value: Any) -> bool:
         """Return True if `value` is refused with all values of the other keys."""
@@ -387,8 +390,12 @@ class Space:
             f" space{told}; its sizes go from {smallest} to {largest} in steps that miss them"
         )
 
-    def _possible(self, key: str, base: Any) -> list[Any]:
-        return list(self.dimensions[key].ends) if key in self.dimensions else [base]
+    def _ends(self, key: str) -> tuple[Any, ...]:
+        return self.dimensions[key].ends if key in self.dimensions else ()
+
+    @property
+    def _solve(self) -> str | None:
+        return None if self.budget is None else self.budget.solve
 
 
 def config_digest(config: StackWiseConfig) -> str:

@@ -156,15 +156,6 @@ def search_architecture_space(
     require(shared or jobs == 1, "jobs", jobs, "1 with a storage that other processes cannot open")
     weights = ScoreWeights() if weights is None else weights
     objectives = read_objectives(objective)
-    told = None if evaluate is None else evaluation_name(evaluate)
-    if evaluate is not None and told is None:
-        require(
-            name is not None or place == MEMORY,
-            "name",
-            name,
-            f"a name of the study, since what evaluate={evaluate!r} does cannot be told from it",
-        )
-        told = kind_name(evaluate)
     definition = {
         "space": space.to_dict(),
         "objectives": [each.name for each in objectives],
@@ -173,12 +164,8 @@ def search_architecture_space(
         "seed": seed,
         "small_factor": small_factor,
         "weights": weights.to_dict(),
-        "evaluate": told,
-        "device": _device_type(space, device) if evaluate is None else None,
+        **_evaluation(evaluate, space, device, is_named=name is not None or place == MEMORY),
     }
-    if evaluate is not None and name is None and place != MEMORY:
-        code = evaluation_code(evaluate)
-        definition |= {} if code is None else {"code": code}
     task = Task(
         place=place,
         name=_name(definition) if name is None else name,
@@ -269,6 +256,28 @@ def _overlap(study: Study) -> bool:
         if each.datetime_start is not None and each.datetime_complete is not None
     )
     return any(after[0] < before[1] for before, after in itertools.pairwise(spans))
+
+
+def _evaluation(
+    evaluate: Evaluate | None, space: Space, device: str | None, *, is_named: bool
+) -> dict[str, str | None]:
+    """Return the part of a study's definition that identifies the evaluation of a configuration.
+
+    Args:
+        evaluate: replacement for the training; None: the training.
+        space: search space.
+        device: device of the training.
+        is_named: True if the study needs no name that is derived from this part.
+    """
+    if evaluate is None:
+        return {"evaluate": None, "device": _device_type(space, device)}
+    told = evaluation_name(evaluate)
+    if told is None:
+        allowed = f"a name of the study, since what evaluate={evaluate!r} does cannot be told from it"
+        require(is_named, "name", None, allowed)
+        told = kind_name(evaluate)
+    code = None if is_named else evaluation_code(evaluate)
+    return {"evaluate": told, "device": None} | ({} if code is None else {"code": code})
 
 
 def _device_type(space: Space, device: str | None) -> str | None:

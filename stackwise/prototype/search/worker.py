@@ -206,14 +206,12 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
         torch.AcceleratorError: the device is unusable in this process.
     """
     optuna = import_optuna()
-    maximize = task.objectives[0].maximize
     by_seed = task.pruner == "wilcoxon" or isinstance(task.pruner, optuna.pruners.WilcoxonPruner)
-    rungs = Rungs(claim.trial, maximize=maximize)
-    watched = task.pruner is not None and not by_seed
+    rungs = Rungs(claim.trial, maximize=task.objectives[0].maximize)
+    report = _Report(rungs.report if task.pruner is not None and not by_seed else None)
     outcomes: list[TrialOutcome] = []
     try:
         for number, seed in enumerate(task.seeds):
-            report = _Report(rungs.report if watched and number == 0 else _unheard)
             outcome = task.evaluate(claim.trained, seed, report)
             if not isinstance(outcome, TrialOutcome):
                 raise _NoOutcomeError(
@@ -223,20 +221,13 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
             if not math.isfinite(outcome.loss) or outcome.status not in ("success", "spiky"):
                 break
             if by_seed:
-                claim.trial.report(-outcome.loss if maximize else outcome.loss, number)
-                if number + 1 < len(task.seeds) and claim.trial.should_prune():
-                    raise optuna.TrialPruned
+                _report_seed(task, claim, number, outcome.loss)
+            report = _Report()
     except optuna.TrialPruned:
         last = merge_outcomes(outcomes).loss if outcomes else rungs.last
         return lambda: finish_pruned(study, claim.trial, last, outcomes)
-    except _NoOutcomeError:  # it affects every configuration, so it is not the result of one
-        raise
     except Exception as error:  # a configuration that cannot be trained is a result
-        # The next trial would fail in the same way: a missing file or library is noticed before the first
-        # loss.
-        missing = isinstance(error, OSError | ImportError) and not isinstance(error, TimeoutError)
-        missing = missing and not outcomes and not report.was_called
-        if missing or _leaves_unusable(error):
+        if _affects_all(error, is_early=not outcomes and not report.was_called):
             raise
         outcomes.append(TrialOutcome("error", math.inf, reason=_reason(error)))
     losses = [each.loss for each in outcomes]
@@ -244,15 +235,33 @@ def _trained(task: Task, study: Study, claim: Claim) -> Callable[[], None]:
     return lambda: finish(study, claim.trial, task.objectives, task.weights, merged, losses)
 
 
-class _Report:
-    """Report that records if it was called."""
+def _report_seed(task: Task, claim: Claim, number: int, loss: float) -> None:
+    """Report the loss of a run to a pruner of seeds. Raise TrialPruned if it stops the trial."""
+    claim.trial.report(-loss if task.objectives[0].maximize else loss, number)
+    if number + 1 < len(task.seeds) and claim.trial.should_prune():
+        raise import_optuna().TrialPruned
 
-    def __init__(self, report: Report) -> None:
-        self._report, self.was_called = report, False
+
+class _Report:
+    """Report that records if it was called, and is ignored without a receiver."""
+
+    def __init__(self, receiver: Report | None = None) -> None:
+        self._receiver, self.was_called = receiver, False
 
     def __call__(self, done: float, loss: float) -> None:
         self.was_called = True
-        self._report(done, loss)
+        if self._receiver is not None:
+            self._receiver(done, loss)
+
+
+def _affects_all(error: Exception, *, is_early: bool) -> bool:
+    """Return True if other configurations would fail in the same way, in this process or in any.
+
+    A missing file or library is noticed before the first loss.
+    """
+    if isinstance(error, _NoOutcomeError) or _leaves_unusable(error):
+        return True
+    return is_early and isinstance(error, OSError | ImportError) and not isinstance(error, TimeoutError)
 
 
 def _reason(error: BaseException) -> str:
@@ -263,7 +272,3 @@ def _reason(error: BaseException) -> str:
 def _leaves_unusable(error: BaseException) -> bool:
     """Return True if everything that the process does on a device after this error fails."""
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
-
-
-def _unheard(done: float, loss: float) -> None:
-    """Ignore the report."""

@@ -196,34 +196,42 @@ def _windows(
     config: StackWiseConfig, n_blocks: int, seq_len: int | None, notes: list[str]
 ) -> int | list[int | None] | None:
     """Return the key `sliding_window` for `n_blocks` Blocks and rows of `seq_len`."""
-    windows, whole = config.model.sliding_window, config.training.seq_len
-
-    def scaled(window: int | None) -> int | None:
-        return None if window is None or seq_len is None else max(1, round(window * seq_len / whole))
-
+    windows = config.model.sliding_window
     if not isinstance(windows, list):
-        kept: list[int | None] = [windows]
-    else:
-        of_blocks = [block.sliding_window for stack in config.model.blocks() for block in stack]
-        kept = windows
-        if n_blocks < min(len(windows), len(of_blocks)):
-            kept = _resampled(of_blocks, len(windows), n_blocks)
-        now = Counter(kept[i % len(kept)] for i in range(n_blocks))
-        for window, count in Counter(of_blocks).items():
-            shown = "null" if window is None else window
-            if not now[window]:
-                had = f"{count} of {len(of_blocks)}"
-                notes.append(f"sliding_window: no Block with {shown} is left, which {had} had")
-            elif now[window] * len(of_blocks) != count * n_blocks:
-                shares = f"{now[window]} of {n_blocks} Blocks instead of {count} of {len(of_blocks)}"
-                notes.append(f"sliding_window: {shown} in {shares}")
-    if seq_len is not None:
-        for window in dict.fromkeys(kept[i % len(kept)] for i in range(n_blocks)):
-            if window is not None and window * seq_len % whole:
-                ratio = f"{scaled(window)} of {seq_len} tokens instead of {window} of {whole}"
-                notes.append(f"sliding_window: {ratio}")
-        kept = [scaled(window) for window in kept]
-    return kept if isinstance(windows, list) else kept[0]
+        return _scaled_windows(config, [windows], n_blocks, seq_len, notes)[0]
+    of_blocks = [block.sliding_window for stack in config.model.blocks() for block in stack]
+    kept: list[int | None] = windows
+    if n_blocks < min(len(windows), len(of_blocks)):
+        kept = _resampled(of_blocks, len(windows), n_blocks)
+    now = Counter(kept[i % len(kept)] for i in range(n_blocks))
+    for window, count in Counter(of_blocks).items():
+        shown = "null" if window is None else window
+        if not now[window]:
+            had = f"{count} of {len(of_blocks)}"
+            notes.append(f"sliding_window: no Block with {shown} is left, which {had} had")
+        elif now[window] * len(of_blocks) != count * n_blocks:
+            shares = f"{now[window]} of {n_blocks} Blocks instead of {count} of {len(of_blocks)}"
+            notes.append(f"sliding_window: {shown} in {shares}")
+    return _scaled_windows(config, kept, n_blocks, seq_len, notes)
+
+
+def _scaled_windows(
+    config: StackWiseConfig,
+    windows: Sequence[int | None],
+    n_blocks: int,
+    seq_len: int | None,
+    notes: list[str],
+) -> list[int | None]:
+    """Return the windows, scaled with the length of a row."""
+    whole, scaled = config.training.seq_len, dict[int | None, int | None](zip(windows, windows, strict=True))
+    for window in scaled:
+        if window is None or seq_len is None:
+            continue
+        scaled[window] = max(1, round(window * seq_len / whole))
+        if window * seq_len % whole and window in windows[:n_blocks]:
+            ratio = f"{scaled[window]} of {seq_len} tokens instead of {window} of {whole}"
+            notes.append(f"sliding_window: {ratio}")
+    return [scaled[window] for window in windows]
 
 
 def _resampled(windows: Sequence[int | None], period: int, n_blocks: int) -> list[int | None]:

@@ -65,14 +65,6 @@ class Trial:
         """Decision of the trial; None: more rounds are needed."""
         return self._decision
 
-    @property
-    def rounds_to_look(self) -> int:
-        """Number of rounds until the next possible decision; 0 after the decision."""
-        if self.decided:
-            return 0
-        rounds = len(self._stage())
-        return next(look for look in self._rule().looks if look > rounds) - rounds
-
     def is_one_of(self, n_tests: int) -> None:
         """Update the number of trials in the whole run. The number of a flagged trial is not changed."""
         if self._flag is None:

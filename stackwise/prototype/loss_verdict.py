@@ -7,8 +7,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from stackwise.prototype.prototype_run import Status
 from stackwise.support.arguments import check_number, check_sizes
@@ -164,10 +163,6 @@ class LossVerdict:
     status: Status
     step: int | None
     spikes: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 def loss_verdict(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["HistoryError", "open_store"]
 
 
-def open_store(place: str | Path, *, create: bool = True, timeout_seconds: float = 60.0) -> Store:
+def open_store(place: str | Path, *, create: bool = True) -> Store:
     """Open the store at a path or URL; see `stackwise.gate.history.store.Store`.
 
     Raises:
@@ -26,4 +26,4 @@ def open_store(place: str | Path, *, create: bool = True, timeout_seconds: float
         if (error.name or "").partition(".")[0] != "sqlalchemy":
             raise
         raise HistoryError("a history needs SQLAlchemy: pip install 'stackwise[history]'") from None
-    return Store(place, create=create, timeout_seconds=timeout_seconds)
+    return Store(place, create=create)

@@ -12,7 +12,6 @@ from stackwise.gate.history.change_point import latest_segment
 from stackwise.gate.history.interval import ONE_LOOK, decide
 from stackwise.gate.history.point import Point, Result
 from stackwise.gate.limit import Limit
-from stackwise.gate.sequential import Rule
 from stackwise.gate.verdict import Decision, Verdict
 from stackwise.support.arguments import check_sizes, require
 
@@ -45,9 +44,7 @@ def judge(
     limit: Limit,
     *,
     drifted: str = "",
-    rule: Rule = ONE_LOOK,
     n_tests: int = 1,
-    seed: int = 0,
 ) -> Judgement:
     """Compare the runs of a new revision with the latest segment of its history.
 
@@ -63,9 +60,7 @@ def judge(
         new: runs of the revision in order: one, and a second one if the first was flagged.
         limit: limit of the metric.
         drifted: reason why the machine has changed (`Band.outside`); "": it has not changed.
-        rule: rule with the error rates.
         n_tests: number of judged results in the whole run.
-        seed: seed of the search for change points.
 
     Raises:
         ValueError: no new run, or runs both with and without a reference.
@@ -77,7 +72,7 @@ def judge(
     # Log-ratios with and without a reference are not comparable.
     points = [point for point in history if (point.reference is not None) == referenced][-WINDOW:]
     values = [point.log_ratio for point in points]
-    start = latest_segment(values, seed=seed)
+    start = latest_segment(values)
     points, values = points[start:], values[start:]
     count = len(values)
     if drifted:
@@ -88,10 +83,10 @@ def judge(
         return Judgement(_undecided(values, new, reason), Standing.ACCEPTED, count)
     at = limit.at(statistics.median(point.level for point in points))
     # Without a second run a flag is final, so its error rate is divided by the number of judged results.
-    alpha = rule.alpha if len(new) > 1 else min(rule.alpha, rule.run_alpha / n_tests)
-    decision = _decide(values, new[0], at, alpha, rule.miss)
+    alpha = ONE_LOOK.alpha if len(new) > 1 else min(ONE_LOOK.alpha, ONE_LOOK.run_alpha / n_tests)
+    decision = _decide(values, new[0], at, alpha)
     if decision.verdict in (Verdict.REGRESSED, Verdict.IMPROVED) and len(new) > 1:
-        again = _decide(values, new[1], at, rule.confirmation(n_tests).alpha, rule.miss)
+        again = _decide(values, new[1], at, ONE_LOOK.confirmation(n_tests).alpha)
         contrary = {decision.verdict, again.verdict} == {Verdict.REGRESSED, Verdict.IMPROVED}
         if contrary:
             return Judgement(
@@ -101,9 +96,7 @@ def judge(
     return Judgement(decision, Standing.of(decision.verdict), count)
 
 
-def _decide(
-    values: Sequence[float], new: Result, limits: tuple[float, float], alpha: float, miss: float
-) -> Decision:
+def _decide(values: Sequence[float], new: Result, limits: tuple[float, float], alpha: float) -> Decision:
     count, spread = len(values), statistics.stdev(values)
     return decide(
         new.log_ratio - statistics.fmean(values),
@@ -111,7 +104,7 @@ def _decide(
         count - 1,
         *limits,
         alpha=alpha,
-        miss=miss,
+        miss=ONE_LOOK.miss,
         rounds=1,
         doubt=f"runs differ by {math.expm1(spread):.2%} (standard deviation), too much to tell",
         source=f"by the {count} results of the latest segment",

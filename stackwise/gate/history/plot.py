@@ -30,7 +30,7 @@ _COLOURS = {
 }
 
 
-def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed: int = 0) -> str:
+def series_svg(points: Sequence[Point], title: str) -> str:
     """Return a series as an SVG. The same series has the same text.
 
     The upper plot has the cost of each result relative to the median of all, by the log-ratio to the
@@ -38,10 +38,8 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
     change point. The lower plot has the time of the reference relative to its median.
 
     Args:
-        points: results of one series, oldest first.
+        points: results of one series, oldest first. The newest are shown.
         title: title of the plot.
-        last: maximum number of results; the newest are shown.
-        seed: seed of the search for change points.
 
     Raises:
         ValueError: no points.
@@ -49,7 +47,7 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
     """
     require(len(points) > 0, "points", len(points), "one or more")
     referenced = points[-1].reference is not None
-    shown = [point for point in points if (point.reference is not None) == referenced][-last:]
+    shown = [point for point in points if (point.reference is not None) == referenced][-WINDOW:]
 
     def draw(figure: Figure) -> None:
         if referenced:
@@ -57,7 +55,7 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
             _draw_reference(below, shown)
         else:
             above = below = figure.subplots()
-        _draw_costs(above, shown, seed)
+        _draw_costs(above, shown)
         above.set_title(title, loc="left", color=INK, parse_math=False)
         below.set_xlabel(f"result, {shown[0].created:%Y-%m-%d} to {shown[-1].created:%Y-%m-%d}")
 
@@ -67,7 +65,7 @@ def series_svg(points: Sequence[Point], title: str, *, last: int = WINDOW, seed:
         raise HistoryError(str(error)) from None
 
 
-def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:
+def _draw_costs(axes: Axes, points: Sequence[Point]) -> None:
     values = [point.log_ratio for point in points]
     middle = statistics.median(values)
     shares = [100 * math.expm1(value - middle) for value in values]
@@ -76,7 +74,7 @@ def _draw_costs(axes: Axes, points: Sequence[Point], seed: int) -> None:
         if places:
             label = verdict or "not judged"
             axes.plot(places, [shares[place] for place in places], "o", ms=4, color=colour, label=label)
-    starts = [change.index for change in change_points(values, seed=seed)]
+    starts = [change.index for change in change_points(values)]
     for start, end in zip([0, *starts], [*starts, len(values)], strict=True):
         mean = 100 * math.expm1(statistics.fmean(values[start:end]) - middle)
         axes.plot([start - 0.5, end - 0.5], [mean, mean], color=INK, lw=1.2)

@@ -87,27 +87,17 @@ class Result:
         require(not wrong, f"samples of {self.test}", wrong[:1], "finite numbers")
 
     @classmethod
-    def timed(cls, test: str, found: Referenced, *, metric: str = "time", **others: Any) -> Self:
+    def timed(cls, test: str, found: Referenced) -> Self:
         """Return the result of a test that was interleaved with the reference."""
         return cls(
             test,
-            metric,
+            "time",
             found.level,
             found.log_ratio,
             found.reference_level,
             samples=found.samples,
             reference_samples=found.reference,
-            **others,
         )
-
-    @classmethod
-    def counted(cls, test: str, metric: str, samples: tuple[float, ...], **others: Any) -> Self:
-        """Return the result of a metric that does not depend on the machine's speed, such as bytes.
-
-        The level is the largest of the samples. The result has no reference.
-        """
-        level = max(samples)
-        return cls(test, metric, level, math.log(level), samples=samples, **others)
 
 
 @dataclass(frozen=True)

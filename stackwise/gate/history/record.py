@@ -20,28 +20,22 @@ from stackwise.support.arguments import require
 __all__ = ["judge_run", "judged_results", "results_of"]
 
 
-def results_of(
-    gate: GateResult, references: Mapping[str, Sequence[ReferenceTime]] | None = None
-) -> list[Result]:
+def results_of(gate: GateResult) -> list[Result]:
     """Return the results of head in a gate, for the history. A metric without a measurement is skipped.
 
-    Args:
-        gate: result of the gate.
-        references: reference time in each round of each test, by node ID; None: as stored in the tests.
-            Without a reference the history has levels only, which include every drift of the machine.
+    Without a reference the history has levels only, which include every drift of the machine.
 
     Raises:
         ValueError: a test without a reference time in each of its rounds.
     """
     found = []
     for test in gate.tests:
-        said = [ReferenceTime(*each) for each in test.reference]
-        given = said if references is None else references.get(test.nodeid, ())
+        references = [ReferenceTime(*each) for each in test.reference]
         for metric, trial in test.trials.items():
             if not trial.head:
                 continue
             # A metric that was decided early has fewer rounds than its test.
-            times = () if trial.unit == "B" else tuple(given[: len(trial.head)])
+            times = () if trial.unit == "B" else tuple(references[: len(trial.head)])
             require(
                 not times or len(times) == len(trial.head),
                 f"references of {test.nodeid}",
@@ -74,7 +68,6 @@ def judge_run(
     branch: str = "main",
     commit: str = "",
     again: Sequence[Result] = (),
-    seed: int = 0,
 ) -> dict[tuple[str, str], Judgement]:
     """Judge the results of a run by the history of its machine, and return the judgements. Store no results.
 
@@ -86,7 +79,6 @@ def judge_run(
         branch: branch of the results that are used.
         commit: commit of the run. Its stored results are not part of its history; "": unknown.
         again: results of a second run for tests that the first one had flagged.
-        seed: seed of the search for change points.
 
     Returns:
         judgements by test and metric, for metrics with a limit.
@@ -108,7 +100,7 @@ def judge_run(
         history = [point for point in points if not commit or point.commit != commit]
         new = [each, second[name]] if name in second else [each]
         reason = "" if each.reference is None else drifted
-        found[name] = judge(history, new, limit, drifted=reason, n_tests=len(results), seed=seed)
+        found[name] = judge(history, new, limit, drifted=reason, n_tests=len(results))
     return found
 
 

@@ -104,7 +104,7 @@ def test_results_with_and_without_reference_are_not_compared():
 def test_bytes_that_are_always_the_same_are_judged_exactly(change, verdict):
     n_bytes = 2**24
     history = points([math.log(n_bytes)] * 8, reference=None, level=n_bytes)
-    new = Result.counted("test", "memory", (float(n_bytes + change),))
+    new = Result("test", "memory", float(n_bytes + change), math.log(n_bytes + change))
     found = judge(history, [new], Limit(0.01)).decision
     assert found.verdict is verdict
     assert found.low == found.estimate == found.high == pytest.approx(change / n_bytes)

@@ -136,18 +136,18 @@ def test_what_a_gate_found_of_head():
     assert (time.test, time.metric, time.level, time.samples) == ("a", "time", 2.0, (1.0, 4.0, 2.0))
     assert (time.log_ratio, time.reference, time.verdict) == (math.log(2.0), None, Verdict.REGRESSED)
     assert memory.log_ratio == math.log(100.0) and memory.verdict is Verdict.PASS
-    references = {
-        name: [ReferenceTime(1.0, 1.0), ReferenceTime(2.0, 2.0), ReferenceTime(4.0, 1.0)] for name in "ab"
-    }
-    references["a"].append(ReferenceTime(9.0, 9.0))  # of a round after the time was decided
-    time, memory = results_of(gate, references)
+
+
+def test_results_are_relative_to_the_reference_of_their_rounds():
+    def gate(*reference):
+        time = trial(Verdict.REGRESSED, (1.0, 4.0, 2.0))
+        memory = trial(Verdict.PASS, (100.0, 100.0), "B")
+        test = TestResult("a", trials={"time": time, "memory": memory}, reference=reference)
+        return GateResult("base", "head", (test,))
+
+    # The last one is of a round after the time was decided.
+    time, memory = results_of(gate((1.0, 1.0), (2.0, 2.0), (4.0, 1.0), (9.0, 9.0)))
     assert time.log_ratio == 0.0 and time.reference == ReferenceTime(2.0, 1.0)
     assert memory.reference is None
-    said = GateResult(
-        "base",
-        "head",
-        (TestResult("a", trials=gate.tests[0].trials, reference=((1.0, 1.0), (2.0, 2.0), (4.0, 1.0))),),
-    )
-    assert results_of(said) == [time]
     with pytest.raises(ValueError, match="references of a: got 1; allowed: one for each of 3 rounds"):
-        results_of(gate, {"a": [ReferenceTime(1.0, 1.0)]})
+        results_of(gate((1.0, 1.0)))

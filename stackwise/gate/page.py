@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stackwise.gate.report import change_text, each_cost, interval_text, summary, tolerance_text
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
-from stackwise.gate.verdict import Verdict
+from stackwise.gate.verdict import WORST_FIRST, Verdict
 from stackwise.report.page import Finding, Page, Row, Section, Status, Table, findings_section
 from stackwise.report.plot import (
     ACCENT,
@@ -109,8 +109,7 @@ def _differences(result: GateResult) -> Section:
         for metric, trial in test.trials.items()
         if math.isfinite(trial.decision.estimate)
     ]
-    order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
-    trials.sort(key=lambda each: order.index(each[2].decision.verdict))
+    trials.sort(key=lambda each: WORST_FIRST.index(each[2].decision.verdict))
     plots = [_overview(trials[:_MOST_ROWS])] if len(trials) > 1 else []
     with_rounds = [each for each in trials if _varies(each[2])]
     plots += [_rounds(*each, _trial_status(result, each[0], each[2])) for each in with_rounds[:_MOST_PLOTS]]

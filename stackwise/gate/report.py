@@ -15,7 +15,7 @@ from typing import Any
 
 from stackwise.gate.result import GateResult, Outcome, TestResult, TrialResult
 from stackwise.gate.tree import NOTHING_DIFFERS
-from stackwise.gate.verdict import Verdict
+from stackwise.gate.verdict import WORST_FIRST, Verdict
 from stackwise.support.arguments import require
 from stackwise.support.files import write_whole
 from stackwise.support.markdown import markdown_table
@@ -366,8 +366,7 @@ def _unlike(trial: TrialResult) -> str:
 
 
 def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:
-    order = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
-    return sorted(test.trials.items(), key=lambda item: order.index(item[1].decision.verdict))
+    return sorted(test.trials.items(), key=lambda item: WORST_FIRST.index(item[1].decision.verdict))
 
 
 def _levels(trial: TrialResult) -> str:
@@ -427,8 +426,7 @@ def tolerance_text(trial: TrialResult) -> str:
 
 
 def _rounds(trial: TrialResult) -> str:
-    rounds = trial.decision.rounds
-    text = f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
+    text = counted(trial.decision.rounds, "round")
     return f"{text}, confirmed" if trial.decision.confirmed else text
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from stackwise.gate.hodges_lehmann import HodgesLehmann, hodges_lehmann
-from stackwise.gate.verdict import Decision, Verdict
+from stackwise.gate.verdict import WORST_FIRST, Decision, Verdict
 from stackwise.support.arguments import check_choice, require
 
 __all__ = [
@@ -168,11 +168,8 @@ class TestResult:
 
         IMPROVED requires an improved metric, and no metric that is INCONCLUSIVE or REGRESSED.
         """
-        verdicts = {trial.decision.verdict for trial in self.trials.values()}
-        for verdict in (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS):
-            if verdict in verdicts:
-                return verdict
-        return Verdict.INCONCLUSIVE
+        verdicts = (trial.decision.verdict for trial in self.trials.values())
+        return min(verdicts, key=WORST_FIRST.index, default=Verdict.INCONCLUSIVE)
 
     @property
     def tokens_per_second(self) -> tuple[float, float] | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from stackwise.support.arguments import require
 
-__all__ = ["Decision", "Verdict"]
+__all__ = ["WORST_FIRST", "Decision", "Verdict"]
 
 
 class Verdict(StrEnum):
@@ -24,6 +24,9 @@ class Verdict(StrEnum):
     def ok(self) -> bool:
         """True for PASS and IMPROVED: the head needs no change."""
         return self in (Verdict.PASS, Verdict.IMPROVED)
+
+
+WORST_FIRST = (Verdict.REGRESSED, Verdict.INCONCLUSIVE, Verdict.IMPROVED, Verdict.PASS)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from stackwise.prototype.observation import Observation
 from stackwise.support.arguments import require
-from stackwise.training.batch_stream import Batch
+from stackwise.training.batch_stream import Batch, BatchStream, as_mapping
 
-__all__ = ["Data", "PrototypeTraining", "Update", "check_data"]
+__all__ = ["Data", "PrototypeTraining", "StepBatches", "Update", "check_data", "shape_of"]
 
 Data = Iterable[Batch] | Callable[[int], Batch]
 
@@ -93,3 +93,46 @@ def check_data(data: Data | None) -> None:
     kind = type(data).__name__
     again = "what gives its batches again to each run, as a list or a loader, or a function of the step"
     require(not isinstance(data, Iterator), "data", kind, again)
+
+
+class StepBatches:
+    """Micro-batches of each step.
+
+    Args:
+        data: micro-batches, or step -> batch of the entire update.
+        accumulation_steps: number of micro-batches per step, if `data` is iterated.
+        batch_size: number of rows of a micro-batch, if `data` is a function. The last one may be smaller.
+    """
+
+    def __init__(self, data: Data, accumulation_steps: int, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._stream: BatchStream | None = None
+        if callable(data) and not hasattr(data, "__iter__"):
+            self._of_step = data
+        else:
+            self._stream = BatchStream(data, accumulation_steps)
+
+    @property
+    def passes(self) -> int | None:
+        """Number of started passes over the data. None: each step has its own batches."""
+        return None if self._stream is None else self._stream.place[0] + 1
+
+    def of(self, step: int) -> Sequence[Mapping[str, Tensor]]:
+        """Return the micro-batches of a step. Call it once per step, in order.
+
+        Raises:
+            ValueError: not a batch, a batch without rows, or data that is exhausted.
+        """
+        if self._stream is not None:
+            return next(self._stream)[1]
+        whole, size = as_mapping(self._of_step(step)), self._batch_size
+        n_rows = len(whole["input_ids"])
+        require(n_rows > 0, "data: rows of a batch", n_rows, "at least 1")
+        starts = range(0, n_rows, size)
+        return [{key: each[start : start + size] for key, each in whole.items()} for start in starts]
+
+
+def shape_of(batches: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
+    """Return the total number of rows of micro-batches, and the length of the longest row."""
+    shapes = [batch["input_ids"].shape for batch in batches]
+    return sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from stackwise.config import StackWiseConfig
 from stackwise.data.create import create_data
 from stackwise.model.build import create_rack_from_config
 from stackwise.prototype.observation import Observation, observe
-from stackwise.prototype.prototype_training import Data, Update
-from stackwise.support.arguments import require
+from stackwise.prototype.prototype_training import Data, StepBatches, Update, shape_of
 from stackwise.support.device import resolve_device
-from stackwise.training.batch_stream import Batch, BatchStream, as_mapping
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import Objective
 from stackwise.training.optimizer import FusedOptimizer
@@ -27,7 +25,7 @@ from stackwise.training.step import MicroBatch, TrainStep
 from stackwise.training.targets import IGNORED, Targets
 from stackwise.training.trainer import ArchitectureTrainer
 
-__all__ = ["RackTraining", "shape_of", "split_rows"]
+__all__ = ["RackTraining"]
 
 _PROBE_TOKENS = 4096  # for several rows; a single row may be longer
 _HEAD_POSITIONS = 1024
@@ -70,14 +68,7 @@ class RackTraining:
             self.notes.append(
                 "training.objective.z_loss is part of the losses: no validation data leave it out"
             )
-        self._batches: Callable[[int], Sequence[Mapping[str, Tensor]]]
-        self._stream: BatchStream | None
-        if callable(data) and not hasattr(data, "__iter__"):
-            self._of_step, self._stream = data, None
-            self._batches = self._split
-        else:
-            self._stream = BatchStream(data, settings.accumulation_steps)
-            self._batches = self._streamed
+        self._batches = StepBatches(data, settings.accumulation_steps, settings.batch_size)
         self.model.to(self.device).train()
         self._cleanup = ExitStack()
         if settings.precision == "float8":
@@ -105,8 +96,8 @@ class RackTraining:
         """Observe the weights on the first rows of the first batch; see `PrototypeTraining`."""
         if self._probe is None:
             first = self._of(step)[1][0]
-            B, T = first.input_ids.shape
-            self._probe = _rows(first, max(1, min(B, _PROBE_TOKENS // T))).to(self.device)
+            rows = max(1, _PROBE_TOKENS // first.input_ids.shape[1])
+            self._probe = tree_map_only(Tensor, lambda x: x[:rows] if x.dim() else x, first).to(self.device)
         probe = self._probe
 
         def call() -> Tensor:
@@ -140,7 +131,7 @@ class RackTraining:
     @property
     def passes(self) -> int | None:
         """Number of started passes; see `PrototypeTraining`."""
-        return None if self._stream is None else self._stream.place[0] + 1
+        return self._batches.passes
 
     def close(self) -> None:
         """Restore everything that was changed; see `PrototypeTraining`."""
@@ -157,52 +148,10 @@ class RackTraining:
         Store them until the update, because data is read once.
         """
         if self._next is None:
-            seed, batches = self.config.training.seed, self._batches(step)
+            seed, batches = self.config.training.seed, self._batches.of(step)
             made = [
                 self._objective.targets(batch, (seed, step, place)) for place, batch in enumerate(batches)
             ]
             self._next = step, shape_of(batches), made
         assert self._next[0] == step, "one after the other"
         return self._next[1:]
-
-    def _streamed(self, _step: int) -> Sequence[Mapping[str, Tensor]]:
-        assert self._stream is not None
-        return next(self._stream)[1]
-
-    def _split(self, step: int) -> Sequence[Mapping[str, Tensor]]:
-        return split_rows(self._of_step(step), self.config.training.batch_size)
-
-
-def split_rows(batch: Batch, batch_size: int) -> list[Mapping[str, Tensor]]:
-    """Return a batch as micro-batches of `batch_size` rows. The last one may be smaller.
-
-    Raises:
-        ValueError: not a batch, or a batch without rows.
-    """
-    whole = as_mapping(batch)
-    n_rows = len(whole["input_ids"])
-    require(n_rows > 0, "data: rows of a batch", n_rows, "at least 1")
-    return [
-        {key: each[start : start + batch_size] for key, each in whole.items()}
-        for start in range(0, n_rows, batch_size)
-    ]
-
-
-def shape_of(batches: Sequence[Mapping[str, Tensor]]) -> tuple[int, int]:
-    """Return the total number of rows of micro-batches, and the length of the longest row."""
-    shapes = [batch["input_ids"].shape for batch in batches]
-    return sum(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-
-
-def _rows(targets: Targets, count: int) -> Targets:
-    def first(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[:count]
-
-    return Targets(
-        targets.input_ids[:count],
-        targets.labels[:count],
-        targets.count,
-        first(targets.weights),
-        first(targets.attention_mask),
-        first(targets.document_ids),
-    )

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,11 @@ from stackwise.data.tasks import TaskBatches, create_task
 from stackwise.data.text import documentation_text
 from stackwise.data.windows import TokenWindows
 from stackwise.prototype.observation import Observation, observe
-from stackwise.prototype.prototype_training import Data, Update
-from stackwise.prototype.rack_training import shape_of, split_rows
+from stackwise.prototype.prototype_training import Data, StepBatches, Update, shape_of
 from stackwise.stability.telemetry import global_norm, gradient_norms
 from stackwise.subject.inference import logits_of
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import require
-from stackwise.training.batch_stream import BatchStream
 
 __all__ = ["SpecTraining"]
 
@@ -86,15 +84,7 @@ class SpecTraining:
                 group["lr"] = learning_rate * (group["lr"] / first)
         if data is None:
             data = self._own_data(seq_len, batch_size, accumulation_steps, seed)
-        self._batch_size = batch_size
-        self._batches: Callable[[int], Sequence[Mapping[str, Tensor]]]
-        self._stream: BatchStream | None
-        if callable(data) and not hasattr(data, "__iter__"):
-            self._of_step, self._stream = data, None
-            self._batches = self._split
-        else:
-            self._stream = BatchStream(data, accumulation_steps)
-            self._batches = self._streamed
+        self._batches = StepBatches(data, accumulation_steps, batch_size)
         self._next: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None
         self._probe: Tensor | None = None
         self._is_narrow = False
@@ -150,14 +140,14 @@ class SpecTraining:
     @property
     def passes(self) -> int | None:
         """Number of started passes; see `PrototypeTraining`."""
-        return None if self._stream is None else self._stream.place[0] + 1
+        return self._batches.passes
 
     def close(self) -> None:
         """Do nothing, because the training changed no global state."""
 
     def _of(self, step: int) -> Sequence[Mapping[str, Tensor]]:
         if self._next is None:
-            self._next = step, self._batches(step)
+            self._next = step, self._batches.of(step)
         assert self._next[0] == step, "one after the other"
         return self._next[1]
 
@@ -211,13 +201,6 @@ class SpecTraining:
         if self.device.type != "cuda" or tensor.is_cuda:
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def _streamed(self, _step: int) -> Sequence[Mapping[str, Tensor]]:
-        assert self._stream is not None
-        return next(self._stream)[1]
-
-    def _split(self, step: int) -> Sequence[Mapping[str, Tensor]]:
-        return split_rows(self._of_step(step), self._batch_size)
 
     def _own_data(self, seq_len: int, batch_size: int, accumulation_steps: int, seed: int) -> Data:
         """Return data of the spec's `make_batch`, if it exists; otherwise real text or a learnable task."""

@@ -43,17 +43,15 @@ def widened(config: StackWiseConfig, factor: int) -> StackWiseConfig:
     """
     check_sizes(factor=factor)
     model = config.model
-    changed = config.to_dict()
     kv = model.n_kv_heads
-    changed["model"] |= {
-        "d_model": factor * model.d_model,
-        "n_heads": factor * model.n_heads,
-        "n_kv_heads": kv if kv is None or model.attention_type == "mqa" else factor * kv,
-        "d_ff": factor * model.d_ff,
-        "latent": scaled_latent(model, {key: factor * rank for key, rank in _ranks(model).items()}),
-    }
-    changed["model"]["embedding_max_norm"] = scaled_bound(model, changed["model"])
-    return StackWiseConfig.from_dict(changed)
+    return _changed(
+        config,
+        d_model=factor * model.d_model,
+        n_heads=factor * model.n_heads,
+        n_kv_heads=kv if kv is None or model.attention_type == "mqa" else factor * kv,
+        d_ff=factor * model.d_ff,
+        latent=scaled_latent(model, {key: factor * rank for key, rank in _ranks(model).items()}),
+    )
 
 
 def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
@@ -65,10 +63,7 @@ def as_mup(config: StackWiseConfig, base_width: int) -> StackWiseConfig:
         ValueError: the base would have a fraction of a head, key/value head or rank.
     """
     check_sizes(base_width=base_width)
-    changed = config.to_dict()
-    changed["model"] |= {"initialization": "mup", "mup_base_width": base_width}
-    changed["model"]["embedding_max_norm"] = scaled_bound(config.model, changed["model"])
-    made = StackWiseConfig.from_dict(changed)
+    made = _changed(config, initialization="mup", mup_base_width=base_width)
     misfit = whole_base(made.model)
     if misfit is not None:
         key, size = misfit
@@ -88,10 +83,7 @@ def as_standard(config: StackWiseConfig) -> StackWiseConfig:
     """
     if config.model.initialization != "mup":
         return config
-    changed = config.to_dict()
-    changed["model"] |= {"initialization": "normal", "mup_base_width": None}
-    changed["model"]["embedding_max_norm"] = scaled_bound(config.model, changed["model"])
-    return StackWiseConfig.from_dict(changed)
+    return _changed(config, initialization="normal", mup_base_width=None)
 
 
 def growing_sizes(model: ModelConfig) -> dict[str, int]:
@@ -126,6 +118,14 @@ def scaled_latent(model: ModelConfig, ranks: dict[str, int]) -> dict[str, int | 
     if ranks == _ranks(model):
         return None if model.latent is None else model.latent.to_dict()
     return {**(model.latent or LatentConfig()).to_dict(), **ranks}
+
+
+def _changed(config: StackWiseConfig, **keys: Any) -> StackWiseConfig:
+    """Return the configuration with other keys of the model, and `embedding_max_norm` scaled with them."""
+    changed = config.to_dict()
+    changed["model"] |= keys
+    changed["model"]["embedding_max_norm"] = scaled_bound(config.model, changed["model"])
+    return StackWiseConfig.from_dict(changed)
 
 
 def _row_length(model: Mapping[str, Any]) -> float:

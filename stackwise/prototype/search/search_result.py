@@ -221,18 +221,14 @@ class SearchResult:
         ]
         plots = [Plot("Trials and Pareto front", partial(draw_front, result=self), 4.0)] if self.front else []
         best = self.best
-        values = (
-            "" if best is None else ", ".join(f"{key}={_plain(value)}" for key, value in best.values.items())
-        )
-        counts = f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"
-        found = "" if best is None else f"; best in trial {best.number}: {values}"
+        found = "" if best is None else f"; best in trial {best.number}: {_values(best)}"
         return Page(
             f"Search {self.name}",
             "NONE SUCCEEDED"
             if best is None
             else f"{self.objectives[0].name} {self.objectives[0].of(best):.4g}",
             "failed" if best is None else "passed",
-            counts + found,
+            self._counts() + found,
             [
                 Section(
                     "Trials",
@@ -245,13 +241,14 @@ class SearchResult:
 
     def __str__(self) -> str:
         best, first = self.best, self.objectives[0]
-        counts = [f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"]
-        lines = [f"{self.name}: {counts[0]}"]
+        lines = [f"{self.name}: {self._counts()}"]
         if best is not None:
-            told = ", ".join(f"{key}={_plain(value)}" for key, value in best.values.items())
-            lines.append(f"  best {first.name} {first.of(best):.6g} in trial {best.number}: {told}")
+            lines.append(f"  best {first.name} {first.of(best):.6g} in trial {best.number}: {_values(best)}")
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _counts(self) -> str:
+        return f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"
 
     def _cells(self, last: int | None) -> tuple[list[str], list[list[str]]]:
         """Return the head and the rows of a table."""
@@ -278,6 +275,10 @@ class SearchResult:
 
 def _shown(form: Callable[[Any], str], value: Any) -> str:
     return "" if value is None or not math.isfinite(value) else form(value)
+
+
+def _values(trial: SearchTrial) -> str:
+    return ", ".join(f"{key}={_plain(value)}" for key, value in trial.values.items())
 
 
 def _value(trial: SearchTrial, key: str) -> str:

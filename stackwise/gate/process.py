@@ -25,7 +25,7 @@ from stackwise.gate.side.channel import (
     ChannelClosedError,
 )
 from stackwise.gate.side.clock import real_time
-from stackwise.gate.twins import Twin, Twins, by_chance, inherited_environment, interpreter
+from stackwise.gate.twins import Twin, Twins, start_python
 
 __all__ = ["SideFailedError", "SideProcess"]
 
@@ -130,24 +130,16 @@ class SideProcess:
             return
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        variables = {
-            **inherited_environment(),
-            **variables,
-            **by_chance(seed),
-            DESCRIPTOR: str(theirs.fileno()),
-        }
+        descriptor = theirs.fileno()
         try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(  # noqa: S603
-                    [*interpreter(), "-m", "pytest", *arguments],
-                    cwd=folder,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
+            self._process = start_python(
+                ["-m", "pytest", *arguments],
+                [descriptor],
+                seed,
+                log,
+                folder=folder,
+                environment={**variables, DESCRIPTOR: str(descriptor)},
+            )
         except BaseException:
             self._channel.close()
             raise

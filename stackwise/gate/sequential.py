@@ -118,26 +118,16 @@ class Rule:
             return Decision(verdict, estimate, low, high, level, rounds, confirmed=False, reason=why)
 
         if faster:
-            return decided(
-                Verdict.IMPROVED,
-                to_flag,
-                to_flag,
-                1 - 2 * self.alpha,
-                f"significantly lower cost {after}",
-            )
+            why = f"significantly lower cost {after}"
+            return decided(Verdict.IMPROVED, to_flag, to_flag, 1 - 2 * self.alpha, why)
         if passes and mean < -minimum_effect and not last:  # perhaps faster, which more rounds can prove
             return None
         if passes:
             why = f"below the tolerance {after}"
             return decided(Verdict.PASS, to_pass, to_pass, 1 - 2 * self.miss, why)
         if slower:
-            return decided(
-                Verdict.REGRESSED,
-                to_flag,
-                to_flag,
-                1 - 2 * self.alpha,
-                f"significantly higher cost {after}",
-            )
+            why = f"significantly higher cost {after}"
+            return decided(Verdict.REGRESSED, to_flag, to_flag, 1 - 2 * self.alpha, why)
         if not last:
             return None
         why = f"undecided {after} with a standard deviation of {spread:.2%}"

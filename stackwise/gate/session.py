@@ -193,8 +193,7 @@ def run_gate(
         with temporary_folder(TEMPORARY) as folder, _starter(folder, base, head, launch, run.tests) as start:
             while True:
                 run.measure_round(start)
-                if run.compares_nothing():
-                    run.skip_tests()
+                if run.skip_unchanged():
                     break
                 run.require_own_code()
                 run.choose_tests()
@@ -327,21 +326,18 @@ class _Run:
         # Code that hangs in every test would take this long for each of them.
         return isinstance(found, Ended) and "hung" in found.how.values() and not self.budget.suffices()
 
-    def compares_nothing(self) -> bool:
-        """Return True if both sides take every changed file that they used from head.
+    def skip_unchanged(self) -> bool:
+        """Skip the tests, and return True, if both sides take every changed file that they used from head.
 
         Files that a build has created are included.
         """
-        if not _hidden(self.base, self.imported):
+        hidden, used = _hidden(self.base, self.imported), self.imported | self.opened
+        if not hidden or any(_differs(self.base.folder / file, self.head.folder / file) for file in used):
             return False
-        used = self.imported | self.opened
-        return not any(_differs(self.base.folder / file, self.head.folder / file) for file in used)
-
-    def skip_tests(self) -> None:
-        """Mark the tests as skipped, because their measurement compares nothing."""
         for test in self.tests.values():
             if test.ended is None:
-                test.skip(f"nothing to compare: {_hidden(self.base, self.imported)}")
+                test.skip(f"nothing to compare: {hidden}")
+        return True
 
     def require_own_code(self) -> None:
         """Raise GateError if no test has imported code of its tree on both sides."""

@@ -16,7 +16,7 @@ from stackwise.gate.side import twin as program
 from stackwise.gate.side.channel import DESCRIPTOR, Channel, ChannelClosedError
 from stackwise.gate.side.clock import real_time
 
-__all__ = ["Twin", "Twins", "by_chance", "inherited_environment", "interpreter"]
+__all__ = ["Twin", "Twins", "interpreter", "start_python"]
 
 _PADDING = 4096  # maximum length of the padding of the environment
 _COUNT = 2
@@ -45,18 +45,43 @@ _TRACERS = (
 _TRACER_OPTIONS = frozenset({"tracemalloc", "importtime", "perf", "perf_jit"})  # of -X
 
 
-def by_chance(seed: int) -> dict[str, str]:
-    """Return the random variables of the environment: the hash seed, and a padding that moves the stack."""
+def start_python(
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    seed: int,
+    log: Path,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = {},
+) -> subprocess.Popen[bytes]:
+    """Start this Python in a session of its own. Random properties of the process are drawn from the seed.
+
+    Args:
+        arguments: arguments of the interpreter.
+        descriptors: descriptors that the process inherits.
+        seed: seed of the hash seed, and of a padding of the environment, which moves the stack.
+        log: file for the output.
+        folder: working directory; None: the current one.
+        environment: variables in addition to those of this process, of which those of tracers are removed.
+    """
     chance = random.Random(seed)  # noqa: S311
-    return {
+    variables = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(_TRACERS)},
+        **environment,
         "PYTHONHASHSEED": str(chance.randrange(2**32)),
         "STACKWISE_GATE_PADDING": "x" * chance.randrange(_PADDING),
     }
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return the variables of this process, except variables that would start a tracer in a side."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_TRACERS)}
+    with log.open("wb") as output:
+        return subprocess.Popen(  # noqa: S603
+            [*interpreter(), *arguments],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
 
 
 def interpreter() -> list[str]:
@@ -96,20 +121,8 @@ class Twins:
         self._codes: dict[int, int] = {}
         self._ended = False
         try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(  # noqa: S603
-                    [
-                        *interpreter(),
-                        program.__file__,
-                        *(str(theirs.fileno()) for _, theirs in pairs),
-                    ],
-                    env={**inherited_environment(), **by_chance(seed)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno() for _, theirs in pairs],
-                    start_new_session=True,
-                )
+            ends = [theirs.fileno() for _, theirs in pairs]
+            self._process = start_python([program.__file__, *map(str, ends)], ends, seed, log)
         except BaseException:
             for channel in (self._parent, *self._channels):
                 channel.close()

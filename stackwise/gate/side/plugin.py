@@ -417,11 +417,6 @@ def _remove_reruns(item: pytest.Item) -> None:
     item.get_closest_marker = closest  # type: ignore[method-assign]
 
 
-def _is_of_subtest(report: pytest.TestReport) -> bool:
-    """Return True if a report is for a subtest, of pytest or of the plugin pytest-subtests."""
-    return type(report) is not pytest.TestReport
-
-
 def _ended(report: pytest.TestReport) -> str:
     """Return the outcome of a phase without regard to an expected failure, which the gate handles itself."""
     if hasattr(report, "wasxfail") and report.when == "call":

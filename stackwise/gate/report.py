@@ -42,6 +42,13 @@ __all__ = [
 
 CODE_QUALITY = ".codequality.json"
 
+# Title in a page, level of an annotation of GitHub, and severity for GitLab, from the most severe outcome.
+_FINDINGS: dict[Outcome, tuple[str, str, str]] = {
+    "failed": ("Failed", "error", "major"),
+    "error": ("Set-up errors", "error", "major"),
+    "inconclusive": ("Inconclusive", "warning", "minor"),
+    "warned": ("Warnings", "warning", "info"),
+}
 # GitHub shows ten annotations of a level per step, and silently drops the rest.
 _MOST_ANNOTATIONS = 10
 _LEAST_NAME = 20  # characters of a test's name
@@ -101,13 +108,7 @@ def terminal_lines(result: GateResult, *, verbose: bool = False, width: int = 80
 def markdown(result: GateResult) -> str:
     """Return a Markdown page: failed and undecided tests first, then a table of all tests."""
     blocks = [f"## Performance of {result.head} against {result.base}: {result.verdict}", summary(result)]
-    titles = {
-        "failed": "Failed",
-        "error": "Set-up errors",
-        "inconclusive": "Inconclusive",
-        "warned": "Warnings",
-    }
-    for outcome, title in titles.items():
+    for outcome, (title, _, _) in _FINDINGS.items():
         tests = [test for test in result.findings if test.outcome(result.missing) == outcome]
         if tests:
             told = "\n".join(f"- `{test.nodeid}`: {_finding(test)}" for test in tests)
@@ -132,19 +133,14 @@ def github_annotations(result: GateResult) -> list[str]:
 
     GitHub shows ten of a level. If a level has more, its last command has the number of omitted ones.
     """
-    levels: dict[Outcome, str] = {
-        "failed": "error",
-        "error": "error",
-        "inconclusive": "warning",
-        "warned": "warning",
-    }
     found: dict[str, list[str]] = {"error": [], "warning": []}
     for test in result.findings:
         outcome = test.outcome(result.missing)
-        if outcome in levels:
+        if outcome in _FINDINGS:
+            _, level, _ = _FINDINGS[outcome]
             where = {"file": test.file, "line": str(test.line)} if test.file and test.line else {}
             title = f"{test.verdict if test.trials else test.status}: {test.nodeid}"
-            found[levels[outcome]].append(_command(levels[outcome], test_text(test), title=title, **where))
+            found[level].append(_command(level, test_text(test), title=title, **where))
     lines = []
     for level, commands in found.items():
         left = len(commands) - _MOST_ANNOTATIONS
@@ -187,23 +183,17 @@ def junit_properties(test: TestResult) -> list[tuple[str, str]]:
 
 def code_quality(result: GateResult) -> list[dict[str, Any]]:
     """Return the findings in the format of GitLab's code quality reports, for the view of a merge request."""
-    severities: dict[Outcome, str] = {
-        "failed": "major",
-        "error": "major",
-        "inconclusive": "minor",
-        "warned": "info",
-    }
     return [
         {
             "description": f"{test.nodeid}: {_finding(test)}",
             "check_name": "stackwise gate",
             # Constant while the problem persists, so that GitLab recognizes the finding.
             "fingerprint": hashlib.sha256(f"{test.nodeid}\n{test.status}".encode()).hexdigest(),
-            "severity": severities[outcome],
+            "severity": _FINDINGS[outcome][2],
             "location": {"path": test.file or test.nodeid.partition("::")[0], "lines": {"begin": line}},
         }
         for test in result.findings
-        if (outcome := test.outcome(result.missing)) in severities and (line := max(1, test.line))
+        if (outcome := test.outcome(result.missing)) in _FINDINGS and (line := max(1, test.line))
     ]
 
 

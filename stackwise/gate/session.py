@@ -365,9 +365,7 @@ class _Run:
         self.reported = self.budget.elapsed
         if self.on_progress is None:
             return
-        rounds_left = math.inf
-        if passed is None:
-            rounds_left = (self.rule.looks[-1] - self.number) * self.reported / self.number
+        last_round = (self.rule.looks[-1] - self.number) * self.reported / self.number
         self.on_progress(
             Progress(
                 self.number,
@@ -377,7 +375,7 @@ class _Run:
                 self.reported,
                 len(self.waiting),
                 passed,
-                min(self.budget.left, rounds_left),
+                min(self.budget.left, last_round if passed is None else math.inf),
             )
         )
 

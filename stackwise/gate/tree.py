@@ -168,11 +168,11 @@ def both_trees(
         files = old | files_of(head_tree.folder)
         names = (base_tree.name, head_tree.name)
         notes += tuple(check_pointers(base_tree.folder, head_tree.folder, names, files))
-        differing = _differing(base_tree.folder, head_tree.folder, files)
+        differs = not all(_equal(base_tree.folder / file, head_tree.folder / file) for file in files)
         renamed = _renamed(old_tests, _texts(head_tree.folder, relative))
         if build is not None:
             _build(build, head_tree)
-        elif not differing:
+        elif not differs:
             notes += (NOTHING_DIFFERS,)
         base_tree = replace(base_tree, hidden=tuple(hidden), notes=notes)
         yield replace(base_tree, tests=tuple(parts)), replace(head_tree, tests=tuple(parts)), renamed
@@ -389,11 +389,6 @@ def _in_wheel(wheel: Path) -> frozenset[str]:
     """Return the names at the top of a wheel, including its packages."""
     with zipfile.ZipFile(wheel) as archive:
         return frozenset(name.partition("/")[0] for name in archive.namelist())
-
-
-def _differing(one: Path, other: Path, files: Iterable[Path]) -> list[Path]:
-    """Return the files, relative to two trees, that are not the same in both."""
-    return sorted(file for file in files if not _equal(one / file, other / file))
 
 
 def _equal(one: Path, other: Path) -> bool:

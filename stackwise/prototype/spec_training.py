@@ -106,7 +106,7 @@ class SpecTraining:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        tokens = sum(_positions(batch["input_ids"]) for batch in batches)
+        tokens = sum(batch["input_ids"].shape[:2].numel() for batch in batches)
         return Update(loss, norm, lr, tokens, *shape_of(batches), total == 0)
 
     def observe(self, step: int) -> Observation:
@@ -222,7 +222,3 @@ class SpecTraining:
             f"data: a Markov chain over {spec.width} tokens: too few for the bytes of a text ({_BYTES})"
         )
         return TaskBatches(create_task("markov", spec.width, seq_len, seed=seed), batch_size, labels=False)
-
-
-def _positions(inputs: Tensor) -> int:
-    return inputs.shape[0] * inputs.shape[1]

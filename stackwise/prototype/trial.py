@@ -57,7 +57,7 @@ class Trial:
                 self._read(self._buffer.drain())
                 if self._broken:
                     return
-                self._observe(step)
+                self._observations.append((step, self._training.observe(step)))
             if step < _MEMORY_UPDATES:
                 with watch_peak(self._device, collect=False) as watch:  # garbage was collected at creation
                     self._update(step)
@@ -147,9 +147,6 @@ class Trial:
             skipped=trouble,
             tokens=update.tokens,
         )
-
-    def _observe(self, step: int) -> None:
-        self._observations.append((step, self._training.observe(step)))
 
     def _read(self, arrived: Sequence[StepRecord]) -> None:
         for record in arrived:

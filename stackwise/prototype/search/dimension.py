@@ -40,7 +40,7 @@ class Choices:
 
     def lattice(self) -> list[Any]:
         """Return the values. Numbers are sorted."""
-        return sorted(self.values) if _numbers(self.values) else list(self.values)
+        return sorted(self.values) if all(map(_is_number, self.values)) else list(self.values)
 
     def draw(self, source: random.Random) -> Any:
         """Return one of the values, with equal probability."""
@@ -223,7 +223,3 @@ def _label(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _numbers(values: tuple[Any, ...]) -> bool:
-    return all(_is_number(value) for value in values)

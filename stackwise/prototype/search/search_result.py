@@ -253,7 +253,7 @@ class SearchResult:
     def _cells(self, last: int | None) -> tuple[list[str], list[list[str]]]:
         """Return the head and the rows of a table."""
         keys = self._keys()
-        shown = [key for key in _MEASURED if self._has(key)]
+        shown = [key for key in _MEASURED if any(getattr(trial, key) is not None for trial in self.trials)]
         head = ["trial", "front", *(_MEASURED[key][0] for key in shown), "status", *keys]
         rows = []
         front = {trial.number for trial in self.front}
@@ -268,9 +268,6 @@ class SearchResult:
     def _keys(self) -> list[str]:
         """Return the keys with values in any trial. Not all trials have the solved keys."""
         return list(dict.fromkeys(key for trial in self.trials for key in trial.values))
-
-    def _has(self, key: str) -> bool:
-        return any(getattr(trial, key) is not None for trial in self.trials)
 
 
 def _shown(form: Callable[[Any], str], value: Any) -> str:

@@ -245,6 +245,7 @@ class Space:
 
     def _wrong_keys(self) -> Iterator[str]:
         known = [*DEPENDENT_KEYS, *_leaves(StackWiseConfig)]
+        all_keys = f"the keys of a configuration, {', '.join(DEPENDENT_KEYS)}"
         for key in self.dimensions:
             if key in DERIVED_KEYS:
                 yield f"space.{key}: {DERIVED_KEYS[key]}"
@@ -252,7 +253,7 @@ class Space:
                 near = difflib.get_close_matches(key, known, n=1)
                 near = near or [each for each in known if each.endswith(f".{key}")][:1]
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                yield f"space.{key}: unknown key; {hint}allowed: the keys of a configuration, {_dependent()}"
+                yield f"space.{key}: unknown key; {hint}allowed: {all_keys}"
         for one, other in _TOGETHER:
             if one in self.dimensions and other in self.dimensions:
                 yield f"space.{one}: is given beside {other}, which it decides; allowed: one of them"
@@ -414,7 +415,3 @@ def _leaves(section: type[Section], path: str = "") -> Iterator[str]:
             yield here
         elif dict not in kinds and field.annotation not in kinds[1:]:
             yield from _leaves(inner, here)
-
-
-def _dependent() -> str:
-    return ", ".join(DEPENDENT_KEYS)

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
 
-    from stackwise.prototype.search.trial import SearchTrial
-
 __all__ = ["load_search", "search_architecture_space"]
 
 Problem = Callable[[Mapping[str, Any]], str | None]
@@ -229,8 +227,9 @@ def _result(study: Study, place: Any, budget: int | None = None, *, made: bool =
     if definition["small_factor"] > 1:
         factor = definition["small_factor"]
         notes.append(f"what was trained are small variants, {factor} times fewer heads and Blocks")
+    is_validated = all(trial.config.data.validation_fraction > 0 for trial in trials)
     penalised = "training.objective.z_loss" in definition["space"]["space"]
-    if definition["evaluate"] is None and penalised and not all(map(_is_validated, trials)):
+    if definition["evaluate"] is None and penalised and not is_validated:
         notes.append("losses without validation data have z_loss in them, and say little of two values of it")
     if definition["steps"] < 1000 and definition["evaluate"] is None:
         notes.append(f"{definition['steps']} steps: a verdict on stability wants at least 1000")
@@ -242,10 +241,6 @@ def _result(study: Study, place: Any, budget: int | None = None, *, made: bool =
         definition=definition,
         notes=tuple(notes),
     )
-
-
-def _is_validated(trial: SearchTrial) -> bool:
-    return trial.config.data.validation_fraction > 0
 
 
 def _overlap(study: Study) -> bool:

@@ -84,7 +84,7 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self._output = None
         ends = [each for each in self._ends if each.requires_grad]
         try:
-            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])  # type: ignore[no-untyped-call]
+            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
         except REFUSALS:  # the model has no gradient
             self._used.update(self._places)
         unused = [key for key in self._places if key not in self._used | self._loss_terms]
@@ -120,7 +120,7 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             self._loss_terms.add(key)
         if any(isinstance(each, nn.Parameter) for each in given):
             self._with_weight.add(key)
-        result.register_hook(lambda _: self._used.add(key))
+        result.register_hook(lambda _: self._used.add(key))  # type: ignore[no-untyped-call]
         self._results.append((weakref.ref(result), key))
 
 

@@ -47,6 +47,10 @@ _OTHER_DATA = re.compile(
 _OTHER_DATA_TEXT = "Some parameters are for arguments that the checks do not pass, such as images."
 _RETURNED_TEXT = "Some parameters compute a result that is returned, and that this loss does not use."
 _OTHER_POSITIONS_TEXT = "Some parameters only change positions that the head does not read."
+_DETACHED = (
+    "the model detaches a result on purpose, and another output or the loss trains these parameters, as in "
+    "the iterative refinement of a detector"
+)
 _SELECTING_TEXT = "Some parameters may only choose positions by a top k, and need a loss of their own."
 
 
@@ -220,7 +224,8 @@ def _never_train(
 def _cut_off(subject: Subject, cut: list[str], n: int, result: str) -> CheckResult | None:
     if not cut:
         return None
-    return subject.failed(
+    return subject.failed_unless(
+        _DETACHED if _trained_otherwise(subject, cut) else None,
         len(cut) / n,
         0.0,
         where=listed(cut),
@@ -408,6 +413,8 @@ def _not_the_derivative(subject: Subject, found: Comparison, name: str, place: s
         correct_if = "the model chooses its own gradient for the step functions that it uses"
     elif found.truncates and not is_lost:
         correct_if = "the model truncates its recurrence on purpose: it runs layers without gradients"
+    elif is_lost and _trained_otherwise(subject, [parameter for parameter, _, _ in found.wrong]):
+        correct_if = _DETACHED
     elif name == "loss" and not is_lost and _has_auxiliary_head(subject) and _output_is_exact(subject):
         correct_if = (
             "the auxiliary head detaches its input on purpose, so that it does not train other layers"
@@ -522,6 +529,17 @@ def _trained_by_long_inputs(subject: Subject) -> set[str]:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+
+
+def _trained_otherwise(subject: Subject, names: list[str]) -> bool:
+    """Return True if the declared loss and all returned tensors together train the parameters."""
+    model, outputs = subject.model(train=True), list[Tensor]()
+    handle = model.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors_in(output)))
+    with torch.enable_grad(), subject.fixed_randomness(), temporary_hooks([handle]), suppress(*REFUSALS):
+        outputs.append(subject.spec.loss_of(model, subject.inputs(4)))
+        torch.stack([each.square().mean() for each in outputs if each.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
+    trained = {name for name, gradient in gradients_in(model).items() if gradient.any()}
+    return trained.issuperset(names)
 
 
 def _has_auxiliary_head(subject: Subject) -> bool:
@@ -705,7 +723,8 @@ def _returned_only(subject: Subject, names: list[str]) -> list[str]:
         returned.extend(tensors if len(tensors) > 1 else ())
 
     for name, module in model.named_modules():
-        if not f"{name}.".startswith(layers):
+        # A recurrent layer returns the same states twice.
+        if not f"{name}.".startswith(layers) and not isinstance(module, nn.RNNBase):
             module.register_forward_hook(keep)
     with torch.enable_grad(), subject.fixed_randomness():
         subject.spec.logits(model, subject.inputs(4))

@@ -37,6 +37,8 @@ _METADATA = {
     *("__get__", "size", "dim", "ndimension", "numel", "stride", "is_floating_point", "is_contiguous"),
     *("__len__", "register_hook"),
 }
+# Function, and code and instruction of each frame on the stack.
+_Key = tuple[Any, ...]
 
 
 class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -62,11 +64,11 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self.found: dict[str, str] = {}
         self.weights: dict[str, str] = {}
         # Function and calls on the stack -> place in the code, in the order of the calls.
-        self._places: dict[tuple[Any, ...], str] = {}
-        self._with_weight: set[tuple[Any, ...]] = set()
-        self._loss_terms: set[tuple[Any, ...]] = set()
-        self._used: set[tuple[Any, ...]] = set()
-        self._results: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
+        self._places: dict[_Key, str] = {}
+        self._with_weight: set[_Key] = set()
+        self._loss_terms: set[_Key] = set()
+        self._used: set[_Key] = set()
+        self._results: list[tuple[weakref.ref[Tensor], _Key | None]] = []
         self._ends: list[Tensor] = []
         self._output: Any = None
 
@@ -77,10 +79,7 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         handles = (module.register_forward_hook(self._returned) for module in self._model.modules())
         with self, temporary_hooks(handles):
             yield
-        for result, key in self._results:
-            if (tensor := result()) is not None:
-                self._used.add(key)
-                self._ends.append(tensor)
+        self._ends.extend(tensor for result, _ in self._results if (tensor := result()) is not None)
         self._output = None
         ends = [each for each in self._ends if each.requires_grad]
         try:
@@ -93,7 +92,7 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     def _returned(self, module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
-        if len(tensors) > 1:
+        if len(tensors) > 1 or module is self._model:
             self._ends.extend(tensors)
         if module is self._model:
             self._output = output  # what it refers to still exists after the call
@@ -107,13 +106,15 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             if isinstance(result, Tensor) or name not in _METADATA:
                 self._ends.extend(each for each in given if each.requires_grad)
         elif any(result is each for each in given):  # in place, which may replace the node of a hook
-            self._used.update(key for earlier, key in self._results if earlier() is result)
-        elif isinstance(result, Tensor) and _computes(name) and fate_of_result() != "ignored":
-            self._note(name, result, given)
+            self._used.update(key for earlier, key in self._results if key and earlier() is result)
+        elif isinstance(result, Tensor):
+            key = (name, *_calls()) if _computes(name) and fate_of_result() != "ignored" else None
+            self._results.append((weakref.ref(result), key))
+            if key is not None:
+                self._note(key, result, given)
         return result
 
-    def _note(self, name: str, result: Tensor, given: list[Tensor]) -> None:
-        key = (name, *_calls())
+    def _note(self, key: _Key, result: Tensor, given: list[Tensor]) -> None:
         if key not in self._places:
             self._places[key] = place_in_code(self._names)
         if not result.ndim and not self._scalars:
@@ -121,7 +122,6 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         if any(isinstance(each, nn.Parameter) for each in given):
             self._with_weight.add(key)
         result.register_hook(lambda _: self._used.add(key))  # type: ignore[no-untyped-call]
-        self._results.append((weakref.ref(result), key))
 
 
 def _computes(name: str) -> bool:
@@ -134,7 +134,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _calls() -> Iterator[tuple[int, int]]:
     """Yield code and instruction of each frame outside torch, from the innermost to that of the model."""
-    frame: Any = sys._getframe(3)
+    frame: Any = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(_CALLERS):
         if not frame.f_code.co_filename.startswith(_TORCH):
             yield id(frame.f_code), frame.f_lasti

@@ -872,3 +872,57 @@ class WrongGradientBesideAnAuxiliaryHead(AuxiliaryHead):
 def test_auxiliary_head_does_not_excuse_a_wrong_gradient(subjects):
     spec = ModelSpec.of(WrongGradientBesideAnAuxiliaryHead)
     assert subjects.ask(spec, "loss_gradient").status == "failed"
+
+
+class LastState(nn.Module):
+    """Classifier of sequences. At the last position, the backward direction has read one vector."""
+
+    reads_last = True
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, bidirectional=True, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        y, _ = self.lstm(x)
+        return self.head(y[:, -1] if self.reads_last else torch.cat((y[:, -1, :8], y[:, 0, 8:]), dim=-1))
+
+
+class FinalStates(LastState):
+    reads_last = False
+
+
+@pytest.mark.parametrize(
+    ("build", "status", "where"),
+    [(FinalStates, "passed", ""), (LastState, "failed", "lstm.weight_hh_l0_reverse")],
+)
+def test_a_direction_that_is_read_after_one_step(subjects, build, status, where):
+    spec = ModelSpec.of(build, inputs="vectors", width=6, per_position=False)
+    result = subjects.ask(spec, "gradient_flow")
+    assert (result.status, result.where) == (status, where)
+
+
+class Refined(nn.Module):
+    """Boxes that two layers refine. The second layer gets those of the first without their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.embed = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        first = self.first(self.embed(x))
+        return self.second(first.detach().sin()), first
+
+    def last(self, x):
+        return self.second(self.first(self.embed(x)).detach().sin())
+
+
+def refinement_loss(model, x):
+    boxes, first = model(x)
+    return (boxes - x).square().mean() + (first - x).square().mean()
+
+
+@pytest.mark.parametrize(("loss", "status"), [(refinement_loss, "warned"), (None, "failed")])
+def test_detached_results_that_another_term_of_the_loss_trains(subjects, loss, status):
+    spec = ModelSpec.of(Refined, inputs="vectors", width=6, forward=Refined.last, loss=loss)
+    assert subjects.ask(spec, "gradient_exact").status == status

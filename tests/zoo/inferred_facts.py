@@ -25,6 +25,22 @@ BASES: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 24},
     "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
     "gpt_bigcode": {"multi_query": False, "n_positions": 64},
+    "mistral": {"num_key_value_heads": 2},
+    "qwen2": {
+        "num_key_value_heads": 2,
+        "sliding_window": 6,
+        "use_sliding_window": True,
+        "layer_types": TYPES,
+    },
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": TYPES},
+    "cohere2": {"num_key_value_heads": 2, "sliding_window": 6, "layer_types": TYPES},
+    "phi": {"num_key_value_heads": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "camembert": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
+    "xlm-roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
+    "data2vec-text": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
+    "granitemoe": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
 }
 # (type of model, fact, key that differs from the one of the built model, its value)
 CHANGED: list[tuple[str, str, str, Any]] = [
@@ -55,6 +71,52 @@ CHANGED: list[tuple[str, str, str, Any]] = [
     ("xglm", "embedding_scale", "scale_embedding", True),
     ("xglm", "residual_dropout", "dropout", 0.3),
     ("gpt_bigcode", "key_heads", "multi_query", True),
+    ("mistral", "key_heads", "num_key_value_heads", 4),
+    ("mistral", "norm_eps", "rms_norm_eps", 1e-5),
+    ("mistral", "initial_std", "initializer_range", 0.05),
+    ("qwen2", "windows", "sliding_window", 8),
+    ("gemma3_text", "windows", "layer_types", TYPES[::-1]),
+    ("gemma3_text", "attention_scale", "query_pre_attn_scalar", 64),
+    ("cohere2", "windows", "sliding_window", 5),
+    ("phi", "embedding_dropout", "embd_pdrop", 0.1),
+    ("phi", "residual_dropout", "resid_pdrop", 0.2),
+    ("phi", "norm_eps", "layer_norm_eps", 1e-3),
+    ("gptj", "embedding_dropout", "embd_pdrop", 0.2),
+    ("gptj", "norm_eps", "layer_norm_epsilon", 1e-3),
+    ("bloom", "residual_dropout", "hidden_dropout", 0.1),
+    ("bloom", "norm_eps", "layer_norm_epsilon", 1e-3),
+    ("roberta", "position_offset", "pad_token_id", 3),
+    ("camembert", "position_offset", "pad_token_id", 0),
+    ("xlm-roberta", "position_offset", "pad_token_id", 2),
+    ("data2vec-text", "position_offset", "pad_token_id", 3),
+    ("roberta", "attention_dropout", "attention_probs_dropout_prob", 0.3),
+    ("granitemoe", "embedding_scale", "embedding_multiplier", 8.0),
+    ("granitemoe", "residual_scale", "residual_multiplier", 0.25),
+    ("granitemoe", "logit_scale", "logits_scaling", 4.0),
+    ("olmoe", "routing_sum", "norm_topk_prob", True),
+    ("olmoe", "experts_per_token", "num_experts_per_tok", 3),
+    ("olmoe", "router_loss", "router_aux_loss_coef", 0.05),
+]
+# (type of model, what is ignored, parameters of its rotary embedding)
+SCALED = {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
+ROTARY: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "theta", {"rope_type": "default", "rope_theta": 500000.0}),
+    ("llama", "linear_scaling", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+    (
+        "llama",
+        "llama3_scaling",
+        SCALED | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+    ("llama", "yarn_scaling", SCALED | {"rope_type": "yarn", "factor": 4.0}),
+    ("mistral", "theta", {"rope_type": "default", "rope_theta": 1000000.0}),
+    ("qwen2", "linear_scaling", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    ("cohere", "theta", {"rope_type": "default", "rope_theta": 8000000.0}),
+    ("phi", "rotated_part", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}),
+    (
+        "gpt_neox",
+        "rotated_part",
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
 ]
 
 
@@ -67,6 +129,17 @@ def factory(kind: str, **changed: Any) -> Callable[[], Any]:
         del settings["hidden_size"]
     config = transformers.AutoConfig.for_model(kind, **settings)
     return lambda: transformers.AutoModelForCausalLM.from_config(config)
+
+
+def rotary_factory(kind: str, parameters: dict[str, Any], *, ignored: bool) -> Callable[[], Any]:
+    """Return a factory of a model with these rotary parameters, set too late if they are ignored."""
+
+    def build() -> Any:
+        model = factory(kind)() if ignored else factory(kind, rope_parameters=parameters)()
+        model.config.rope_parameters = dict(parameters)
+        return model
+
+    return build
 
 
 def spec_with(build: Callable[[], Any], stated: Callable[[], Any]) -> ModelSpec:
@@ -106,6 +179,42 @@ def enter_all() -> None:
         make.__doc__ = f"{key} of the configuration has no effect."
         family = STATED[fact][0]
         mutant("inferred facts", twin=twin, family=family, source="classic", observable=numbers)(make)
+    for kind, part, parameters in ROTARY:
+
+        def twin(kind: str = kind, parameters: dict[str, Any] = parameters) -> ModelSpec:
+            return ModelSpec.of(rotary_factory(kind, parameters, ignored=False), max_length=60)
+
+        def make(kind: str = kind, parameters: dict[str, Any] = parameters) -> ModelSpec:
+            return ModelSpec.of(rotary_factory(kind, parameters, ignored=True), max_length=60)
+
+        twin.__name__ = f"{kind}_rotary_{part}"
+        make.__name__ = f"{kind}_ignores_rotary_{part}"
+        make.__doc__ = (
+            f"The rotary embedding ignores rope_parameters of the configuration: {part.replace('_', ' ')}."
+        )
+        mutant("inferred facts", twin=twin, family="rotary", source="classic", observable=numbers)(make)
+
+
+def bloom() -> ModelSpec:
+    return ModelSpec.of(factory("bloom"), max_length=60)
+
+
+@mutant("inferred facts", twin=bloom, family="attention_facts", source="classic", observable=numbers)
+def bloom_slopes_of_eight_heads() -> ModelSpec:
+    """Four heads have the first slopes of eight heads."""
+
+    def build() -> Any:
+        model = factory("bloom")()
+        plain = model.transformer.build_alibi_tensor
+
+        def of_eight(mask: Any, n_heads: int, **options: Any) -> Any:
+            slopes = plain(mask, 2 * n_heads, **options)
+            return slopes.unflatten(0, (len(mask), -1))[:, :n_heads].flatten(0, 1)
+
+        model.transformer.build_alibi_tensor = of_eight
+        return model
+
+    return ModelSpec.of(build, max_length=60)
 
 
 enter_all()

@@ -17,9 +17,10 @@ import math
 import pathlib
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,8 @@ def encode(tree: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
         ValueError: a value of an unsupported type, or more than 64 levels of containers, as in a state that
             contains itself. Names the place.
     """
-    known = {_identity(tensor): name for name, tensor in tensors.items() if tensor.numel()}
     try:
-        return _encode(tree, path, tensors, known)
+        return _Encoder(tensors).plain(tree, path)
     except RecursionError:
         raise too_deep(path) from None
 
@@ -106,56 +106,78 @@ def no_tensor(name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     raise _malformed(path, [name, *shape])
 
 
-def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    def down(key: Any, value: Any) -> Any:
-        return _encode(value, (*path, key), tensors, known)
+class _Encoder:
+    """Encoder of one tree. It adds the tensors of the tree to `tensors`."""
 
-    kind = type(tree)
-    if kind is int and tree.bit_length() < 64:  # the most frequent case: random states have thousands
-        return tree
-    if isinstance(tree, Tensor):
-        return {"$tensor": [_named(tree, path, tensors, known), list(tree.shape)]}
-    if isinstance(tree, np.generic):  # before float, since float64 is a subclass of it
-        return {"$scalar": [_code(tree, path), _text(tree.tobytes())]}
-    if isinstance(tree, np.ndarray):
-        return _encode_array(tree, path, tensors, known)
-    if tree is None or kind in (bool, str):
-        return tree
-    if isinstance(tree, int) and kind in (int, bool):
-        if tree.bit_length() > 3 * _INTEGER_DIGITS:
-            most = f"at most {3 * _INTEGER_DIGITS:,} bits"
-            raise _refused(path, f"an integer of {tree.bit_length():,} bits, of which {most} are allowed")
-        return tree
-    if kind is float:
-        return tree if math.isfinite(tree) else {"$number": str(tree)}
-    if kind is complex:
-        return {"$complex": [down("real", tree.real), down("imag", tree.imag)]}
-    if isinstance(tree, bytes | bytearray):
-        return {"$bytes" if isinstance(tree, bytes) else "$bytearray": _text(tree)}
-    if isinstance(tree, pathlib.Path):
-        return {"$path": str(tree)}
-    if isinstance(tree, torch.dtype):
-        return {"$dtype": str(tree)}
-    if len(path) > LEVELS and isinstance(tree, list | tuple | set | frozenset | Mapping):
-        raise too_deep(path)
-    if isinstance(tree, list):
-        return [down(i, value) for i, value in enumerate(tree)]
-    if isinstance(tree, tuple):
-        # Paths have positions, as in `leaves`.
-        values = [down(i, value) for i, value in enumerate(tree)]
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._names = {_identity(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+
+    def plain(self, tree: Any, path: Path) -> Any:
+        """Return plain JSON for `tree`."""
+        kind = type(tree)
+        if kind in (int, float, complex):
+            return _number(tree, path)
+        if kind in (NoneType, bool, str):
+            return tree
+        match tree:
+            case Tensor():
+                return {"$tensor": [self._named(tree, path), list(tree.shape)]}
+            case np.generic():
+                return {"$scalar": [_code(tree, path), _text(tree.tobytes())]}
+            case np.ndarray():
+                return self._array(tree, path)
+            case bytes():
+                return {"$bytes": _text(tree)}
+            case bytearray():
+                return {"$bytearray": _text(tree)}
+            case pathlib.Path():
+                return {"$path": str(tree)}
+            case torch.dtype():
+                return {"$dtype": str(tree)}
+            case list():
+                return self._list(tree, path)
+            case tuple():
+                return self._tuple(tree, path)
+            case set() | frozenset():
+                return self._set(tree, path)
+            case Mapping():
+                return self._mapping(tree, path)
+        raise _refused(path, f"{kind.__module__}.{kind.__qualname__}")
+
+    def _array(self, tree: np.ndarray[Any, Any], path: Path) -> Any:
+        if type(tree) not in (np.ndarray, np.memmap):  # a masked array is more than its numbers
+            raise _refused(path, f"a numpy array of {type(tree).__name__}")
+        code = _code(tree, path)
+        empty = torch.empty(0, dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(tree.tobytes()), dtype=torch.uint8) if tree.size else empty
+        return {"$array": [self._named(content, path), code, list(tree.shape)]}
+
+    def _list(self, items: Iterable[Any], path: Path) -> list[Any]:
+        if len(path) > LEVELS:
+            raise too_deep(path)
+        return [self.plain(value, (*path, i)) for i, value in enumerate(items)]
+
+    def _tuple(self, tree: tuple[Any, ...], path: Path) -> Any:
+        values = self._list(tree, path)  # paths have positions, as in `leaves`
         fields = getattr(tree, "_fields", None)
         if fields is not None and hasattr(tree, "_make") and _are_fields(fields):
-            return {"$namedtuple": [kind.__name__, list(map(list, zip(fields, values, strict=True)))]}
+            return {"$namedtuple": [type(tree).__name__, list(map(list, zip(fields, values, strict=True)))]}
         return {"$tuple": values}
-    if isinstance(tree, set | frozenset):
-        items = [down(i, value) for i, value in enumerate(sorted(tree, key=repr))]
+
+    def _set(self, tree: set[Any] | frozenset[Any], path: Path) -> Any:
+        items = self._list(sorted(tree, key=repr), path)
         for item in items:
             _check_hashed(item, path, "a set with")
         return {"$set" if isinstance(tree, set) else "$frozenset": items}
-    if isinstance(tree, Mapping):
+
+    def _mapping(self, tree: Mapping[Any, Any], path: Path) -> Any:
+        if len(path) > LEVELS:
+            raise too_deep(path)
         for key in tree:
-            _check_key(key, path)
-        pairs = [[_key(key, path), down(key, value)] for key, value in tree.items()]
+            if not isinstance(key, str | int | float | bool | tuple | np.generic | None):
+                raise _refused(path, f"a mapping with the key {key!r}")
+        pairs = [[_key(key, path), self.plain(value, (*path, key))] for key, value in tree.items()]
         if isinstance(tree, Counter):
             if not _are_counts(tree.values()):
                 raise _refused(path, "a Counter of other values than numbers")
@@ -168,34 +190,44 @@ def _encode(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, 
             return {"$defaultdict": [name, pairs]}
         if isinstance(tree, OrderedDict):
             # Modules read the versions of their state from `_metadata`.
-            return {"$state_dict": [pairs, down("_metadata", getattr(tree, "_metadata", None))]}
+            versions = self.plain(getattr(tree, "_metadata", None), (*path, "_metadata"))
+            return {"$state_dict": [pairs, versions]}
         if all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return dict(pairs)
         return {"$dict": pairs}
-    raise _refused(path, f"{kind.__module__}.{kind.__qualname__}")
+
+    def _named(self, tensor: Tensor, path: Path) -> str:
+        """Return the name of a tensor. Add the tensor if it has none."""
+        if not is_sharded(tensor):
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+                state = "quantized" if tensor.is_quantized else str(tensor.layout)
+                raise _refused(path, f"a {'meta' if tensor.is_meta else state} tensor")
+            if type(tensor) not in _PLAIN:
+                raise _refused(path, f"a tensor of {type(tensor).__name__}")
+        identity = _identity(tensor)
+        if tensor.numel() and identity in self._names:
+            return self._names[identity]
+        name = wanted = ".".join(map(str, path))
+        if not wanted.isascii() and wanted.encode("utf-8", "replace").decode() != wanted:
+            raise _refused(path, "a key that UTF-8 cannot encode")
+        number = 1
+        while name in self._tensors:
+            number += 1
+            name = f"{wanted}#{number}"
+        self._tensors[name] = tensor
+        self._names[identity] = name
+        return name
 
 
-def _named(tensor: Tensor, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> str:
-    """Return the name of a tensor. Add the tensor if it has none."""
-    if not is_sharded(tensor):
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            state = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-            raise _refused(path, f"a {state} tensor")
-        if type(tensor) not in _PLAIN:
-            raise _refused(path, f"a tensor of {type(tensor).__name__}")
-    identity = _identity(tensor)
-    if tensor.numel() and identity in known:
-        return known[identity]
-    name = wanted = ".".join(map(str, path))
-    if not wanted.isascii() and wanted.encode("utf-8", "replace").decode() != wanted:
-        raise _refused(path, "a key that UTF-8 cannot encode")
-    number = 1
-    while name in tensors:
-        number += 1
-        name = f"{wanted}#{number}"
-    tensors[name] = tensor
-    known[identity] = name
-    return name
+def _number(number: Any, path: Path) -> Any:
+    if isinstance(number, float):
+        return number if math.isfinite(number) else {"$number": str(number)}
+    if isinstance(number, complex):
+        return {"$complex": [_number(number.real, path), _number(number.imag, path)]}
+    if number.bit_length() > 3 * _INTEGER_DIGITS:
+        most = f"at most {3 * _INTEGER_DIGITS:,} bits"
+        raise _refused(path, f"an integer of {number.bit_length():,} bits, of which {most} are allowed")
+    return number
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -205,15 +237,6 @@ def _identity(tensor: Tensor) -> Any:
     place = local.data_ptr()
     marks = local.is_conj(), local.is_neg(), local.device, sharded, tensor.dtype
     return place, local.stride(), marks, tensor.shape if place else id(tensor)
-
-
-def _encode_array(tree: Any, path: Path, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    if type(tree) not in (np.ndarray, np.memmap):  # a masked array is more than its numbers
-        raise _refused(path, f"a numpy array of {type(tree).__name__}")
-    code = _code(tree, path)
-    content = torch.frombuffer(bytearray(tree.tobytes()), dtype=torch.uint8) if tree.size else torch.empty(0)
-    content = content.to(torch.uint8)
-    return {"$array": [_named(content, path, tensors, known), code, list(tree.shape)]}
 
 
 def _code(numbers: Any, path: Path) -> str:
@@ -229,15 +252,10 @@ def _text(content: bytes | bytearray) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-def _check_key(key: Any, path: Path) -> None:
-    if not isinstance(key, str | int | float | bool | tuple | np.generic | None):
-        raise _refused(path, f"a mapping with the key {key!r}")
-
-
 def _key(key: Any, path: Path) -> Any:
     """Encode a key. Refuse a key that contains tensors."""
     held: dict[str, Tensor] = {}
-    plain = _encode(key, (*path, "key"), held, {})
+    plain = _Encoder(held).plain(key, (*path, "key"))
     if held:
         raise _refused(path, f"a mapping with the key {key!r}")
     _check_hashed(plain, path, "a mapping with the key")
@@ -263,74 +281,90 @@ def _refused(path: Path, what: str) -> ValueError:
 
 
 def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
-    def down(key: Any, value: Any) -> Any:
-        return _decode(value, fetch, (*path, key))
-
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
     if isinstance(plain, list):
-        return [down(i, value) for i, value in enumerate(plain)]
+        return list(_items(plain, fetch, path))
     if not isinstance(plain, dict):
         raise _malformed(path, plain)
     kind = next((key for key in plain if key.startswith("$")), None)
     if kind is None:
-        return {key: down(key, value) for key, value in plain.items()}
-    if len(plain) != 1:
-        raise _malformed(path, plain)
-    content = plain[kind]
-    if kind in ("$number", "$bytes", "$bytearray", "$path", "$dtype"):
-        return _decode_text(kind, content, path)
-    if not isinstance(content, list):
-        raise _malformed(path, plain)
-    if kind == "$tensor":
-        match content:
-            case [str(name), list(shape)] if _is_shape(shape):
-                return fetch(name, tuple(shape), path)
-    elif kind == "$array":
-        return _decode_array(content, fetch, path)
-    elif kind == "$scalar":
-        match content:
-            case [str(code), str(text)]:
-                return _decode_scalar(code, text, path)
-            case [str(), str(), []]:  # encoded as an array in earlier versions
-                return _decode_array(content, fetch, path)[()]
-    elif kind == "$tuple":
-        return tuple(down(i, value) for i, value in enumerate(content))
-    elif kind == "$namedtuple":
-        match content:
-            case [str(name), list(items)] if all(_is_pair_of_text(pair) for pair in items):
-                fields = tuple(field for field, _ in items)
-                if name.isidentifier() and _are_fields(fields):
-                    return _named_tuple(name, fields)._make(down(i, pair[1]) for i, pair in enumerate(items))
-    elif kind in ("$set", "$frozenset"):
-        found = _hashed(lambda: {down(i, value) for i, value in enumerate(content)}, path)
-        return found if kind == "$set" else frozenset(found)
-    elif kind == "$complex":
-        match [down(i, value) for i, value in enumerate(content)]:
-            case [float(real), float(imaginary)]:
-                return complex(real, imaginary)
-    elif kind == "$state_dict":
-        match content:
-            case [list(items), metadata]:
-                state = OrderedDict(_pairs(items, fetch, path))
-                if metadata is not None:
-                    state._metadata = down("_metadata", metadata)  # type: ignore[attr-defined]
-                return state
-    elif kind == "$counter":
-        counts = _pairs(content, fetch, path)
-        if _are_counts(counts.values()):
-            return Counter(counts)
-    elif kind == "$defaultdict":
-        match content:
-            case [str(name), list(items)] if name in _FACTORIES:
-                return defaultdict(_FACTORIES[name], _pairs(items, fetch, path))
-    elif kind == "$dict":
-        return _pairs(content, fetch, path)
+        return {key: _decode(value, fetch, (*path, key)) for key, value in plain.items()}
+    if len(plain) == 1 and isinstance(plain[kind], str):
+        return _decode_text(kind, plain[kind], path)
+    if len(plain) == 1 and isinstance(plain[kind], list):
+        return _decode_list(kind, plain[kind], fetch, path)
     raise _malformed(path, plain)
 
 
+def _decode_text(kind: str, text: str, path: Path) -> Any:
+    match kind:
+        case "$number" if text in ("inf", "-inf", "nan"):
+            return float(text)
+        case "$dtype" if text in _DTYPES:
+            return _DTYPES[text]
+        case "$path":
+            return pathlib.Path(text)
+        case "$bytes":
+            return _bytes(text, path)
+        case "$bytearray":
+            return bytearray(_bytes(text, path))
+    raise _malformed(path, {kind: text})
+
+
+def _decode_list(kind: str, content: list[Any], fetch: Fetch, path: Path) -> Any:
+    match kind, content:
+        case "$tensor", [str(name), list(shape)] if _is_shape(shape):
+            return fetch(name, tuple(shape), path)
+        case "$array", _:
+            return _decode_array(content, fetch, path)
+        case "$scalar", [str(code), str(text)]:
+            return _decode_scalar(code, text, path)
+        case "$scalar", [str(), str(), []]:  # encoded as an array in earlier versions
+            return _decode_array(content, fetch, path)[()]
+        case "$tuple", _:
+            return tuple(_items(content, fetch, path))
+        case "$namedtuple", [str(name), list(items)]:
+            return _decode_namedtuple(name, items, fetch, path)
+        case "$set" | "$frozenset", _:
+            makes = set if kind == "$set" else frozenset
+            return _hashed(lambda: makes(_items(content, fetch, path)), path)
+        case "$complex", _:
+            match list(_items(content, fetch, path)):
+                case [float(real), float(imaginary)]:
+                    return complex(real, imaginary)
+        case "$state_dict", [list(items), metadata]:
+            return _decode_state_dict(items, metadata, fetch, path)
+        case "$counter", _ if _are_counts((counts := _pairs(content, fetch, path)).values()):
+            return Counter(counts)
+        case "$defaultdict", [str(name), list(items)] if name in _FACTORIES:
+            return defaultdict(_FACTORIES[name], _pairs(items, fetch, path))
+        case "$dict", _:
+            return _pairs(content, fetch, path)
+    raise _malformed(path, {kind: content})
+
+
+def _decode_namedtuple(name: str, items: list[Any], fetch: Fetch, path: Path) -> Any:
+    if all(_is_pair(pair) and isinstance(pair[0], str) for pair in items):
+        fields = tuple(field for field, _ in items)
+        if name.isidentifier() and _are_fields(fields):
+            return _named_tuple(name, fields)._make(_items((value for _, value in items), fetch, path))
+    raise _malformed(path, {"$namedtuple": [name, items]})
+
+
+def _decode_state_dict(items: list[Any], metadata: Any, fetch: Fetch, path: Path) -> OrderedDict[Any, Any]:
+    state = OrderedDict(_pairs(items, fetch, path))
+    if metadata is not None:
+        state._metadata = _decode(metadata, fetch, (*path, "_metadata"))  # type: ignore[attr-defined]
+    return state
+
+
+def _items(content: Iterable[Any], fetch: Fetch, path: Path) -> Iterator[Any]:
+    return (_decode(value, fetch, (*path, i)) for i, value in enumerate(content))
+
+
 def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+    if not all(map(_is_pair, content)):
         raise _malformed(path, content)
     result: dict[Any, Any] = {}
     for key, value in content:
@@ -341,8 +375,8 @@ def _pairs(content: list[Any], fetch: Fetch, path: Path) -> dict[Any, Any]:
     return result
 
 
-def _is_pair_of_text(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2
 
 
 def _are_fields(fields: Sequence[str]) -> bool:
@@ -377,19 +411,6 @@ def _hashed(make: Callable[[], Any], path: Path) -> Any:
         return make()
     except TypeError:
         raise _malformed(path, "a key that is none") from None
-
-
-def _decode_text(kind: str, content: Any, path: Path) -> Any:
-    if kind == "$number" and content in ("inf", "-inf", "nan"):
-        return float(content)
-    if kind == "$dtype" and isinstance(content, str) and content in _DTYPES:
-        return _DTYPES[content]
-    if kind == "$path" and isinstance(content, str):
-        return pathlib.Path(content)
-    if kind in ("$bytes", "$bytearray") and isinstance(content, str):
-        found = _bytes(content, path)
-        return found if kind == "$bytes" else bytearray(found)
-    raise _malformed(path, {kind: content})
 
 
 def _bytes(text: str, path: Path) -> bytes:

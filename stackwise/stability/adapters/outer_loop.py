@@ -90,12 +90,12 @@ class OuterLoop:
     def pass_over(self) -> None:
         """Count a step in which no batch had a loss, instead of `close`. A rewind replays it."""
         self._forget_hand()
-        self.guard._feed.take_hand()
+        self.guard.pass_over()
 
     def drop(self) -> None:
         """Drop the batches since the last step."""
         self._forget_hand()
-        self.guard._feed.drop_hand()
+        self.guard.drop_batches()
 
     def settle(self) -> None:
         """Wait for all alarms of the steps up to now, and run all replays.

@@ -32,7 +32,7 @@ class Examination:
 
     Args:
         model: trained model.
-        named: function that returns the optimized parameters with their names.
+        named: optimized parameters with their names, which the guard updates.
         loss_of: loss of (model, batch); None: no step can be recomputed.
         feed: function that returns the source of the healthy batches before a bad one.
         buffers: copies of the model's buffers and of weights that its forward passes write, restored after
@@ -49,7 +49,7 @@ class Examination:
     def __init__(
         self,
         model: nn.Module,
-        named: Callable[[], Sequence[tuple[str, nn.Parameter]]],
+        named: Sequence[tuple[str, nn.Parameter]],
         loss_of: Callable[[nn.Module, Any], Tensor] | None,
         feed: Callable[[], BatchFeed],
         buffers: Buffers,
@@ -80,15 +80,7 @@ class Examination:
             RuntimeWarning: the loss cannot be recomputed, or is random; `reproduced` is then None.
         """
         where, reproduced, placed = alarm.where, None, False
-        found = None
-        recomputes = self._loss_of is not None and bool(batches)
-        if recomputes and not (self.is_random and alarm.is_finite_spike):
-            found = self._again(batches)
-            if found is not None and self._finds_random_loss(found, batches, alarm):
-                found = None
-            self.failed = found is None
-        else:
-            self.failed = False
+        found = self._recomputed(batches, alarm)
         if found is not None:
             finite = _is_finite(alarm)
             overflowed = self._overflowed(found, alarm)
@@ -111,6 +103,17 @@ class Examination:
         )
         return replace(alarm, where=where, reproduced=reproduced, value=value, limit=limit)
 
+    def _recomputed(self, batches: Sequence[GivenBatch], alarm: Alarm) -> Replay | None:
+        """Recompute the step. Return None if this is not possible or shows nothing."""
+        self.failed = False
+        if self._loss_of is None or not batches or (self.is_random and alarm.is_finite_spike):
+            return None
+        found = self._again(batches)
+        if found is not None and self._finds_random_loss(found, batches, alarm):
+            found = None
+        self.failed = found is None
+        return found
+
     def _again(
         self, batches: Sequence[GivenBatch], scales: Callable[[], ModuleScales | None] | None = None
     ) -> Replay | None:
@@ -123,7 +126,7 @@ class Examination:
                 self._loss_of,
                 scales,
                 self._group,
-                named=self._named(),
+                named=self._named,
                 buffers=self._buffers,
                 loss_scale=self._loss_scale(),
             )
@@ -187,7 +190,7 @@ class Examination:
 
     def _norm_of(self, norms: Mapping[str, float]) -> float:
         """Return the norm over the optimized parameters."""
-        return math.hypot(*(norms[name] for name, _ in self._named() if name in norms))
+        return math.hypot(*(norms[name] for name, _ in self._named if name in norms))
 
     def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
         """Return the scales of the last healthy batches that are stored; None: no such batch."""
@@ -203,7 +206,7 @@ class Examination:
 
         with recomputation("sound"), keep_random_states(), torch.enable_grad():
             scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
-        forget_gradients(model, self._named())
+        forget_gradients(model, self._named)
         self._buffers.restore()
         return scales
 

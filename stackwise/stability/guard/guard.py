@@ -49,7 +49,7 @@ from stackwise.support.optimizer_state import is_optimizer, optimizers_in, param
 __all__ = ["Guard"]
 
 _LOG = logging.getLogger("stackwise.guard")
-_SCALARS = 10  # columns of a row before the norms
+_SCALARS = len(Decision._fields) - 1  # columns of a row before the norms
 _LAG = 4  # steps until the host reads a row from a device other than the CPU
 _KEPT_RECORDS = 1024
 
@@ -64,6 +64,11 @@ class _Made:
     before: Moment | None  # None: no lag, or no batches to replay
     order: int
     buffers: BrokenBuffers | None
+
+    @property
+    def ids(self) -> tuple[Hashable, ...]:
+        """Ids of the batches."""
+        return tuple(given.id for given in self.batches)
 
 
 class Guard:
@@ -123,11 +128,7 @@ class Guard:
         on_rewind: Callable[[int], object] | None = None,
     ) -> None:
         check_restorable(optimizer, scheduler, others or {})
-        lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
-        require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
-        follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
-        require(not follows, "scheduler", type(scheduler).__name__, allowed)
+        _check_step_arguments(optimizer, scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.policy = policy or GuardPolicy()
         self._others = dict(others or {})
@@ -139,11 +140,7 @@ class Guard:
             allowed = "other names: the scaler goes back as well"
             require("scaler" not in self._others, "others", "scaler", allowed)
             self._others["scaler"] = self._scaler
-        at_once = self._device.type == "cpu" or self._scaler is not None
-        self._lag = lag if lag is not None else 0 if at_once else _LAG
-        check_sizes(0, lag=self._lag)
-        # With a scaler, the host must know if the step is skipped before it advances the scheduler.
-        require(self._scaler is None or self._lag == 0, "lag", self._lag, "0 with a scaler")
+        self._lag = self._chosen_lag(lag)
         self._hold = UpdateHold(optimizer, by_itself=self._lag > 0)
         self._group = group or _everyone()
         # Ids differ between processes: these would skip different batches, and wait for each other.
@@ -159,19 +156,15 @@ class Guard:
         self._moment: Moment | None = None
         self._judged: dict[str, Any] = {}
         self._made_before = MadeBefore(self._device)
-        self._snapshot_step = self._snapshot_order = 0
+        self._order = self._snapshot_step = self._snapshot_order = 0
         self._feeds = False  # True if batches() or give() is used
         self._rows = self._made_rows()
         self._arrived: deque[tuple[_Made, list[float]]] = deque()
         self._under_way: deque[_Made] = deque()
-        self._order = 0
-        # State of the current step from judge_step() to close_step().
-        self._open: tuple[tuple[str, ...], Moment | None, BrokenBuffers | None] | None = None
-        self._broken_buffers: BrokenBuffers | None = None
+        self._open: _Made | None = None  # the current step, from judge_step() to close_step()
         optimizers = [optimizer, *filter(is_optimizer, self._others.values())]
         self._finite_state = FiniteState(model, optimizers, self._group)
-        # Last step of a replay in which every update is followed by an examination of its result.
-        self._examined_until: int | None = None
+        self._examined_until = -1  # last step of a replay that examines the result of each update
         self._last_made: _Made | None = None
         self._overflowed = False
         self._records: deque[GuardRecord] = deque(maxlen=_KEPT_RECORDS)
@@ -182,20 +175,13 @@ class Guard:
         self._escalation = Escalation(self.policy)
         self._bundles = BundleFolder(bundles, self.policy, self._group)
         # If possible, a rise that may be healthy is recomputed before it is an alarm.
-        self._recomputes = loss_of is not None and self.policy.suspect_factor is not None
-        self._recomputes &= not self.policy.spikes_clipped
-        # Step that could not be recomputed. It is judged as without loss_of.
-        self._judged_plainly: int | None = None
+        by_suspicion = self.policy.suspect_factor is not None and not self.policy.spikes_clipped
+        self._recomputes = loss_of is not None and by_suspicion
+        self._judged_plainly: int | None = None  # step that could not be recomputed
         # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
         me = weakref.proxy(self)
         self._examination = Examination(
-            model,
-            lambda: me._named,
-            loss_of,
-            lambda: me._feed,
-            self._buffers,
-            self._group,
-            lambda: me._loss_scale,
+            model, self._named, loss_of, lambda: me._feed, self._buffers, self._group, lambda: me._loss_scale
         )
         self._answering: int | None = None
         self._clipped_before = ClippedBefore()
@@ -311,20 +297,21 @@ class Guard:
         if self._feeds:
             self._buffers.note_written()
         self._finite_state.begin()
-        self._broken_buffers = broken = self._buffers.broken()
+        broken = self._buffers.broken()
         with torch.no_grad():
             norms_P = self._norms()
             if scale is not None:
                 norms_P = norms_P / scale.to(norms_P.device, torch.float32)
         require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
+        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
+        batches = tuple(self._feed.hand)
+        self._open = _Made(self._feed.step, batches, self._names(), before, self._order, broken)
         decision = self.decide(loss, norms_P, logit)
         self._overflowed = False
         if self._scaler is not None and KINDS[int(decision.code.item())] == "non-finite gradient":
             self._overflowed = self._scaler.get_scale() > 1.0
         if self._overflowed:
             decision = decision._replace(code=torch.zeros_like(decision.code))
-        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
-        self._open = self._names(), before, broken
         return decision
 
     @torch.no_grad()
@@ -337,9 +324,8 @@ class Guard:
         previous step.
         """
         if self._overflowed:
-            broken = None if self._open is None else self._open[2]
-            if broken is not None:
-                self._buffers.restore(broken.flags_B.any())
+            if self._open is not None and self._open.buffers is not None:
+                self._buffers.restore(self._open.buffers.flags_B.any())
             return True
         if self._lag == 0 and decision.found_inf.item():
             self._buffers.restore()
@@ -366,9 +352,23 @@ class Guard:
         assert self._open is not None, "judge_step() first"
         if self._scaler is None:
             self._hold.release()
-        names, before, broken = self._open
-        self._open = None
-        self._conclude(decision, names, before, broken)
+        made, self._open = self._open, None
+        self._feed.take_hand()
+        allowed = "one for each batch that batches() gave"
+        require(bool(made.batches) or not self._feeds, "step", made.step, allowed)
+        self._order += 1
+        no_divisor = torch.ones_like(decision.found_inf)
+        *scalars, norms_P = (no_divisor if each is None else each for each in decision)
+        self._rows.write(made, scalars, norms_P)
+        self._under_way.append(made)
+        self._last_made = made
+        if not self._feeds:
+            self._buffers.keep()
+        self._settle(0 if self._examined_until >= 0 else self._lag)
+        # A snapshot must not contain bad weights. With a lag, the examination would make the host wait.
+        snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
+        if self._examined_until >= 0 or (snapshot_next and not self._escalation.in_row):
+            self._examine_state()
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """Add a batch that a third-party loop has drawn. Such a loop uses this instead of `batches`.
@@ -405,6 +405,14 @@ class Guard:
         """Restore the random states from before the replay. Call it after the last replayed step."""
         self._feed.take_up()
 
+    def pass_over(self) -> None:
+        """Count a step in which no batch had a loss. A rewind replays it."""
+        self._feed.take_hand()
+
+    def drop_batches(self) -> None:
+        """Drop the batches since the last step."""
+        self._feed.drop_hand()
+
     def renew_snapshot(self) -> None:
         """Take a new snapshot at the next batch. Earlier steps can then not be replayed."""
         self._moment = None
@@ -424,7 +432,7 @@ class Guard:
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches(), the steps after a bad one could not be replayed and would be lost.
         latch = self._lag > 0 and self._feeds
-        broken, self._broken_buffers = self._broken_buffers, None
+        broken = None if self._open is None else self._open.buffers
         return self._judge.decide(
             loss,
             norms_P,
@@ -530,7 +538,7 @@ class Guard:
         self._judge.load_state_dict(state["judge"])
         self._feed.load_state_dict(state["feed"])
         self._made_before.load_state_dict(state["made_before"])
-        self._examined_until = None
+        self._examined_until = -1
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._healthy_norms.clear()
         self._healthy_norms.append((-1, dict(state["reference"])))
@@ -581,42 +589,6 @@ class Guard:
         if self.scheduler is not None and not self._overflowed:
             self.scheduler.step()  # type: ignore[attr-defined]
 
-    def _conclude(
-        self,
-        decision: Decision,
-        names: tuple[str, ...],
-        before: Moment | None,
-        broken: BrokenBuffers | None,
-    ) -> None:
-        d = decision
-        divisor = torch.ones_like(d.found_inf) if d.divisor is None else d.divisor
-        step = self._feed.step
-        made = _Made(step, self._feed.take_hand(), names, before, self._order, broken)
-        require(bool(made.batches) or not self._feeds, "step", step, "one for each batch that batches() gave")
-        self._order += 1
-        scalars = (
-            d.loss,
-            d.norm,
-            d.logit,
-            d.code,
-            d.found_inf,
-            d.norm_limit,
-            d.proven_limit,
-            d.loss_limit,
-            d.logit_limit,
-            divisor,
-        )
-        self._rows.write(made, scalars, d.norms_P)
-        self._under_way.append(made)
-        self._last_made = made
-        if not self._feeds:
-            self._buffers.keep()
-        self._settle(0 if self._examined_until is not None else self._lag)
-        # A snapshot must not contain bad weights. With a lag, the examination would make the host wait.
-        snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
-        if self._examined_until is not None or (snapshot_next and not self._escalation.in_row):
-            self._examine_state()
-
     def _settle_all(self) -> None:
         self._settle(0)
         self._examine_state()
@@ -632,12 +604,12 @@ class Guard:
             return
         parameters, states = self._finite_state.broken()
         if not parameters and not states:
-            if self._examined_until is not None and made.step >= self._examined_until:
-                self._examined_until = None
+            if made.step >= self._examined_until:
+                self._examined_until = -1
             return
-        located = self._examined_until is not None
+        located = self._examined_until >= 0
         kind: AlarmKind = "non-finite parameter" if parameters else "non-finite optimizer state"
-        ids = tuple(given.id for given in made.batches) if located else ()
+        ids = made.ids if located else ()
         alarm = Alarm(made.step, kind, math.nan, where=listed(parameters or states), batch=ids or None)
         rewinds = self._moment is not None and not self._feed.hand
         rewinds = rewinds and self._escalation.rewinds_broken_state(located=located)
@@ -645,7 +617,7 @@ class Guard:
             if located:
                 self.skipped += 1
                 self._feed.quarantine(made.batches)
-            self._examined_until = max(made.step, self._examined_until or 0)
+            self._examined_until = max(made.step, self._examined_until)
             self._last_made = None
             self._rewind([])
             # With a lag, the snapshot may contain the bad state.
@@ -667,56 +639,47 @@ class Guard:
                 self._read(made, row)
 
     def _read(self, made: _Made, row: list[float]) -> None:
-        loss, norm, logit, code, found_inf, norm_limit, proven_limit = row[:7]
-        loss_limit, logit_limit, divisor = row[7:_SCALARS]
+        found_inf, divisor, code, loss, norm, logit, *limits = row[:_SCALARS]  # fields of a Decision
+        norm_limit, proven_limit, loss_limit, logit_limit = limits
         norms = dict(zip(made.names, row[_SCALARS:], strict=False))
-        kind = KINDS[int(code)]
+        kind, skipped = KINDS[int(code)], bool(found_inf)
         record = GuardRecord(
-            made.step,
-            loss,
-            norm,
-            norms,
-            norm_limit,
-            divisor,
-            kind,
-            bool(found_inf),
-            logit,
-            loss_limit,
-            logit_limit,
+            made.step, loss, norm, norms, norm_limit, divisor, kind, skipped, logit, loss_limit, logit_limit
         )
         self._records.append(record)
         if self._without_logit is not None:
             self._without_logit = self._without_logit + 1 if math.isnan(logit) else None
-        if kind is None and found_inf:  # an overflow that the scaler has handled
-            return
-        if kind is None:
+        if kind is not None:
+            alarm = self._alarm(made, kind, record)
+            self._left_out = skipped
+            if skipped:
+                self._answer(made, alarm, norms, proven_limit)
+            else:
+                self._record(replace(alarm, action="clipped"))
+        elif not skipped:  # otherwise an overflow that the scaler has handled
             self._healthy_norms.append((made.step, norms))
             self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
                 self._made_before.note(made.step, norm, loss, logit)
-            self._escalation.sound(tuple(given.id for given in made.batches))
-            return
+            self._escalation.sound(made.ids)
+
+    def _alarm(self, made: _Made, kind: AlarmKind, record: GuardRecord) -> Alarm:
         value, limit = {
-            "logit growth": (logit, logit_limit),
-            "loss spike": (loss, loss_limit),
-            "gradient spike": (norm, norm_limit),
-            "non-finite gradient": (norm, None),
-            "non-finite loss": (loss, None),
-            "non-finite buffer": (math.nan, None),
+            "logit growth": (record.logit, record.logit_limit),
+            "loss spike": (record.loss, record.loss_limit),
+            "gradient spike": (record.total_norm, record.limit),
+            "non-finite gradient": (record.total_norm, math.inf),
+            "non-finite loss": (record.loss, math.inf),
+            "non-finite buffer": (record.loss, math.inf),
         }[kind]
-        ids = tuple(given.id for given in made.batches) or None
-        limit = None if limit is None or math.isinf(limit) else limit
-        where = blamed(norms, self._usual_norms())
+        where = blamed(record.parameter_norms, self._usual_norms())
         if kind == "non-finite buffer":
             own = [] if made.buffers is None else made.buffers.names()
             # It may be a buffer of another process.
-            value, where = (math.nan if own else loss), listed(own)
-        alarm = Alarm(made.step, kind, value, limit, where, batch=ids)
-        self._left_out = bool(found_inf)
-        if not found_inf:
-            self._record(replace(alarm, action="clipped"))
-        else:
-            self._answer(made, alarm, norms, proven_limit)
+            value, where = (math.nan if own else value), listed(own)
+        return Alarm(
+            made.step, kind, value, None if math.isinf(limit) else limit, where, batch=made.ids or None
+        )
 
     def _look_for_logits(self) -> None:
         """Warn once if a logit limit is set and no logit is passed."""
@@ -743,6 +706,7 @@ class Guard:
         The step is recomputed. Then it is taken, retried or quarantined, or training is rewound or stopped.
         """
         later = self._unwind(made)
+        replayed = [*made.batches, *later]
         plainly = made.step == self._judged_plainly  # its recomputation has failed before
         self._answering = made.step
         try:
@@ -752,21 +716,18 @@ class Guard:
         if alarm.is_finite_spike and alarm.reproduced and alarm.value <= proven_limit:
             self.cleared += 1
             self._judge.trust()
-            self._feed.give_again([*made.batches, *later])
+            self._feed.give_again(replayed)
             return
         if self._examination.failed and alarm.is_finite_spike:
             self._judged_plainly = made.step
-            self._feed.give_again([*made.batches, *later])
+            self._feed.give_again(replayed)
             return
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
         if alarm.is_finite_spike and alarm.reproduced is not False:
-            # Without a recomputation, the next step shows no more. Data of a new kind raise the loss for
-            # many steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
-            at_once = alarm.reproduced is None or alarm.kind == "loss spike" or self._escalation.exhausted
-            self._judge.learn(at_once=at_once)
+            self._learn(alarm)
         if answer.innocent:
-            later = [*made.batches, *later]
+            later = replayed
         else:
             self._feed.quarantine(made.batches)
         alarm = replace(alarm, action=answer.action)
@@ -779,6 +740,13 @@ class Guard:
         self._feed.give_again(later)
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
+
+    def _learn(self, spike: Alarm) -> None:
+        """Let later spikes of this size pass."""
+        # Without a recomputation, the next step shows no more. Data of a new kind raise the loss for many
+        # steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
+        at_once = spike.reproduced is None or spike.kind == "loss spike" or self._escalation.exhausted
+        self._judge.learn(at_once=at_once)
 
     def _record(self, alarm: Alarm) -> None:
         """Store an alarm, and log it in the first process."""
@@ -822,11 +790,19 @@ class Guard:
         """Update the list of parameters if the optimizer has other ones, for example after unfreezing."""
         if [id(p) for p in parameters_of(self.optimizer)] == [id(p) for _, p in self._named]:
             return
-        self._named = _named_parameters(self.model, self.optimizer)
+        self._named[:] = _named_parameters(self.model, self.optimizer)  # the examination has the same list
         self._names = GradientNames(self._named)
         self._arrived += self._rows.drain()
         self._rows = self._made_rows()
         self.renew_snapshot()
+
+    def _chosen_lag(self, lag: int | None) -> int:
+        at_once = self._device.type == "cpu" or self._scaler is not None
+        lag = lag if lag is not None else 0 if at_once else _LAG
+        check_sizes(0, lag=lag)
+        # With a scaler, the host must know if the step is skipped before it advances the scheduler.
+        require(self._scaler is None or lag == 0, "lag", lag, "0 with a scaler")
+        return lag
 
     def _made_rows(self) -> RingBuffer[_Made]:
         return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
@@ -851,6 +827,15 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     devices = {p.device for p in optimized}
     require(len(devices) == 1, "parameters", sorted(map(str, devices)), "all on one device")
     return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(optimized)]
+
+
+def _check_step_arguments(optimizer: torch.optim.Optimizer, scheduler: Stateful | None) -> None:
+    """Refuse an optimizer or a scheduler whose `step()` needs an argument."""
+    lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
+    require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
+    follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
+    require(not follows, "scheduler", type(scheduler).__name__, allowed)
 
 
 def _has_noted(scaler: torch.amp.GradScaler) -> bool:

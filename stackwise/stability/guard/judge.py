@@ -161,9 +161,7 @@ class Judge:
             largest = torch.cat([code[None].to(numbers_S), numbers_S])
             distributed.all_reduce(largest, distributed.ReduceOp.MAX, self._group)
             code, values_S = largest[0].to(code.dtype), largest[1:]
-        divisor = None
-        if self._policy.clip is not None:
-            divisor = clip_divisor(norm, self._policy.clip)
+        divisor = None if self._policy.clip is None else clip_divisor(norm, self._policy.clip)
         left_out = code > 0
         held = self._latched if self._latched is not None else torch.zeros_like(left_out)
         if self._policy.spikes_clipped:
@@ -186,19 +184,9 @@ class Judge:
         if not suspect:  # no recomputation follows
             self._memory.learn(at_once=True)
         self._memory.accept(values_S, unusual_S, sound)
-        return Decision(
-            left_out.float(),
-            divisor,
-            code,
-            loss,
-            norm,
-            logit,
-            norm_limit,
-            torch.where(code == _LOSS, proven_S[1], proven_S[0]),
-            loss_limit,
-            logit_limit,
-            norms_P,
-        )
+        proven_limit = torch.where(code == _LOSS, proven_S[1], proven_S[0])
+        limits = norm_limit, proven_limit, loss_limit, logit_limit
+        return Decision(left_out.float(), divisor, code, loss, norm, logit, *limits, norms_P)
 
     def trust(self) -> None:
         """Judge the next step by the limits of a step whose recomputation had the same numbers."""

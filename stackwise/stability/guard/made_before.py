@@ -70,19 +70,18 @@ class MadeBefore:
         Raises:
             ValueError: not such a state.
         """
-        steps, signals = state.get("steps"), state.get("signals")
-        fits = (
-            isinstance(steps, list)
-            and isinstance(signals, list)
-            and len(steps) == len(signals)
-            and all(isinstance(step, int) for step in steps)
-            and all(isinstance(row, list) and len(row) == _SIGNALS for row in signals)
-            and all(value is None or isinstance(value, int | float) for row in signals for value in row)
-        )
+        steps: Any = state.get("steps")
+        signals: Any = state.get("signals")
+        lists = isinstance(steps, list) and isinstance(signals, list) and len(steps) == len(signals)
+        fits = lists and all(isinstance(step, int) for step in steps) and all(map(_is_row, signals))
         require(fits, "made_before", state, "what state_dict() gave")
-        assert isinstance(steps, list) and isinstance(signals, list)
         self._noted = {
             step: tuple(math.nan if value is None else float(value) for value in row)
             for step, row in zip(steps, signals, strict=True)
         }
         self.recall()
+
+
+def _is_row(row: Any) -> bool:
+    fits = isinstance(row, list) and len(row) == _SIGNALS
+    return fits and all(isinstance(value, int | float | None) for value in row)

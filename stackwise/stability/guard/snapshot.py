@@ -274,8 +274,9 @@ class Snapshot:
         if type(value) in (list, tuple):
             fits = type(place) is type(value) and len(place) == len(value)
             return type(value)(map(self._copied, value, place if fits else [None] * len(value)))
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
+        return self._copied_tensor(value, place) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    def _copied_tensor(self, value: Tensor, place: Any) -> _Copy:
         value = _local(value.detach())
         if not _is_plain(value):
             return _Copy(value.clone(), value.device)
@@ -316,23 +317,31 @@ def _restored(live: Any, kept: Any) -> Any:
             return live
         return kept.tensor.to(kept.device, copy=True)
     if isinstance(kept, dict):
-        own_values = live if isinstance(live, Mapping) else {}
-        values = {key: _restored(own_values.get(key), each) for key, each in kept.items()}
-        if not isinstance(live, MutableMapping):
-            return values
-        for key in [key for key in live if key not in values]:
-            del live[key]
-        live.update(values)
-        return live
+        return _restored_mapping(live, kept)
     if type(kept) in (list, tuple):
-        same = type(live) is type(kept) and len(live) == len(kept)
-        items = list(map(_restored, live if same else [None] * len(kept), kept))
-        if same and isinstance(live, list):
-            live[:] = items
-            return live
-        unchanged = same and all(a is b for a, b in zip(live, items, strict=True))
-        return live if unchanged else type(kept)(items)
+        return _restored_sequence(live, kept)
     return copy.deepcopy(kept)
+
+
+def _restored_mapping(live: Any, kept: dict[Any, Any]) -> Any:
+    own_values = live if isinstance(live, Mapping) else {}
+    values = {key: _restored(own_values.get(key), each) for key, each in kept.items()}
+    if not isinstance(live, MutableMapping):
+        return values
+    for key in [key for key in live if key not in values]:
+        del live[key]
+    live.update(values)
+    return live
+
+
+def _restored_sequence(live: Any, kept: list[Any] | tuple[Any, ...]) -> Any:
+    same = type(live) is type(kept) and len(live) == len(kept)
+    items = list(map(_restored, live if same else [None] * len(kept), kept))
+    if same and isinstance(live, list):
+        live[:] = items
+        return live
+    unchanged = same and all(a is b for a, b in zip(live, items, strict=True))
+    return live if unchanged else type(kept)(items)
 
 
 def _copies_in(value: Any) -> Iterator[_Copy]:

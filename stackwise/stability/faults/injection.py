@@ -459,7 +459,7 @@ class Injection:
                 return original(tensors, *args, **kwargs)
             self._begin()
             step = self.step
-            given = roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) else None
+            given: Any = roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) else None
             loss = given
             if given is not None and given.numel() == 1 and not self._names_losses and not self._loss_given:
                 loss = self._broken_loss(given)
@@ -471,7 +471,7 @@ class Injection:
                         self._after_backward()
             finally:
                 self._in_backward = False
-            if given is not None and loss is not None and loss is not given:
+            if loss is not given:
                 # The loop reports this value. `data` bypasses autograd, because the graph of the loss is
                 # already freed.
                 given.data.copy_(loss.detach())

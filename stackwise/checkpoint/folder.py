@@ -175,16 +175,12 @@ class Manifest:
         Raises:
             DamagedCheckpointError: a value of a wrong type or out of range.
         """
-
-        def whole(value: Any, least: int) -> bool:
-            return type(value) is int and least <= value < 2**63
-
         versions = self.versions.items() if isinstance(self.versions, dict) else [(None, None)]
         sound = {
             "run": isinstance(self.run, str) and _RUN.fullmatch(self.run) is not None,
-            "order": whole(self.order, 1),
+            "order": _is_count(self.order, 1),
             "time": isinstance(self.time, str),
-            "world_size": whole(self.world_size, 1),
+            "world_size": _is_count(self.world_size, 1),
             "versions": all(isinstance(text, str) for pair in versions for text in pair),
         }
         for key, holds in sound.items():
@@ -198,12 +194,15 @@ class Manifest:
             raise DamagedCheckpointError(folder, MANIFEST, str(error)) from None
         if not isinstance(metric, float | None) or not isinstance(notes, dict):
             raise DamagedCheckpointError(folder, MANIFEST, "its metric or its notes are not understood")
+        self._check_files(folder)
+
+    def _check_files(self, folder: Path) -> None:
         for name, entry in self.files.items():
             if name.lower().endswith(_PICKLES):
                 raise DamagedCheckpointError(folder, name[:80], "a pickle; loading one runs the code in it")
             if not _NAME.fullmatch(name) or name == MANIFEST:
                 raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name[:80]!r}")
-            if not whole(entry.bytes, 0) or not isinstance(entry.sha256, str):
+            if not _is_count(entry.bytes, 0) or not isinstance(entry.sha256, str):
                 raise DamagedCheckpointError(folder, MANIFEST, f"it has no size and SHA-256 of {name}")
 
 
@@ -552,6 +551,10 @@ def lives(process: str) -> bool:
     found = _mark(number)
     # If the system has no marks, or hides the marks of other users, only the process ID is compared.
     return found is None or (found != _ENDED and found == mark)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63
 
 
 def _published_name(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -178,25 +179,21 @@ class Objects:
 
     def _by_number(self, name: str, optimizer: torch.optim.Optimizer, state: Any) -> Any:
         """Undo `_by_name` for an optimizer that may have its parameters in another order."""
-        groups: Sequence[dict[str, Any]] = []
-        if isinstance(state, dict) and "param_groups" in state:
-            groups = as_many_groups(state["param_groups"], optimizer.param_groups)
-            state = {**state, "param_groups": groups}
+        if not isinstance(state, dict) or "param_groups" not in state:
+            return state
+        groups = as_many_groups(state["param_groups"], optimizer.param_groups)
+        state = {**state, "param_groups": groups}
         # Older states have the names of a compiled part.
-        saved = [[_plain_key(key) for key in group["params"]] for group in groups]
-        if not any(isinstance(key, str) for keys in saved for key in keys):
+        saved = [{_plain_key(key) for key in group["params"]} for group in groups]
+        if not any(isinstance(key, str) for key in chain(*saved)):
             return state
         ours = optimizer.state_dict()
         names = self._numbered(optimizer, ours)
         allowed = "the optimizer together with the module whose parameters it has"
         require(names is not None, f"objects[{name!r}]", "an optimizer alone", allowed)
         assert names is not None
-        here = [[names[number] for number in group["params"]] for group in ours["param_groups"]]
-        for i in range(max(len(saved), len(here))):
-            theirs, mine = (
-                set(saved[i : i + 1][0] if i < len(saved) else []),
-                set(here[i] if i < len(here) else []),
-            )
+        here = [{names[number] for number in group["params"]} for group in ours["param_groups"]]
+        for i, (theirs, mine) in enumerate(zip_longest(saved, here, fillvalue=set[Any]())):
             differing = sorted(theirs ^ mine)[:3]
             require(
                 theirs == mine,
@@ -209,10 +206,9 @@ class Objects:
             {**group, "params": mine["params"]}
             for group, mine in zip(groups, ours["param_groups"], strict=True)
         ]
-        of_names = {_plain_key(key): value for key, value in state["state"].items()}
-        unknown = [key for key in of_names if key not in numbers]
+        unknown = [key for key in map(_plain_key, state["state"]) if key not in numbers]
         require(not unknown, f"objects[{name!r}].state", unknown[:3], "the parameters of its groups")
-        kept = {numbers[key]: value for key, value in of_names.items()}
+        kept = {numbers[_plain_key(key)]: value for key, value in state["state"].items()}
         return {**state, "state": kept, "param_groups": loaded}
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, str] | None:
@@ -338,18 +334,22 @@ def _unrounded(held: Any, read: Any, parameter: Tensor, saved: torch.dtype | Non
         saved: dtype of the parameter when its state was saved; None: unknown.
     """
     if isinstance(held, Tensor) and isinstance(read, Tensor):
-        if held.dtype != parameter.dtype or read.dtype in (parameter.dtype, saved):
-            return held
-        if saved is None and (held.dim() or not parameter.dim()):
-            return held
-        own = read.to(held.device)
-        return own if equal_bits(_local(held), _local(own).to(held.dtype)) else held
+        return _unrounded_tensor(held, read, parameter, saved)
     if isinstance(held, dict) and isinstance(read, dict):
         for key in (held.keys() & read.keys()) - {"step"}:
             held[key] = _unrounded(held[key], read[key], parameter, saved)
     if type(held) in (list, tuple) and isinstance(read, list | tuple) and len(held) == len(read):
         return type(held)(_unrounded(*pair, parameter, saved) for pair in zip(held, read, strict=True))
     return held
+
+
+def _unrounded_tensor(held: Tensor, read: Tensor, parameter: Tensor, saved: torch.dtype | None) -> Tensor:
+    if held.dtype != parameter.dtype or read.dtype in (parameter.dtype, saved):
+        return held
+    if saved is None and (held.dim() or not parameter.dim()):
+        return held
+    own = read.to(held.device)
+    return own if equal_bits(_local(held), _local(own).to(held.dtype)) else held
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:

@@ -85,32 +85,21 @@ class Staging(Generic[K]):
         if not self._fits(sources):
             self._place(sources)
         updated = {name: sources[name] for name in late if not sources[name].is_inference()}
-        devices = {source.device for source in sources.values() if source.is_cuda}
-        beside = {device: torch.cuda.Stream(device) for device in devices if updated}  # type: ignore[no-untyped-call]
-        for device, stream in beside.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
+        updated_on_host = {name: source for name, source in updated.items() if not source.is_cuda}
+        arrived = self._copy_from_devices(sources, updated)
         for name, source in sources.items():
-            if not source.is_cuda:
-                if name not in updated:
-                    self._buffers[name].copy_(source)
-                continue
-            own = beside[source.device] if name in updated else None
-            stream = torch.cuda.current_stream(source.device) if own is None else own
-            with torch.cuda.stream(stream):
-                self._buffers[name].copy_(source, non_blocking=True)
-        arrived = [torch.cuda.current_stream(device).record_event() for device in devices]
-        self._beside = [(device, stream.record_event()) for device, stream in beside.items()]
+            if not source.is_cuda and name not in updated:
+                self._buffers[name].copy_(source)
         unchanged = self._unchanged = _Unchanged(updated)
+        if updated_on_host:
+            self._late.clear()
         if updated:
-            if not all(source.is_cuda for source in updated.values()):
-                self._late.clear()
             self._hold_optimizers()
 
         def wait() -> None:
             try:
-                for name, source in updated.items():
-                    if not source.is_cuda:
-                        self._buffers[name].copy_(source)
+                for name, source in updated_on_host.items():
+                    self._buffers[name].copy_(source)
                 for event in (*arrived, *(event for _, event in self._beside)):
                     event.synchronize()
                 for name in unchanged.changed():
@@ -120,6 +109,22 @@ class Staging(Generic[K]):
                 self._late.set()
 
         return {name: Part(self._buffers[name], part.offsets) for name, part in parts.items()}, wait
+
+    def _copy_from_devices(
+        self, sources: Mapping[K, Tensor], updated: Collection[K]
+    ) -> list[torch.cuda.Event]:
+        """Queue the copies, those of `updated` on separate streams. Return events after the others."""
+        devices = {source.device for source in sources.values() if source.is_cuda}
+        beside = {device: torch.cuda.Stream(device) for device in devices if updated}  # type: ignore[no-untyped-call]
+        for device, stream in beside.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for name, source in sources.items():
+            if source.is_cuda:
+                current = torch.cuda.current_stream(source.device)
+                with torch.cuda.stream(beside[source.device] if name in updated else current):
+                    self._buffers[name].copy_(source, non_blocking=True)
+        self._beside = [(device, stream.record_event()) for device, stream in beside.items()]
+        return [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def release(self) -> None:
         """Release the optimizers, since the function that waits for the copies will not be called."""

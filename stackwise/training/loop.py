@@ -455,23 +455,27 @@ class TrainingLoop:
         """
         done = self._first_record + self._done
         ends = self._done == phase.steps and phase.is_last
-        asked = 0 if self.terminates is None or ends else self.terminates(done)
-        saves, leaves = saves or self._due[0], 0 if ends else asked or self._due[1]
-        if self.checkpoints and (saves or leaves or ends):
-            arrived = self._arrived(wait=True)
-            if arrived is None:
-                return
-            self._read(arrived)
-            # While an alarm is unresolved the weights may be bad. The alarms end soon, or the run does.
-            if self._guard is not None and self._guard.in_row:
-                if ends:
-                    told = "no checkpoint, as training ended among alarms; the one before is the newest"
-                    warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
-                self._due = saves, leaves
-                return
-            self._due = False, 0
-            self._save(step)
-        if self.checkpoints and leaves:
+        saves, leaves = saves or self._due[0], self._due[1]
+        if ends:
+            leaves = 0
+        elif self.terminates is not None:
+            leaves = self.terminates(done) or leaves
+        if not self.checkpoints or not (saves or leaves or ends):
+            return
+        arrived = self._arrived(wait=True)
+        if arrived is None:
+            return
+        self._read(arrived)
+        # While an alarm is unresolved the weights may be bad. The alarms end soon, or the run does.
+        if self._guard is not None and self._guard.in_row:
+            if ends:
+                told = "no checkpoint, as training ended among alarms; the one before is the newest"
+                warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
+            self._due = saves, leaves
+            return
+        self._due = False, 0
+        self._save(step)
+        if leaves:
             self.checkpoints.close()  # raises if nothing is saved: the exit code promises a resumable run
             raise TrainingTerminated(len(self.records), self.checkpoints.directory, leaves)
 

@@ -129,9 +129,10 @@ class MasterAdamW(torch.optim.Optimizer):
             if not params:
                 continue
             states = [self.state[p] for p in params]
+            keys = ("step", "master", "exp_avg", "exp_avg_sq")
+            steps, masters, means, squares = ([state[key] for state in states] for key in keys)
             zero = torch.zeros((), device=params[0].device)
             sound = (zero if self.found_inf is None else self.found_inf) == 0
-            steps = [state["step"] for state in states]
             # Without alpha, torch converts the tensor to a number, which synchronises the host.
             torch._foreach_add_(steps, sound.to(zero.dtype), alpha=1.0)
             # Scalars are computed here: a compiled pass would recompute them for every element.
@@ -139,9 +140,9 @@ class MasterAdamW(torch.optim.Optimizer):
             update(
                 [p.detach() for p in params],
                 [p.grad for p in params],
-                [state["master"] for state in states],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                masters,
+                means,
+                squares,
                 sound,
                 1 / (zero + 1 if self.grad_scale is None else self.grad_scale),
                 zero + (1 - group["lr"] * group["weight_decay"]),

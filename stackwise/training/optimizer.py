@@ -96,16 +96,11 @@ def _groups(
     settings: dict[int | None, OptimizerConfig] = {None: config}
     stack_of: dict[int, int] = {}
     for index, override in overrides.items():
-        if rack is None:
-            raise ValueError(f"{key}: got {index!r}; allowed: none, since the model is no part of a Rack")
-        check_sizes(minimum=0, **{key: index})
-        require(index < len(rack.stacks), key, index, f"0 to {len(rack.stacks) - 1}")
-        unknown = sorted(override.keys() - {"lr", "weight_decay"})
-        require(not unknown, f"{key}[{index}]", unknown, "lr, weight_decay")
+        overridden = _overridden_stack(rack, index, override, key)
         settings[index] = OptimizerConfig.from_dict(
             {**config.to_dict(), **override}, source=f"{key}[{index}]"
         )
-        stack_of |= {id(p): index for p in rack.get_stack(index).parameters()}
+        stack_of |= {id(p): index for p in overridden.parameters()}
     matrices = block_matrices(model) if config.kind == "muon" else {}
     multipliers = _multipliers(model, rack, matrices)
     embeddings = () if rack is None else (rack.embedding.weight,)
@@ -124,6 +119,17 @@ def _groups(
     if config.kind == "muon":
         groups = list(_by_kind(groups, matrices))
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+
+
+def _overridden_stack(rack: Rack | None, index: int, override: Mapping[str, float], key: str) -> nn.Module:
+    """Return the Stack whose settings `override` changes. Refuse an index without a Stack, or other keys."""
+    if rack is None:
+        raise ValueError(f"{key}: got {index!r}; allowed: none, since the model is no part of a Rack")
+    check_sizes(minimum=0, **{key: index})
+    require(index < len(rack.stacks), key, index, f"0 to {len(rack.stacks) - 1}")
+    unknown = sorted(override.keys() - {"lr", "weight_decay"})
+    require(not unknown, f"{key}[{index}]", unknown, "lr, weight_decay")
+    return rack.get_stack(index)
 
 
 def _name_in(rack: Rack | None, stack: int | None) -> int | None:

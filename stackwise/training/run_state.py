@@ -138,11 +138,13 @@ def check_same_run(
     ]
     whole = ours.training.training_architecture == "rackwise" and not ours.training.scope.growth
     longer = whole and _LENGTH in differing and mine[_LENGTH] > saved.get(_LENGTH, 0)
+    if longer:
+        differing.remove(_LENGTH)
     refused = [
         f"{key}: got {mine.get(key)!r}; allowed: {saved.get(key)!r}"
         + (" or more" if key == _LENGTH and whole else "")
         for key in differing
-        if not _is_of_guard(key) and not (longer and key == _LENGTH)
+        if not _is_of_guard(key)
     ]
     if refused:
         raise ValueError(
@@ -150,13 +152,20 @@ def check_same_run(
         )
     if longer:
         _warn_of_schedule(ours, theirs, step)
-    told = [f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing if _is_of_guard(key)]
+    _warn_of_guard(mine, saved, [key for key in differing if _is_of_guard(key)], folder)
+
+
+def _warn_of_guard(
+    mine: Mapping[str, Any], saved: Mapping[str, Any], differing: Sequence[str], folder: object
+) -> None:
+    """Warn if keys of the guard differ."""
+    told = [f"{key}: got {mine.get(key)!r}, was {saved.get(key)!r}" for key in differing]
     on, was_on = (any(key.startswith("training.guard.") for key in each) for each in (mine, saved))
     if on != was_on:
         told = [f"training.guard: turned {'on' if on else 'off'}"]
     if told:
         said = f"training.resume: {folder} was written with another guard: {'; '.join(told)}"
-        warnings.warn(f"{said}; the run continues with the current guard", stacklevel=4)
+        warnings.warn(f"{said}; the run continues with the current guard", stacklevel=5)
 
 
 def _is_of_guard(key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Alarm, GuardError
-from stackwise.stability.guard.detector import DeviceDetector, SpikeDetector
+from stackwise.stability.guard.detector import SpikeDetector
 from stackwise.stability.guard.guard import Guard
 from stackwise.stability.guard.guard_record import GuardRecord
 from stackwise.stability.guard.judge import Decision
@@ -10,7 +10,6 @@ from stackwise.stability.guard.judge import Decision
 __all__ = [
     "Alarm",
     "Decision",
-    "DeviceDetector",
     "Guard",
     "GuardError",
     "GuardPolicy",

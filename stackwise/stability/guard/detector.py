@@ -1,7 +1,4 @@
-"""SpikeDetector: detects numbers much larger than in earlier healthy steps, on the host or the device.
-
-Shapes: H numbers of the history.
-"""
+"""SpikeDetector: detects numbers much larger than in earlier healthy steps."""
 
 from __future__ import annotations
 
@@ -9,16 +6,8 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from stackwise.stability.guard.log_history import LogHistory
-from stackwise.support.arguments import check_number, check_sizes, require
-
-__all__ = ["DeviceDetector", "SpikeDetector"]
+__all__ = ["SpikeDetector"]
 
 
 class SpikeDetector:
@@ -66,79 +55,3 @@ class SpikeDetector:
         """Record the norm of a healthy step, if it is positive and finite."""
         if 0 < norm < math.inf:
             self._log_norms.append(math.log(norm))
-
-
-class DeviceDetector:
-    """The rule of `SpikeDetector` as tensor operations, which never make the host wait.
-
-    The logarithms are float64 (float32 on MPS, which has no float64). Numbers that are not positive and
-    finite are ignored.
-
-    Args:
-        device: device of the numbers.
-        deviations: allowed rise in MADs of the change from number to number.
-        factor: rise that is always allowed, above 1.
-        recent: number of the last healthy numbers that define the level.
-        history: number of healthy numbers that define the scatter.
-        minimum: number of healthy numbers before anything is a spike.
-
-    Raises:
-        ValueError: a size below 1, a history shorter than `recent` or `minimum`, or an invalid factor or
-            number of deviations.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        deviations: float = 6.0,
-        factor: float = 3.0,
-        recent: int = 8,
-        history: int = 128,
-        minimum: int = 4,
-    ) -> None:
-        check_number("deviations", deviations, "a number >= 0", lambda d: d >= 0)
-        check_number("factor", factor, "a number above 1", lambda f: f > 1)
-        check_sizes(recent=recent)
-        check_number("minimum", minimum, "an integer >= 1", lambda m: m >= 1 and m == int(m))
-        check_sizes(max(recent, minimum), history=history)
-        self.deviations, self.factor = deviations, factor
-        self._history = LogHistory(device, signals=1, recent=recent, history=history, minimum=minimum)
-
-    @torch.no_grad()
-    def limit(self) -> Tensor:
-        """Return the largest number that passes now, a scalar; infinite if the history is too short."""
-        known = self._history.statistics()
-        margin_S = (self.deviations * known.scatter_S).clamp(min=math.log(self.factor))
-        return torch.where(known.enough_S, (known.level_S + margin_S).exp(), math.inf)[0]
-
-    @torch.no_grad()
-    def level(self) -> Tensor:
-        """Return the median of the last `recent` numbers, a scalar; NaN if the history is empty."""
-        return self._history.statistics().level_S.exp()[0]
-
-    @torch.no_grad()
-    def accept(self, value: Tensor, sound: Tensor) -> None:
-        """Record `value` if `sound` is true.
-
-        Args:
-            value: scalar on the device.
-            sound: boolean scalar on the device.
-        """
-        self._history.accept(value.reshape(1), sound)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the history."""
-        return {"logs": self._history.logs_SH[0].clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. Of a longer history, the last numbers are used.
-
-        Raises:
-            ValueError: not a state of a detector.
-        """
-        logs_H = state.get("logs")
-        fits = isinstance(logs_H, Tensor) and logs_H.ndim == 1 and logs_H.is_floating_point()
-        require(fits, "state['logs']", type(logs_H).__name__, "a row of numbers, as state_dict() gave it")
-        assert isinstance(logs_H, Tensor)
-        self._history.load(logs_H[None])

@@ -1,14 +1,13 @@
-"""SpikeDetector against NumPy, what becomes the rule for it and what does not; on the device the same."""
+"""SpikeDetector against NumPy, what becomes the rule for it and what does not."""
 
 import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.stability.guard.detector import DeviceDetector, SpikeDetector
+from stackwise.stability.guard.detector import SpikeDetector
 
 NORMS = st.floats(1e-6, 1e6)
 
@@ -155,74 +154,6 @@ def test_a_few_outliers_do_not_move_the_limit():
     assert math.exp(logs.mean() + 6 * logs.std()) > 200
 
 
-# On the device.
-
-CPU = torch.device("cpu")
-
-
-def device_limit(detector):
-    limit = detector.limit().item()
-    return None if limit == math.inf else limit
-
-
-def watch_both(norms, **arguments):
-    """The spikes that both forms find, step by step with equal limits."""
-    host, device = SpikeDetector(**arguments), DeviceDetector(CPU, **arguments)
-    spikes = []
-    for step, norm in enumerate(norms):
-        value = torch.tensor(norm, dtype=torch.float64)
-        limit = host.limit()
-        if limit is None:
-            assert device.limit().item() == math.inf
-        else:
-            assert device.limit().item() == pytest.approx(limit, rel=1e-12)
-        spike = not math.isfinite(norm) or (limit is not None and norm > limit)
-        assert spike == (not bool(value.isfinite()) or bool(value > device.limit()))
-        device.accept(value, torch.tensor(not spike))
-        if spike:
-            spikes.append(step)
-        else:
-            host.accept(norm)
-    return spikes
-
-
-@given(
-    st.lists(st.one_of(NORMS, st.just(0.0), st.sampled_from([math.inf, math.nan])), max_size=60),
-    st.integers(1, 6),
-    st.integers(1, 8),
-    st.integers(0, 30),
-)
-def test_the_device_says_what_the_host_says(norms, minimum, recent, more):
-    watch_both(norms, minimum=minimum, recent=recent, history=max(minimum, recent) + more)
-
-
-def test_the_device_finds_the_spikes():
-    norms = steady(200)
-    for step in (4, 50, 51, 199):
-        norms[step] *= 10
-    norms[60], norms[70] = math.nan, math.inf
-    assert watch_both(norms) == [4, 50, 51, 60, 70, 199]
-
-
-def test_level_on_the_device():
-    detector = DeviceDetector(CPU, recent=3, minimum=1)
-    assert math.isnan(detector.level().item())
-    for norm in (100.0, 1.0, 2.0, 8.0):
-        detector.accept(torch.tensor(norm), torch.tensor(True))
-    assert detector.level().item() == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    "value, sound", [(math.nan, True), (math.inf, True), (0.0, True), (-1.0, True), (5.0, False)]
-)
-def test_what_is_not_remembered_on_the_device(value, sound):
-    detector = DeviceDetector(CPU, minimum=1, recent=1)
-    detector.accept(torch.tensor(2.0), torch.tensor(True))
-    before = detector.limit().item()
-    detector.accept(torch.tensor(value), torch.tensor(sound))
-    assert detector.limit().item() == before == pytest.approx(6.0)
-
-
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0, -1.0])
 def test_what_is_not_remembered_on_the_host(norm):
     detector = SpikeDetector(minimum=2, recent=1)
@@ -231,44 +162,3 @@ def test_what_is_not_remembered_on_the_host(norm):
     assert detector.limit() is None
     detector.accept(2.0)
     assert detector.limit() == pytest.approx(6.0)
-
-
-def test_state_of_the_device():
-    detector, again = DeviceDetector(CPU, history=32), DeviceDetector(CPU, history=32)
-    for norm in steady(50):
-        detector.accept(torch.tensor(norm), torch.tensor(True))
-    state = detector.state_dict()
-    again.load_state_dict(state)
-    assert again.limit().item() == detector.limit().item()
-    detector.accept(torch.tensor(9.0), torch.tensor(True))
-    again.accept(torch.tensor(9.0), torch.tensor(True))
-    assert again.limit().item() == detector.limit().item()
-    assert not state["logs"].equal(detector.state_dict()["logs"])  # the state was a copy
-    shorter = DeviceDetector(CPU, history=8)
-    shorter.load_state_dict(detector.state_dict())
-    assert shorter.level().item() == detector.level().item()
-    longer = DeviceDetector(CPU, history=64)
-    longer.load_state_dict(detector.state_dict())
-    assert longer.limit().item() == detector.limit().item()
-
-
-@pytest.mark.parametrize(
-    "state", [{}, {"logs": 3}, {"logs": torch.zeros(2, 2)}, {"logs": torch.zeros(2, dtype=torch.int)}]
-)
-def test_a_state_of_something_else_is_refused(state):
-    with pytest.raises(ValueError, match=r"state\['logs'\]"):
-        DeviceDetector(CPU).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "arguments, key",
-    [
-        ({"factor": 1.0}, "factor"),
-        ({"deviations": -1.0}, "deviations"),
-        ({"recent": 0}, "recent"),
-        ({"history": 4}, "history"),
-    ],
-)
-def test_arguments_of_the_device(arguments, key):
-    with pytest.raises(ValueError, match=key):
-        DeviceDetector(CPU, **arguments)

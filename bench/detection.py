@@ -66,7 +66,15 @@ _DESIGNS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         ("transformers/yoso",),
     ),
     (
-        ("gradient",),
+        ("norm",),
+        "norms of a new model have a gain of 2: 1 is added to weights that start at 1 (transformers#40796)",
+        (
+            *("transformers/nemotron", "litgpt/Gemma-2b", "litgpt/Gemma-2-2b", "litgpt/Gemma-3-1b-it"),
+            "litgpt/Gemma-3-4b-it",
+        ),
+    ),
+    (
+        ("gradient", "sensitivity"),
         "attention in blocks of 32 positions gives 0 for shorter inputs",
         ("transformers/mra",),
     ),

@@ -35,7 +35,6 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": TYPES},
     "cohere2": {"num_key_value_heads": 2, "sliding_window": 6, "layer_types": TYPES},
     "phi": {"num_key_value_heads": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "bloom": {"n_head": 4, "n_layer": 2},
     "camembert": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
     "xlm-roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
     "data2vec-text": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64},
@@ -81,10 +80,6 @@ CHANGED: list[tuple[str, str, str, Any]] = [
     ("phi", "embedding_dropout", "embd_pdrop", 0.1),
     ("phi", "residual_dropout", "resid_pdrop", 0.2),
     ("phi", "norm_eps", "layer_norm_eps", 1e-3),
-    ("gptj", "embedding_dropout", "embd_pdrop", 0.2),
-    ("gptj", "norm_eps", "layer_norm_epsilon", 1e-3),
-    ("bloom", "residual_dropout", "hidden_dropout", 0.1),
-    ("bloom", "norm_eps", "layer_norm_epsilon", 1e-3),
     ("roberta", "position_offset", "pad_token_id", 3),
     ("camembert", "position_offset", "pad_token_id", 0),
     ("xlm-roberta", "position_offset", "pad_token_id", 2),
@@ -193,28 +188,6 @@ def enter_all() -> None:
             f"The rotary embedding ignores rope_parameters of the configuration: {part.replace('_', ' ')}."
         )
         mutant("inferred facts", twin=twin, family="rotary", source="classic", observable=numbers)(make)
-
-
-def bloom() -> ModelSpec:
-    return ModelSpec.of(factory("bloom"), max_length=60)
-
-
-@mutant("inferred facts", twin=bloom, family="attention_facts", source="classic", observable=numbers)
-def bloom_slopes_of_eight_heads() -> ModelSpec:
-    """Four heads have the first slopes of eight heads."""
-
-    def build() -> Any:
-        model = factory("bloom")()
-        plain = model.transformer.build_alibi_tensor
-
-        def of_eight(mask: Any, n_heads: int, **options: Any) -> Any:
-            slopes = plain(mask, 2 * n_heads, **options)
-            return slopes.unflatten(0, (len(mask), -1))[:, :n_heads].flatten(0, 1)
-
-        model.transformer.build_alibi_tensor = of_eight
-        return model
-
-    return ModelSpec.of(build, max_length=60)
 
 
 enter_all()

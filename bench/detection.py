@@ -562,7 +562,7 @@ def mutations(claim: Claim, jobs: int) -> None:
 # (name, pattern of ids of mutants, smallest number of them, smallest share that is caught)
 _GROUPS = (
     ("declared facts", r"facts|rotary", 60, 0.90),
-    ("inferred facts", r"inferred facts", 25, 0.80),
+    ("inferred facts", r"inferred facts", 60, 0.80),
     ("generation", r"generate-.*", 25, 0.90),
     ("conversions", r"C\d+", 20, 0.95),
 )

@@ -9,7 +9,6 @@ Shapes: N batch times heads, T queries, S keys, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,19 +59,11 @@ def attention_axis(subject: Subject) -> CheckResult:
 @check
 def returned_attention(subject: Subject) -> CheckResult:
     """Are returned attention weights at least 0, with a sum of at most 1, and causal if the model is?"""
-    outputs: list[Any] = []
-    for names in (("output_attentions", "output_hidden_states"), ("output_attentions",)):
-        try:
-            outputs = _outputs_with(subject, names)
-            break
-        except Refused as error:
-            reason = str(error)
-        except refusals() as error:
-            reason = reason_of(error)
-    if not outputs:
-        return subject.not_applicable(f"needs a model that returns attention weights: {reason}")
-    found = [each for each in getattr(outputs[-1], "attentions", None) or () if isinstance(each, Tensor)]
-    states = getattr(outputs[-1], "hidden_states", None) or ()
+    output = _output_with_attention(subject)
+    if isinstance(output, str):
+        return subject.not_applicable(f"needs a model that returns attention weights: {output}")
+    found = [each for each in getattr(output, "attentions", None) or () if isinstance(each, Tensor)]
+    states = getattr(output, "hidden_states", None) or ()
     if places := [i for i, each in enumerate(found) if any(torch.equal(each, state) for state in states)]:
         return subject.failed(
             float(len(places)),
@@ -81,23 +72,24 @@ def returned_attention(subject: Subject) -> CheckResult:
             meaning="The model returns a hidden state in place of attention weights.",
             advice="Look for an index that selects another output of the layer.",
         )
-    square = [each for each in found if each.shape[-2:] == (subject.seq_len, subject.seq_len)]
-    if len(square) < len(found) or not found or not all(each.isfinite().all() for each in square):
+    size = (subject.seq_len, subject.seq_len)
+    if not found or not all(each.shape[-2:] == size and each.isfinite().all() for each in found):
         return subject.not_applicable("needs finite attention weights (B, H, T, T) in the output")
     # With attention sinks, the sum is below 1.
-    sums = torch.stack([torch.maximum(each.sum(dim=-1).max() - 1, -each.min()) for each in square])
-    later = torch.stack([each.triu(1).abs().max() for each in square])
-    if not subject.spec.causal or subject.spec.visible is not None:
-        later = torch.zeros_like(later)
-    errors = torch.maximum(sums, later)
-    worst = int(errors.argmax())
-    limit = 1e-2 if square[0].dtype in HALF_PRECISION else 1e-4
-    if errors[worst] <= limit:
-        return subject.passed(errors[worst].item(), limit)
-    sees_later = bool(later[worst] > limit)
+    sums = [float(torch.maximum(each.sum(dim=-1).max() - 1, -each.min())) for each in found]
+    later = [0.0] * len(found)
+    if subject.spec.causal and subject.spec.visible is None:
+        later = [float(each.triu(1).abs().max()) for each in found]
+    errors = list(map(max, sums, later))
+    value = max(errors)
+    worst = errors.index(value)
+    limit = 1e-2 if found[0].dtype in HALF_PRECISION else 1e-4
+    if value <= limit:
+        return subject.passed(value, limit)
+    sees_later = later[worst] > limit
     return subject.failed_unless(
         None if sees_later else "heads are mixed or subtracted after the softmax, or there is no softmax",
-        errors[worst].item(),
+        value,
         limit,
         where=f"attentions[{worst}]",
         meaning="The model returns attention weights above 0 for later positions."
@@ -107,32 +99,33 @@ def returned_attention(subject: Subject) -> CheckResult:
     )
 
 
-def _outputs_with(subject: Subject, names: Sequence[str]) -> list[Any]:
-    """Return the outputs of the model in a call in which these arguments are True."""
-    model, outputs = subject.model(), list[Any]()
-    use_eager = getattr(model, "set_attn_implementation", None)
-    if use_eager is not None:
-        use_eager("eager")  # other kernels return no weights
-    handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))
-    with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, dict.fromkeys(names, True)):
-        subject.spec.forward(model, subject.inputs(2))
-    return outputs
+def _output_with_attention(subject: Subject) -> Any:
+    """Return the output of a call that returns attention weights, or the reason why there is none."""
+    for names in (("output_attentions", "output_hidden_states"), ("output_attentions",)):
+        model, outputs = subject.model(), list[Any]()
+        handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))  # noqa: B023
+        try:
+            if use_eager := getattr(model, "set_attn_implementation", None):
+                use_eager("eager")  # other kernels return no weights
+            with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, dict.fromkeys(names, True)):
+                subject.spec.forward(model, subject.inputs(2))
+            return outputs[-1]
+        except Refused as error:
+            reason = str(error)
+        except refusals() as error:
+            reason = reason_of(error)
+    return reason
 
 
 @check
 def attention_scale(subject: Subject) -> CheckResult:
     """Are scores divided by the root of the head size, or queries and keys normalised?"""
-    unit = [s for s in _watch(subject, unit=1.0) if s.axis == -1 and s.head_dim >= 4]
-    if not unit:
+    seen = [s for s in _watch(subject, unit=1.0) if s.axis == -1 and s.head_dim >= 4 and s.spread() > 0]
+    if not seen:
         return subject.not_applicable(_NOT_SEEN)
-    spreads = [s.spread() for s in unit]
-    if not max(spreads) > 0:
-        return subject.not_applicable("needs scores that depend on the content of keys")
-    value, scores = min(
-        ((spread, each) for spread, each in zip(spreads, unit, strict=True) if spread > 0),
-        key=lambda pair: pair[0],
-    )
-    D, width = scores.head_dim, scores.n_heads * scores.head_dim
+    scores = min(seen, key=_Scores.spread)
+    value, D = scores.spread(), scores.head_dim
+    width = D * scores.scores[..., 0, 0].numel() // _BATCH_SIZE
     limit = D**0.35
     meaning = (
         f"For queries and keys of unit variance and head size {D}, the std of scores is {value:.2f}. That is "
@@ -154,7 +147,7 @@ def attention_scale(subject: Subject) -> CheckResult:
     # T5 (arXiv:1910.10683) starts with queries that are smaller by the root of the head size.
     if new and all(math.isclose(s.ratio * math.sqrt(D), 1.0, rel_tol=_SAME_WIDTH) for s in new):
         return subject.passed(value, limit, meaning=f"{meaning}; the initial weights of queries contain it.")
-    own = max((s.spread() for s in new), default=0.0)
+    own = max(map(_Scores.spread, new), default=0.0)
     correct_if = (
         f"the weights or a norm contain the scale: with the model's own weights, the std is {own:.2f}"
     )
@@ -176,10 +169,9 @@ def attention_entropy(subject: Subject) -> CheckResult:
     seen = [s for s in _watch(subject) if s.axis == -1]
     if not seen:
         return subject.not_applicable(_NOT_SEEN)
-    spreads = [s.spread() for s in seen]
-    worst = max(range(len(seen)), key=lambda i: spreads[i])
-    value, where = spreads[worst], f"softmax {worst + 1} of {len(seen)}"
-    meaning = f"Std of scores {value:.2f}, mean entropy {seen[worst].entropy():.0%} of the uniform."
+    worst = max(seen, key=_Scores.spread)
+    value, where = worst.spread(), f"softmax {seen.index(worst) + 1} of {len(seen)}"
+    meaning = f"Std of scores {value:.2f}, mean entropy {worst.entropy():.0%} of the uniform."
     advice = (
         "Look for large initial weights of queries and keys, a large embedding without a norm, and a missing "
         "1 / sqrt(head size)."
@@ -207,7 +199,7 @@ def _follows(subject: Subject) -> bool:
     return two > 2 * one > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Scores:
     """Input of one softmax of attention.
 
@@ -224,12 +216,6 @@ class _Scores:
     head_dim: int
     scale: float = 0.0
     ratio: float = 0.0
-
-    @property
-    def n_heads(self) -> int:
-        """Number of heads, or 0 if unknown."""
-        rows = self.scores[..., 0, 0].numel()
-        return rows // _BATCH_SIZE if rows % _BATCH_SIZE == 0 else 0
 
     def spread(self) -> float:
         """Return the std over rows of the batch, for each head, query and visible key, so without biases."""
@@ -266,7 +252,7 @@ def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
                 subject.spec.logits(model, subject.inputs(_BATCH_SIZE, length))
         except refusals():
             continue
-        return [s for s in mode.seen if s.scores.numel() % (_BATCH_SIZE * s.scores[0, 0].numel()) == 0]
+        return [s for s in mode.seen if s.scores[..., 0, 0].numel() % _BATCH_SIZE == 0]
     return []
 
 

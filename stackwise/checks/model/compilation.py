@@ -25,8 +25,6 @@ _N_PASSES, _SHRINK = 2, 0.95
 def compiled_gradients(subject: Subject) -> CheckResult:
     """Are the loss and every gradient the same under torch.compile?"""
     model = _model(subject)
-    if not any(p.requires_grad for p in model.parameters()):
-        return subject.not_applicable("no parameter is trainable")
     eager = gradients_of(subject, model, _N_PASSES, shrink=_SHRINK)
     if not any(gradient.any() for gradient in eager[0].by_name.values()):
         return subject.not_applicable("needs a parameter with a gradient")
@@ -67,23 +65,19 @@ def graph_breaks(subject: Subject) -> CheckResult:
         return _not_compiled(subject, error)
     reasons = [" ".join(reason.split())[:200] for reason in Counter(counters["graph_break"]) - before]
     n_breaks = float(max(len(graphs) - 1, len(reasons)))
-    if not graphs:
-        return subject.warned(
-            meaning="torch.compile compiles no part of the model: the whole forward pass runs in Python.",
-            where="; ".join(reasons[:3]),
-            correct_if="the model is never compiled",
-            advice="Look for torch.compiler.disable and for code that the compiler skips.",
-        )
-    if n_breaks:
-        return subject.warned(
-            n_breaks,
-            0.0,
-            where="; ".join(reasons[:3]),
-            meaning=f"The compiler returns to Python {n_breaks:.0f} times in one forward pass.",
-            correct_if="the model is never compiled, or the breaks are intended",
-            advice="Look for values read by the host, printing, and calls that the compiler cannot follow.",
-        )
-    return subject.passed(n_breaks, 0.0)
+    if graphs and not n_breaks:
+        return subject.passed(n_breaks, 0.0)
+    return subject.warned(
+        n_breaks,
+        0.0,
+        where="; ".join(reasons[:3]),
+        meaning=f"The compiler returns to Python {n_breaks:.0f} times in one forward pass."
+        if graphs
+        else "torch.compile compiles no part of the model: the whole forward pass runs in Python.",
+        correct_if="the model is never compiled, or the breaks are intended",
+        advice="Look for values read by the host, printing, torch.compiler.disable, and calls that the "
+        "compiler cannot follow.",
+    )
 
 
 def _model(subject: Subject) -> nn.Module:

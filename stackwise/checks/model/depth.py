@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.backward import gradients_at
+from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.layers import Stream, residual_stream
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -56,20 +57,14 @@ def depth_gradients(subject: Subject) -> CheckResult:
         stream = residual_stream(model, lambda: outputs.append(subject.spec.logits(model, subject.inputs(2))))
     if stream is None or len(stream.after) < 2:
         return subject.not_applicable(_TOO_FEW)
-    if not outputs[0].requires_grad or not all(x.requires_grad for x in stream.after):
-        return subject.not_applicable("needs gradients that reach every layer")
     # The gradient of a random projection of the output, because a loss may be flat in a new model.
     generator = torch.Generator().manual_seed(subject.seed)
     direction = torch.randn(outputs[0].shape, generator=generator).to(outputs[0])
     direction = direction.masked_fill(~outputs[0].isfinite(), 0.0)
     try:
         gradients = gradients_at(outputs[0], stream.after, direction)
-    except RuntimeError as error:
-        if "inplace" not in str(error):
-            raise
-        return subject.not_applicable(
-            "needs a backward pass in eval mode: the model changes tensors in place that it needs"
-        )
+    except refusals() as error:  # such as a model that changes tensors in place that it needs
+        return subject.not_applicable(f"needs a backward pass in eval mode: {reason_of(error)}")
     reached = [g for g in gradients if g is not None]
     if len(reached) < len(gradients):
         return subject.not_applicable("needs a stream that passes through every layer")
@@ -95,12 +90,13 @@ def _judged(
 ) -> CheckResult:
     """Compare the growth from the first to the last size, in nats, with the limits."""
     L = len(sizes)
-    if not all(math.isfinite(size) for size in sizes):
-        place = next(i for i, size in enumerate(sizes) if not math.isfinite(size))
-        return subject.failed(where=stream.layers[place], meaning=f"{measured} is not finite.", advice=advice)
+    if infinite := [
+        layer for layer, size in zip(stream.layers, sizes, strict=True) if not math.isfinite(size)
+    ]:
+        return subject.failed(where=infinite[0], meaning=f"{measured} is not finite.", advice=advice)
+    if max(sizes) == 0:
+        return subject.not_applicable(f"{measured.lower()} is 0 in every layer")
     if min(sizes) == 0:
-        if max(sizes) == 0:
-            return subject.not_applicable(f"{measured.lower()} is 0 in every layer")
         return subject.warned(
             where=stream.layers[sizes.index(0)],
             meaning=f"{measured} is 0 at this layer only.",
@@ -108,28 +104,28 @@ def _judged(
             advice=advice,
         )
     logs = [math.log(size) for size in sizes]
-    growth, limit = logs[-1] - logs[0], math.log(L) + EXPLOSIVE
+    growth = logs[-1] - logs[0]
     steps = [b - a for a, b in pairwise(logs)]
     worst = max(range(L - 1), key=lambda i: abs(steps[i])) + 1
     meaning = (
         f"{measured} changes by {growth:+.2f} nats (x{math.exp(min(growth, 700)):.3g}) over {L} layers, "
         f"{growth / (L - 1):+.2f} a layer."
     )
-    if growth > limit and L >= _ENOUGH_LAYERS:
-        return subject.failed(growth, limit, where=stream.layers[worst], meaning=meaning, advice=advice)
-    if growth < -(math.log(L) + VANISHED) and L >= _ENOUGH_LAYERS:
-        return subject.failed(-growth, math.log(L) + VANISHED, meaning=meaning, advice=advice)
-    usual = math.log(L) + UNUSUAL
-    if abs(growth) > usual:
-        return subject.warned(
-            abs(growth),
-            usual,
-            where=stream.layers[worst],
-            meaning=meaning,
-            correct_if="the published architecture has this initialisation and trains stably at full depth",
-            advice=advice,
-        )
-    return subject.passed(abs(growth), usual, meaning=meaning)
+    size, usual = abs(growth), math.log(L) + UNUSUAL
+    if size <= usual:
+        return subject.passed(size, usual, meaning=meaning)
+    largest = math.log(L) + (EXPLOSIVE if growth > 0 else VANISHED)
+    is_certain = size > largest and L >= _ENOUGH_LAYERS
+    return subject.failed_unless(
+        None
+        if is_certain
+        else "the published architecture has this initialisation and trains stably at full depth",
+        size,
+        largest if is_certain else usual,
+        where=stream.layers[worst],
+        meaning=meaning,
+        advice=advice,
+    )
 
 
 def _size(x_C: Tensor) -> float:

@@ -50,27 +50,20 @@ def determinism(subject: Subject) -> CheckResult:
                     correct_if="outputs are meant to be random, as of random features",
                     advice=f"Set {names[0]} for evaluation. Other checks run under one seed.",
                 )
+    meaning = "Two calls in eval mode differ even under one seed: the model changes, or memory is unset."
+    advice = "Look for buffers that forward() updates in eval mode, torch.empty, and atomic kernels."
     if gap(*seeded) <= LIMIT:
-        return subject.failed(
-            value,
-            LIMIT,
-            meaning="Two calls in eval mode differ, but agree under one seed: something is random.",
-            advice="Look for dropout that ignores self.training: F.dropout(x, p) or dropout_p=p without it.",
-        )
-    return subject.failed(
-        value,
-        LIMIT,
-        meaning="Two calls in eval mode differ even under one seed: the model changes, or memory is unset.",
-        advice="Look for buffers that forward() updates in eval mode, torch.empty, and atomic kernels.",
-    )
+        meaning = "Two calls in eval mode differ, but agree under one seed: something is random."
+        advice = "Look for dropout that ignores self.training: F.dropout(x, p) or dropout_p=p without it."
+    return subject.failed(value, LIMIT, meaning=meaning, advice=advice)
 
 
 def _fix_seeds(model: nn.Module) -> list[str]:
     """Set the seeds that a model's own modules leave open, and name them."""
-    names: dict[str, None] = {}
+    names = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if value is None and (name == "seed" or name.endswith("_seed")):
                 setattr(module, name, 0)
-                names[name] = None
-    return list(names)
+                names.append(name)
+    return list(dict.fromkeys(names))

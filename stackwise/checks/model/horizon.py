@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, has_fixed_state
 from stackwise.checks.probe.difference import absolute_difference
+from stackwise.checks.probe.recorded_calls import recorded_calls
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.hooks import temporary_hooks
@@ -70,9 +71,7 @@ def horizon(subject: Subject) -> CheckResult:
         return subject.not_applicable(
             f"needs a window that ends within {limit} positions; this one reaches {widest}"
         )
-    # Long enough to distinguish three windows in one layer from no window.
-    T = min(limit, 3 * widest + 6 if claimed.after == 0 else 2 * (3 * widest + 4) + 1)
-    token = 1 if claimed.after == 0 else T // 2
+    T, token = _frame(claimed, 3, limit)  # distinguishes three windows in one layer from no window
     if reading := _reading_layers(subject, T, token):
         return _judge_layers(subject, reading, claimed, T - 1 - token)
     if stages := _by_stage(subject, T, token):
@@ -135,18 +134,12 @@ def _judge_layers(
     return subject.passed(wanted, wanted, meaning=f"{len(reading)} layers, each alone")
 
 
-def _depths(subject: Subject) -> set[int]:
-    """Return the lengths of all lists of modules, one of which may be that of the layers."""
-    return {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
-
-
 def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
     """Compare the reach of the model with n windows, one per layer."""
-    depths = _depths(subject)
-    widest, side = claimed.farthest, 1 if claimed.after == 0 else 2
-    deepest = max(depths, default=4)
-    T = min(limit, side * (deepest * widest + widest + 3) + 1)
-    token = 1 if side == 1 else T // 2
+    # The list of the layers is one of these.
+    depths = {len(m) for m in subject.model().modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    widest, deepest = claimed.farthest, max(depths, default=4)
+    T, token = _frame(claimed, deepest + 1, limit)
     room = T - 1 - token
     reach = _whole_reach(subject, T, token)
     value, wanted = float(reach.before + reach.after), float(claimed.before + claimed.after)
@@ -166,6 +159,13 @@ def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
         return subject.passed(value, wanted, where=where, meaning=meaning)
     correct_if = f"the model has {times} consecutive layers with this window" if several else None
     return subject.failed_unless(correct_if, value, wanted, where=where, meaning=meaning, advice=_ADVICE)
+
+
+def _frame(claimed: _Reach, n_windows: int, limit: int) -> tuple[int, int]:
+    """Return a length in which this number of windows ends, and the position to change."""
+    sides = 2 if claimed.after else 1
+    T = min(limit, sides * (n_windows * claimed.farthest + 3) + 1)
+    return T, T // 2 if claimed.after else 1
 
 
 def _times(reach: _Reach, claimed: _Reach) -> int:
@@ -192,29 +192,21 @@ def _reading_layers(subject: Subject, T: int, token: int) -> dict[str, _Reach]:
 def _layers(subject: Subject) -> list[str]:
     """Return the members of ModuleLists that are called once and map hidden states (R, T, C) to such."""
     model, inputs = subject.model(), subject.inputs(2)
-    calls: Counter[str] = Counter()
-    fit: dict[str, bool] = {}
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    members = {f"{name}.{i}".lstrip(".") for name, module in lists for i in range(len(module))}
+    calls = recorded_calls(model, lambda: subject.logits(model, inputs), lambda name, _: name in members)
+    times = Counter(call.name for call in calls)
 
-    def hook(name: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name] += 1
-            fit[name] = all(
-                x is not None and x.ndim == 3 and x.shape[:2] == inputs.shape[:2] and x.is_floating_point()
-                for x in (_hidden(args, kwargs), _first(output))
-            )
+    def is_hidden(x: Tensor | None) -> bool:
+        return x is not None and x.ndim == 3 and x.shape[:2] == inputs.shape[:2] and x.is_floating_point()
 
-        return note
-
-    handles = (m.register_forward_hook(hook(name), with_kwargs=True) for name, m in _members(model))
-    with temporary_hooks(handles):
-        subject.logits(model, inputs)
-    return [name for name, times in calls.items() if times == 1 and fit[name]]
-
-
-def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            yield from ((f"{name}.{i}".lstrip("."), member) for i, member in enumerate(module))
+    return [
+        call.name
+        for call in calls
+        if times[call.name] == 1
+        and is_hidden(_hidden(call.args, call.named))
+        and is_hidden(_first(call.output))
+    ]
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import dtype_of, reason_of, refusals
+from stackwise.checks.probe.call import REFUSALS, dtype_of, reason_of, refusals
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.layers import pattern
 from stackwise.checks.result import CheckResult, listed
@@ -61,13 +61,8 @@ def initial_loss(subject: Subject) -> CheckResult:
     )
     if not distance <= LIMIT and not spread <= 1.0:
         return subject.failed(distance, LIMIT, meaning=meaning, advice=advice)
-    return subject.warned(
-        distance,
-        USUAL,
-        meaning=meaning,
-        correct_if="the architecture starts with large logits on purpose, as with a tied N(0, 1) embedding",
-        advice=advice,
-    )
+    correct_if = "the architecture starts with large logits on purpose, as with a tied N(0, 1) embedding"
+    return subject.warned(distance, USUAL, meaning=meaning, correct_if=correct_if, advice=advice)
 
 
 @check
@@ -175,21 +170,17 @@ def load_round_trip(subject: Subject) -> CheckResult:
         for n, t in (*source.named_parameters(), *source.named_buffers())
         if n not in saved and not _same(t, tensors.get(n))
     ]
-    where, advice = "", "Look for values outside parameters and buffers, computed once."
-    if changed:
-        where = f"{listed(changed)}, while loading"
-        advice = "Look for hooks that initialise or convert weights."
-    elif later:
-        where, advice = f"{listed(later)}, at the first call", "Look for an initialisation in forward()."
-    elif unsaved:
-        where, advice = (
-            f"{listed(unsaved)}, not in state_dict()",
-            "Register random buffers with persistent=True.",
-        )
+    causes = (
+        (changed, ", while loading", "Look for hooks that initialise or convert weights."),
+        (later, ", at the first call", "Look for an initialisation in forward()."),
+        (unsaved, ", not in state_dict()", "Register random buffers with persistent=True."),
+    )
+    elsewhere = "Look for values outside parameters and buffers, computed once."
+    names, when, advice = next((each for each in causes if each[0]), ([], "", elsewhere))
     return subject.failed(
         value,
         limit,
-        where=where,
+        where=listed(names) + when,
         meaning="After load_state_dict() from another model, the outputs differ from its outputs.",
         advice=advice,
     )
@@ -233,10 +224,8 @@ def resized_vocabulary(subject: Subject) -> CheckResult:
     before = subject.logits(model, inputs)
     try:
         size = len(model.get_input_embeddings().weight)
-    except AttributeError:
-        return subject.not_applicable("needs get_input_embeddings() to return an embedding")
-    except refusals() as error:
-        return subject.not_applicable(f"needs get_input_embeddings(): {reason_of(error)}")
+    except (AttributeError, *REFUSALS) as error:
+        return subject.not_applicable(f"needs get_input_embeddings() with a weight: {reason_of(error)}")
     for n_tokens, where in ((size + _ADDED, f"{_ADDED} more tokens"), (size, "the old number again")):
         try:
             with warnings.catch_warnings(action="ignore"):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import changed_calls
 from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.backward import gradients_at
-from stackwise.checks.probe.call import reason_of, refusals
+from stackwise.checks.probe.call import REFUSALS, reason_of, refusals
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.loss_formula import (
     IGNORED,
@@ -30,7 +30,6 @@ from stackwise.checks.probe.loss_formula import (
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.subject.call_form import forward_parameters
-from stackwise.support.system_errors import is_out_of_memory
 
 # Share of the gradient of other outputs. A z-loss over all positions with a weight of 1e-4 stays below it.
 _FAINT = 0.01
@@ -61,11 +60,7 @@ def label_shift(subject: Subject) -> CheckResult:
     distance = abs(found.shift - wanted)
     if distance == 0:
         return subject.passed(0.0, 0.0)
-    where = (
-        f"label t is scored by the output at t{-found.shift:+d}"
-        if found.shift
-        else "label t is scored by the output at t"
-    )
+    where = f"label t is scored by the output at t{-found.shift:+d}"
     if found.shift == 0 and _decodes_for_an_encoder(subject):
         return subject.passed(
             distance,
@@ -103,13 +98,11 @@ def label_shift(subject: Subject) -> CheckResult:
 def _decodes_for_an_encoder(subject: Subject) -> bool:
     """Return True if some weights only get a gradient with an encoder's output."""
     model = subject.model()
-    takes = forward_parameters(model)
-    if not {"encoder_hidden_states", "encoder_outputs"} & takes.keys():
+    if not {"encoder_hidden_states", "encoder_outputs"} & forward_parameters(model).keys():
         return False
-    used = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad(), subject.fixed_randomness():
         output = subject.spec.logits(model, subject.inputs(1))
-    reached = gradients_at(output.sum(), used)
+    reached = gradients_at(output.sum(), [p for p in model.parameters() if p.requires_grad])
     return any(g is None for g in reached)
 
 
@@ -130,7 +123,6 @@ def loss_reduction(subject: Subject) -> CheckResult:
         return found
     if not found.known:
         return subject.not_applicable(_UNKNOWN)
-    ratio = found.value / found.expected if found.exact and found.expected else found.scale
     if found.reduction in ("mean", "targets"):
         return subject.passed(0.0, 0.0)
     if found.reduction == "row means":
@@ -148,29 +140,18 @@ def loss_reduction(subject: Subject) -> CheckResult:
             advice="Look at the divisor of the sum.",
         )
     meaning = {
-        "sum": "The loss is a sum over targets: it grows with the batch, and gradients with it.",
-        "rows": "The loss is a sum over positions divided by rows: it grows with the length.",
-        "all": "The sum is divided by all positions, including ignored ones: it shrinks with padding.",
-        "all shifted": "The sum is divided by all predictions, including ignored ones: it shrinks with "
-        "padding.",
-        "unshifted": "The sum is divided by the number of labels before the shift; the first is no target.",
+        "sum": "1. It grows with the batch, and gradients with it.",
+        "rows": "the number of rows. It grows with the length.",
+        "all": "rows * positions, including ignored ones. It shrinks with padding.",
+        "all shifted": "rows * (positions - 1), including ignored ones. It shrinks with padding.",
+        "unshifted": "the number of labels before the shift. The first label is no target.",
     }[found.reduction]
     return subject.failed(
-        ratio,
+        found.value / found.expected if found.exact and found.expected else found.scale,
         1.0,
-        where=f"divided by {_DIVISORS[found.reduction]}",
-        meaning=meaning,
+        meaning=f"The loss is a sum over targets divided by {meaning}",
         advice="Divide by (labels[:, 1:] != -100).sum(), or use cross_entropy(reduction='mean').",
     )
-
-
-_DIVISORS = {
-    "sum": "1",
-    "rows": "the number of rows",
-    "all": "rows * positions",
-    "all shifted": "rows * (positions - 1)",
-    "unshifted": "the number of labels before the shift",
-}
 
 
 @check
@@ -254,29 +235,24 @@ def loss_formula(subject: Subject) -> CheckResult:
             ),
         }[found.kind]
         return subject.failed(gap, limit, meaning=f"{meaning} {numbers}", advice=advice)
+    if found.known and found.exact:
+        return _in_its_own_dtype(subject)
+    if not found.known and (mixed := _mixed_up(subject, numbers)):
+        return mixed
+    correct_if = "it has a z-loss, a router's loss or label smoothing on purpose"
     if not found.known:
-        if (mixed := _mixed_up(subject, numbers)) is not None:
-            return mixed
-        return subject.warned(
-            gap,
-            limit,
-            meaning=f"The loss is neither the cross-entropy of the logits nor a known mistake. {numbers}",
-            correct_if="the model has another objective",
-            advice="Compare it with cross_entropy term by term.",
-        )
-    if not found.exact:
-        if abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
-            term = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
-        else:
-            term = f"A label weighs {found.scale:.4g} times as much as in a cross-entropy."
-        return subject.warned(
-            gap,
-            limit,
-            meaning=f"{term} {numbers}",
-            correct_if="it has a z-loss, a router's loss or label smoothing on purpose",
-            advice="Compare it with cross_entropy term by term.",
-        )
-    return _in_its_own_dtype(subject)
+        term, correct_if = "It is no known mistake.", "the model has another objective"
+    elif abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
+        term = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
+    else:
+        term = f"A label weighs {found.scale:.4g} times as much as in a cross-entropy."
+    return subject.warned(
+        gap,
+        limit,
+        meaning=f"{numbers} {term}",
+        correct_if=correct_if,
+        advice="Compare it with cross_entropy term by term.",
+    )
 
 
 def _mixed_up(subject: Subject, numbers: str = "") -> CheckResult | None:
@@ -296,23 +272,19 @@ def _mixed_up(subject: Subject, numbers: str = "") -> CheckResult | None:
 
 def _in_its_own_dtype(subject: Subject) -> CheckResult:
     """Return the result for a correct formula: a warning if the dtype of the loss has too few digits."""
-    model = subject.model()
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if dtypes & {torch.bfloat16, torch.float16}:
-        inputs = subject.inputs(2)
-        spec = subject.spec
-        assert spec.labelled_loss is not None
-        with torch.no_grad(), subject.fixed_randomness():
-            dtype = spec.labelled_loss(model, inputs, inputs).dtype
-        if dtype in (torch.bfloat16, torch.float16):
-            return subject.warned(
-                torch.finfo(dtype).eps,
-                torch.finfo(torch.float32).eps,
-                meaning=f"The loss has only 2 to 3 digits: its dtype is {str(dtype).removeprefix('torch.')}.",
-                correct_if="the model is never trained",
-                advice="Convert the logits to float32 before cross_entropy.",
-            )
-    return subject.passed(0.0, 1e-4)
+    inputs, own_loss = subject.inputs(2), subject.spec.labelled_loss
+    assert own_loss is not None
+    with torch.no_grad(), subject.fixed_randomness():
+        dtype = own_loss(subject.model(), inputs, inputs).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return subject.passed(0.0, 1e-4)
+    return subject.warned(
+        torch.finfo(dtype).eps,
+        torch.finfo(torch.float32).eps,
+        meaning=f"The loss has only 2 to 3 digits: its dtype is {str(dtype).removeprefix('torch.')}.",
+        correct_if="the model is never trained",
+        advice="Convert the logits to float32 before cross_entropy.",
+    )
 
 
 @check
@@ -334,13 +306,14 @@ def empty_loss(subject: Subject) -> CheckResult:
     for labels, where in ((one_row, "one row without targets"), (nothing, "a batch without targets")):
         model.zero_grad()
         try:
-            loss = _loss_with_gradients(subject, model, inputs, labels)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
+            with torch.enable_grad(), subject.fixed_randomness():
+                loss = spec.labelled_loss(model, inputs, labels)
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+        except refusals() as error:
             return subject.warned(
                 where=where,
-                meaning=f"The loss raises {type(error).__name__}: {' '.join(str(error).split())[:120]}",
+                meaning=f"The loss raises {reason_of(error)}",
                 correct_if="the data contain no such batch",
                 advice="Return 0 if there is no target, so that training continues.",
             )
@@ -363,16 +336,6 @@ def empty_loss(subject: Subject) -> CheckResult:
     return subject.passed(loss.item())
 
 
-def _loss_with_gradients(subject: Subject, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the model's own loss, after a backward pass if it has gradients."""
-    assert subject.spec.labelled_loss is not None
-    with torch.enable_grad(), subject.fixed_randomness():
-        loss = subject.spec.labelled_loss(model, inputs, labels)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-    return loss
-
-
 @check(suite="full")
 def loss_items(subject: Subject) -> CheckResult:
     """Does the loss depend on num_items_in_batch, if the Trainer of transformers passes it?"""
@@ -388,12 +351,8 @@ def loss_items(subject: Subject) -> CheckResult:
         for number in (_ITEMS, 2 * _ITEMS):
             with changed_calls(model, {"num_items_in_batch": number}):
                 losses.append(labelled_loss(subject, model, inputs, inputs)[0])
-    except Refused as error:
-        return subject.not_applicable(str(error))
-    except refusals() as error:
+    except (Refused, *REFUSALS) as error:
         return subject.not_applicable(f"needs a model that takes num_items_in_batch: {reason_of(error)}")
-    if not all(map(math.isfinite, losses)):
-        return subject.not_applicable("needs a finite loss; see loss_formula")
     if losses[0] != losses[1]:  # it may have a further term that is not divided
         return subject.passed(meaning=f"The loss is {losses[0]:.4g} for {_ITEMS} items.")
     return subject.warned(

@@ -5,7 +5,6 @@ The variation `later_tokens` compares in eval mode and in float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from stackwise.checks.check import check
 from stackwise.checks.engine.examination import HALF_PRECISION, Examination
 from stackwise.checks.probe.call import dtype_of, refusals
-from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.probe.difference import relative_difference, same_bits
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -32,8 +31,8 @@ def causality_modes(subject: Subject) -> CheckResult:
     own = Examination.of(subject).in_dtype("own")
     if own.longest < 2:
         return subject.not_applicable("needs at least 2 positions")
-    found = []
-    for exam, train in _modes(own):
+    found, narrow = [], [own.in_dtype(dtype) for dtype in HALF_PRECISION]
+    for exam, train in ((own, False), (own, True), *((each, False) for each in narrow if each.is_finite)):
         first = exam.longest - max(1, exam.longest // 3)
         try:
             gaps = _effect_of_later_tokens(exam, first, train=train)
@@ -89,17 +88,4 @@ def _updates_statistics(exam: Examination) -> bool:
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     with torch.no_grad(), WithoutDropout():
         exam.spec.logits(model, exam.sequence(0, exam.longest)[None])
-    after = dict(model.named_buffers())
-    return any(
-        name in after and not torch.allclose(old, after[name], rtol=0, atol=0, equal_nan=True)
-        for name, old in before.items()
-    )
-
-
-def _modes(own: Examination) -> Iterator[tuple[Examination, bool]]:
-    """Yield examinations, and True for train mode."""
-    yield own, False
-    yield own, True
-    for dtype in HALF_PRECISION:
-        if own.in_dtype(dtype).is_finite:
-            yield own.in_dtype(dtype), False
+    return any(name in before and not same_bits(b, before[name]) for name, b in model.named_buffers())

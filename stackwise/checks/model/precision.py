@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +50,37 @@ _ADVICE: Mapping[Kind, str] = {
     "activation": "Look for sums and counters in the narrow format (bfloat16 counts to 256, float16 to "
     "2048), variance as E[x^2] - E[x]^2, and differences of large numbers.",
 }
-_NARROW_ADVICE: Mapping[Kind, str] = dict.fromkeys(
-    _ADVICE,
+_NARROW_ADVICE = (
     "Look for a dtype that is written down (.half(), .to(torch.bfloat16)) instead of the dtype of the "
-    "weights or the input, for autocast that the model switches on, and for large numbers that cancel.",
+    "weights or the input, for autocast that the model switches on, and for large numbers that cancel."
 )
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Narrow format in which a model is called.
+
+    Attributes:
+        dtype: the format.
+        limits: largest errors that pass, in eps of the format.
+        autocast: True for a call under autocast, False for a model that is cast.
+    """
+
+    dtype: torch.dtype
+    limits: Mapping[Kind, float]
+    autocast: bool = False
+
+    @property
+    def eps(self) -> float:
+        """Largest relative rounding."""
+        return torch.finfo(self.dtype).eps
+
+    def advice(self, kind: Kind) -> str:
+        """Return advice for an error of a kind of value."""
+        return _NARROW_ADVICE if self.dtype == torch.float32 else _ADVICE[kind]
+
+    def __str__(self) -> str:
+        return _name(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -63,15 +89,13 @@ class _Run:
 
     Attributes:
         shadow: the float64 values.
-        error: relative error of the logits.
+        error: relative error of the logits, in eps of the format.
         part_not_finite: share of the outputs that are NaN or infinite in the narrow format.
-        exact_is_finite: True if all outputs are finite in float64.
     """
 
     shadow: Shadow
     error: float
     part_not_finite: float
-    exact_is_finite: bool
 
 
 @check
@@ -80,20 +104,20 @@ def float32_error(subject: Subject) -> CheckResult:
     dtype = dtype_of(subject.model())
     if dtype in (torch.bfloat16, torch.float16):
         return subject.not_applicable(f"needs a float32 model; this one is built in {_name(dtype)}")
-    return _judged(subject, torch.float32, dict.fromkeys(_NARROW_ADVICE, _NARROW), advice=_NARROW_ADVICE)
+    return _judged(subject, _Format(torch.float32, dict.fromkeys(_ADVICE, _NARROW)))
 
 
 @check
 def bfloat16_error(subject: Subject) -> CheckResult:
     """Is the error of every operation in bfloat16 only rounding, compared with float64?"""
-    return _judged(subject, torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION})
+    return _judged(subject, _Format(torch.bfloat16, {"table": _TABLE, "activation": _ACTIVATION}))
 
 
 @check
 def autocast_error(subject: Subject) -> CheckResult:
     """Under autocast to bfloat16, is every error only rounding, and is every matrix product cast?"""
     limits: dict[Kind, float] = {"table": _TABLE, "parameter": _PARAMETER, "activation": _ACTIVATION}
-    return _judged(subject, torch.bfloat16, limits, autocast=True)
+    return _judged(subject, _Format(torch.bfloat16, limits, autocast=True))
 
 
 @check
@@ -138,9 +162,9 @@ def _typical_gap(exam: Examination, other: Examination) -> float:
 
     A router that chooses another expert changes few positions.
     """
-    keys = [(number, exam.lengths[-1]) for number in range(_SEQUENCES)]
     gaps = []
-    for answer, found in ((exam.answer(*key), other.answer(*key)) for key in keys):
+    for number in range(_SEQUENCES):
+        answer, found = (each.answer(number, exam.lengths[-1]) for each in (exam, other))
         gaps.append(relative_difference(answer, found.to(answer)).amax(dim=-1))
     return float(torch.cat(gaps).median())
 
@@ -149,7 +173,7 @@ def _typical_gap(exam: Examination, other: Examination) -> float:
 def float16_range(subject: Subject) -> CheckResult:
     """Is every output finite in float16 if it is finite in float64?"""
     try:
-        run = _run(subject, torch.float16, subject.seq_len, {})
+        run = _run(subject, _Format(torch.float16, {}), subject.seq_len)
     except _Cannot as error:
         if "overflow" in str(error):
             return subject.warned(
@@ -158,8 +182,6 @@ def float16_range(subject: Subject) -> CheckResult:
                 advice="Look for mask constants beyond 65504, and use torch.finfo(x.dtype).min instead.",
             )
         return subject.not_applicable(f"needs to run in float16: {error}")
-    if not run.exact_is_finite:
-        return subject.not_applicable("needs outputs that are finite in float64")
     overflow = run.shadow.overflow
     if not run.part_not_finite:
         where = f"An intermediate value is infinite, which is harmless: {overflow.where}." if overflow else ""
@@ -179,12 +201,12 @@ def cast_buffers(subject: Subject) -> CheckResult:
     """Do the buffers keep their precision in model.to(bfloat16)?"""
     if not any(_is_wide(buffer) for buffer in subject.model().buffers()):
         return subject.not_applicable("needs floating-point buffers")
-    eps = torch.finfo(torch.bfloat16).eps
+    form = _Format(torch.bfloat16, {"table": _TABLE})
     try:
-        run = _run(subject, torch.bfloat16, _LENGTH, {"table": _TABLE}, keep_buffers=False)
+        run = _run(subject, form, keep_buffers=False)
     except _Cannot as error:
         return subject.not_applicable(f"needs to run in bfloat16: {error}")
-    worst = run.shadow.worst["table"] / eps
+    worst = run.shadow.worst["table"] / form.eps
     if run.shadow.loss is None:
         return subject.passed(worst, _TABLE)
     return subject.warned(
@@ -198,40 +220,30 @@ def cast_buffers(subject: Subject) -> CheckResult:
     )
 
 
-def _judged(
-    subject: Subject,
-    dtype: torch.dtype,
-    limits: Mapping[Kind, float],
-    *,
-    autocast: bool = False,
-    advice: Mapping[Kind, str] = _ADVICE,
-) -> CheckResult:
-    """Compare the errors of a call with limits in eps of the format."""
-    eps, format_name = torch.finfo(dtype).eps, _name(dtype)
+def _judged(subject: Subject, form: _Format) -> CheckResult:
+    """Compare the errors of a call with the limits of a format."""
     try:
-        run = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
+        run = _run(subject, form)
     except _Cannot as error:
-        if autocast and (refusal := _refused_by_autocast(subject, dtype)):
+        if form.autocast and (refusal := _refused_by_autocast(subject, form.dtype)):
             return subject.warned(
-                meaning=f"The model raises under autocast to {format_name}: {refusal}",
+                meaning=f"The model raises under autocast to {form}: {refusal}",
                 correct_if="the model never runs under autocast",
                 advice="Cast the result of a matrix product before it is written into a tensor of another "
                 "dtype (index_add_, scatter_, a buffer): autocast narrows products only.",
             )
-        return subject.not_applicable(f"needs to run in {format_name}: {error}")
-    if not run.exact_is_finite:
-        return subject.not_applicable("needs outputs that are finite in float64")
+        return subject.not_applicable(f"needs to run in {form}: {error}")
     shadow = run.shadow
     if run.part_not_finite:
         return subject.failed(
             torch.inf,
             where=_place(shadow.overflow) if shadow.overflow else "",
-            meaning=f"An output is NaN or infinite in {format_name}, and finite in float64.",
-            advice=advice["activation"],
+            meaning=f"An output is NaN or infinite in {form}, and finite in float64.",
+            advice=form.advice("activation"),
         )
     if shadow.loss is not None:
-        return _of_loss(subject, dtype, run, limits, autocast, advice)
-    if autocast and shadow.uncast:
+        return _of_loss(subject, form, run, shadow.loss)
+    if form.autocast and shadow.uncast:
         return subject.failed(
             float(len(shadow.uncast)),
             0.0,
@@ -241,90 +253,71 @@ def _judged(
             "operators without a rule for it.",
         )
     if (few := shadow.loss_of_few) is not None:
+        value = few.error / form.eps
         return subject.warned(
-            few.error / eps,
-            limits[few.kind],
+            value,
+            form.limits[few.kind],
             where=_place(few),
-            meaning=f"At a few positions the result in {format_name} differs from float64 by "
-            f"{few.error / eps:.3g} eps of the format.",
+            meaning=f"At a few positions the result in {form} differs from float64 by {value:.3g} eps of the "
+            "format.",
             correct_if="a few vectors are near 0, or nearly constant, before a norm, as happens with few "
             "channels",
             advice="Look at the computation at these positions only.",
         )
-    kind: Kind = max(limits, key=lambda each: shadow.worst[each] / limits[each])
+    errors = {kind: shadow.worst[kind] / form.eps for kind in form.limits}
+    kind = max(errors, key=lambda each: errors[each] / form.limits[each])
     return subject.passed(
-        shadow.worst[kind] / eps, limits[kind], meaning=f"error of the logits: {run.error / eps:.2g} eps"
+        errors[kind], form.limits[kind], meaning=f"error of the logits: {run.error:.2g} eps"
     )
 
 
-def _of_loss(
-    subject: Subject,
-    dtype: torch.dtype,
-    run: _Run,
-    limits: Mapping[Kind, float],
-    autocast: bool,
-    advice: Mapping[Kind, str],
-) -> CheckResult:
+def _of_loss(subject: Subject, form: _Format, run: _Run, loss: Loss) -> CheckResult:
     """Return the result for an operation with a large error."""
-    loss, eps = run.shadow.loss, torch.finfo(dtype).eps
-    assert loss is not None
-    value, limit, place = loss.error / eps, limits[loss.kind], _place(loss)
+    value, limit, place = loss.error / form.eps, form.limits[loss.kind], _place(loss)
     amplifies = loss.is_sharp or (loss.is_difference and loss.kind == "activation")
-    if amplifies and run.error <= _HARMLESS * eps:
-        meaning = f"The operation amplifies rounding; error of the logits: {run.error / eps:.2g} eps"
+    if amplifies and run.error <= _HARMLESS:
+        meaning = f"The operation amplifies rounding; error of the logits: {run.error:.2g} eps"
         return subject.passed(value, limit, where=place, meaning=meaning)
-    correct_if, hint = _excuse(subject, dtype, run, limits, autocast)
-    if autocast and correct_if and _differs_without_autocast(subject, dtype, loss, limits):
+    correct_if, advice = _excuse(subject, form, loss)
+    if form.autocast and correct_if and _differs_without_autocast(subject, form, loss):
         return subject.not_applicable(f"bfloat16_error finds the same error: {place}")
     return subject.failed_unless(
         correct_if,
         value,
         limit,
         where=place,
-        meaning=f"The result in {_name(dtype)} differs from float64 by {value:.3g} eps of the format.",
-        advice=hint or advice[loss.kind],
+        meaning=f"The result in {form} differs from float64 by {value:.3g} eps of the format.",
+        advice=advice,
     )
 
 
-def _excuse(
-    subject: Subject, dtype: torch.dtype, run: _Run, limits: Mapping[Kind, float], autocast: bool
-) -> tuple[str | None, str]:
-    """Return the condition under which a loss of precision is correct, or None, and advice for it, or ""."""
-    loss, eps = run.shadow.loss, torch.finfo(dtype).eps
-    assert loss is not None
-    if dtype == torch.float32 and loss.error <= loss.angle * eps:
-        step = f"float32 rounds an angle of {loss.angle:.3g} by {loss.angle * eps / 2:.1g}"
-        hint = "Count positions from 0, or compute the angles in float64."
-        return f"positions are this large on purpose: {step}", hint
+def _excuse(subject: Subject, form: _Format, loss: Loss) -> tuple[str | None, str]:
+    """Return the condition under which a loss of precision is correct, or None, and advice for it."""
+    rounding = loss.angle * form.eps
+    if form.dtype == torch.float32 and loss.error <= rounding:
+        step = f"float32 rounds an angle of {loss.angle:.3g} by {rounding / 2:.1g}"
+        advice = "Count positions from 0, or compute the angles in float64."
+        return f"positions are this large on purpose: {step}", advice
     if loss.is_sharp:
-        return (
-            "the operation amplifies rounding on purpose (large scores, or terms that cancel)",
-            (
-                "Look at the scale of the initialisation and at 1 / sqrt(head size), and compute scores and "
-                "states in float32."
-            ),
-        )
+        advice = "Look at the scale of the initialisation, and compute scores and states in float32."
+        return "the operation amplifies rounding on purpose (large scores, or terms that cancel)", advice
     if subject.device.type == "cpu" and torch.backends.mkldnn.enabled:
         # Setting the flag warns about TF32 on machines without an Intel GPU.
         with warnings.catch_warnings(action="ignore"), torch.backends.mkldnn.flags(enabled=False):
-            plain = _run(subject, dtype, _LENGTH, limits, autocast=autocast)
+            plain = _run(subject, form)
         if not plain.part_not_finite and plain.shadow.loss is None:
-            return (
-                "the error comes from a kernel of oneDNN: without torch.backends.mkldnn, it is only rounding",
-                (
-                    "Compare the operation on another device. Until the kernel is repaired, disable "
-                    "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688)."
-                ),
+            advice = (
+                "Compare the operation on another device. Until the kernel is repaired, disable "
+                "torch.backends.mkldnn (see https://github.com/pytorch/pytorch/issues/169688)."
             )
-    return None, ""
+            return "the error comes from a kernel of oneDNN: without it, there is only rounding", advice
+    return None, form.advice(loss.kind)
 
 
-def _differs_without_autocast(
-    subject: Subject, dtype: torch.dtype, loss: Loss, limits: Mapping[Kind, float]
-) -> bool:
+def _differs_without_autocast(subject: Subject, form: _Format, loss: Loss) -> bool:
     """Return True if the same operation has a large error in the model that is cast to the format."""
     try:
-        other = _run(subject, dtype, _LENGTH, limits).shadow.loss
+        other = _run(subject, replace(form, autocast=False)).shadow.loss
     except _Cannot:
         return False
     return other is not None and _place(other) == _place(loss)
@@ -349,52 +342,35 @@ class _Cannot(Exception):  # noqa: N818  not for users
     """The model does not run in this format."""
 
 
-def _run(
-    subject: Subject,
-    dtype: torch.dtype,
-    length: int,
-    limits: Mapping[Kind, float],
-    *,
-    autocast: bool = False,
-    keep_buffers: bool = True,
-) -> _Run:
+def _run(subject: Subject, form: _Format, length: int = _LENGTH, *, keep_buffers: bool = True) -> _Run:
     """Call the model in a narrow format and in float64, with the longest input that it accepts.
 
-    `limits` are in eps of the format. Buffers are cast only if the model does not run otherwise.
+    Buffers are cast only if the model does not run otherwise.
     """
-    lengths = [min(length, subject.spec.max_length or length), subject.seq_len]
+    lengths = dict.fromkeys((min(length, subject.spec.max_length or length), subject.seq_len))
     reason = ""
-    for casts_buffers in (False, True) if keep_buffers and not autocast else (not keep_buffers,):
-        for seq_len in dict.fromkeys(lengths):
-            budget = _BUDGET if seq_len > subject.seq_len else torch.inf
+    for casts_buffers in (False, True) if keep_buffers and not form.autocast else (not keep_buffers,):
+        for seq_len in lengths:
             try:
-                return _attempt(subject, dtype, seq_len, limits, autocast, casts_buffers, budget)
+                return _attempt(subject, form, seq_len, casts_buffers)
             except refusals() as error:
                 # The last reason counts: a longer input may exceed the length limit or the budget.
                 reason = " ".join(str(error).split())[:160]
     raise _Cannot(reason)
 
 
-def _attempt(
-    subject: Subject,
-    dtype: torch.dtype,
-    seq_len: int,
-    limits: Mapping[Kind, float],
-    autocast: bool,
-    casts_buffers: bool,
-    budget: float,
-) -> _Run:
+def _attempt(subject: Subject, form: _Format, seq_len: int, casts_buffers: bool) -> _Run:
     model = subject.model()
     _spread_gains(model, subject.seed)
     inputs = subject.inputs(1, seq_len)
     exact_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     around: AbstractContextManager[object] = nullcontext()
-    if autocast:
-        around = torch.autocast(subject.device.type, dtype)
+    if form.autocast:
+        around = torch.autocast(subject.device.type, form.dtype)
     else:
 
         def narrowed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(dtype) if _is_wide(tensor) else tensor
+            return tensor.detach().to(form.dtype) if _is_wide(tensor) else tensor
 
         if casts_buffers:
             # Like model.to, which lets a module exclude buffers.
@@ -403,8 +379,8 @@ def _attempt(
             for parameter in model.parameters():
                 parameter.data = narrowed(parameter.data)
         inputs = cast(inputs, model)
-    eps = torch.finfo(dtype).eps
-    shadow = Shadow(model, inputs, {kind: limit * eps for kind, limit in limits.items()}, budget)
+    limits: dict[Kind, float] = {kind: limit * form.eps for kind, limit in form.limits.items()}
+    shadow = Shadow(model, inputs, limits, _BUDGET if seq_len > subject.seq_len else torch.inf)
     for name, buffer in model.named_buffers():
         shadow.give(buffer, exact_buffers[name], "table")
     quiet = warnings.catch_warnings(action="ignore")  # kernels warn if a format is slow
@@ -413,9 +389,11 @@ def _attempt(
         output = subject.spec.logits(model, inputs)
     output = output.detach()
     exact = shadow.of(output)
+    if not exact.isfinite().all():
+        raise ValueError("the outputs are not finite in float64")
     error = (exact - output).norm() / (exact - exact.mean(dim=(0, 1))).norm()
     bad = (~output.isfinite()).double().mean().item()
-    return _Run(shadow, error.item(), bad, bool(exact.isfinite().all()))
+    return _Run(shadow, error.item() / form.eps, bad)
 
 
 @torch.no_grad()

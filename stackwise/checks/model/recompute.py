@@ -30,14 +30,10 @@ _ADVICE = (
 @check
 def recompute_gradients(subject: Subject) -> CheckResult:
     """Is every gradient the same if activations are recomputed, in two consecutive passes?"""
-    if not any(p.requires_grad for p in subject.model().parameters()):
-        return subject.not_applicable("no parameter is trainable")
     dtype, model, plain = _plain_passes(subject)
     size = norm(plain[0].by_name.values())
-    if not size:
-        return subject.not_applicable("needs a parameter with a gradient")
-    if not math.isfinite(size):
-        return subject.not_applicable("needs finite gradients; see finite_gradients")
+    if not (size and math.isfinite(size)):
+        return subject.not_applicable("needs a finite gradient that is not 0; see finite_gradients")
     if plain[0].moved_backward:  # the model recomputes by itself
         return _updated_twice(subject, plain[0].moved_backward[0], correct_if=None)
     counted = _counted(subject, dtype, lambda _: None)

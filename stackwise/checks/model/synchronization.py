@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-from torch import Tensor
-
 from stackwise.checks.check import check
 from stackwise.checks.probe.host_wait import host_waits_in, listed_places
 from stackwise.checks.result import CheckResult
@@ -19,16 +17,17 @@ _FEW = 3
 @check
 def host_waits(subject: Subject) -> CheckResult:
     """After a warm-up, does the host rarely wait for the device in a forward and backward pass?"""
-    model = subject.model(train=True)
-    with subject.fixed_randomness(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(2):  # the first one may fill caches
-            inputs = subject.inputs(2)
-            if number:
-                with host_waits_in(model) as places:
-                    _backward(subject.spec.loss_of(model, inputs))
-            else:
-                _backward(subject.spec.loss_of(model, inputs))
+    model, inputs = subject.model(train=True), subject.inputs(2)
+
+    def step() -> None:
+        loss = subject.spec.loss_of(model, inputs)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    with subject.fixed_randomness(), warnings.catch_warnings(action="ignore"):
+        step()  # may fill caches
+        with host_waits_in(model) as places:
+            step()
     count = float(places.total())
     by_line = Counter[str]()
     for (_, place), number in places.items():
@@ -48,8 +47,3 @@ def host_waits(subject: Subject) -> CheckResult:
         "code depends on values. Each wait empties the queue of a GPU, and prevents CUDA graphs.",
         advice="Keep the value on the device (torch.where, masked_fill).",
     )
-
-
-def _backward(loss: Tensor) -> None:
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]

@@ -89,14 +89,12 @@ def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
     """Return True if an embedding changes its token's logit without being an input. None: unknown."""
     inputs = subject.inputs(1)
-    absent = torch.ones(subject.spec.width, dtype=torch.bool, device=inputs.device)
-    absent[inputs.flatten()] = False
-    weight = _embedding_weight(subject, model, inputs)
-    if weight is None or not absent.any():
-        return None
-    # The last one, because the first is often the padding token.
-    token = int(absent.nonzero().flatten()[-1])
+    absent = set(range(subject.spec.width)) - {*inputs.flatten().tolist()}
     try:
+        weight = _embedding_weight(subject, model, inputs)
+        if weight is None or not absent:
+            return None
+        token = max(absent)  # because the first one is often the padding token
         before = subject.logits(model, inputs)
         row = weight[token].clone()
         generator = torch.Generator().manual_seed(subject.seed)
@@ -120,18 +118,13 @@ def _embedding_weight(subject: Subject, model: nn.Module, inputs: Tensor) -> Ten
 
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         ids = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if ids is None or ids.is_floating_point() or ids.numel() != inputs.numel():
-            return
-        if torch.equal(ids.flatten(), inputs.flatten()):
+        if ids is not None and ids.dtype == inputs.dtype and torch.equal(ids.flatten(), inputs.flatten()):
             own = module.parameters(recurse=False)
             found.extend(p for p in own if p.ndim == 2 and len(p) >= subject.spec.width)
 
     handles = (m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules())
-    try:
-        with temporary_hooks(handles):
-            subject.logits(model, inputs)
-    except refusals():
-        return None
+    with temporary_hooks(handles):
+        subject.logits(model, inputs)
     return min(found, key=lambda p: len(p) != subject.spec.width, default=None)
 
 

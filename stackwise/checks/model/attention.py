@@ -9,6 +9,7 @@ Shapes: N batch times heads, T queries, S keys, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +60,10 @@ def attention_axis(subject: Subject) -> CheckResult:
 @check
 def returned_attention(subject: Subject) -> CheckResult:
     """Are returned attention weights at least 0, with a sum of at most 1, and causal if the model is?"""
-    output = _output_with_attention(subject)
-    if isinstance(output, str):
-        return subject.not_applicable(f"needs a model that returns attention weights: {output}")
-    found = [each for each in getattr(output, "attentions", None) or () if isinstance(each, Tensor)]
-    states = getattr(output, "hidden_states", None) or ()
+    returned = _returned(subject)
+    if isinstance(returned, str):
+        return subject.not_applicable(f"needs a model that returns attention weights: {returned}")
+    found, states = returned
     if places := [i for i, each in enumerate(found) if any(torch.equal(each, state) for state in states)]:
         return subject.failed(
             float(len(places)),
@@ -75,23 +75,17 @@ def returned_attention(subject: Subject) -> CheckResult:
     size = (subject.seq_len, subject.seq_len)
     if not found or not all(each.shape[-2:] == size and each.isfinite().all() for each in found):
         return subject.not_applicable("needs finite attention weights (B, H, T, T) in the output")
-    # With attention sinks, the sum is below 1.
-    sums = [float(torch.maximum(each.sum(dim=-1).max() - 1, -each.min())) for each in found]
-    later = [0.0] * len(found)
-    if subject.spec.causal and subject.spec.visible is None:
-        later = [float(each.triu(1).abs().max()) for each in found]
-    errors = list(map(max, sums, later))
-    value = max(errors)
-    worst = errors.index(value)
+    is_causal = bool(subject.spec.causal) and subject.spec.visible is None
+    errors = [_error_of(each, is_causal=is_causal) for each in found]
+    value, sees_later = max(errors)
     limit = 1e-2 if found[0].dtype in HALF_PRECISION else 1e-4
     if value <= limit:
         return subject.passed(value, limit)
-    sees_later = later[worst] > limit
     return subject.failed_unless(
         None if sees_later else "heads are mixed or subtracted after the softmax, or there is no softmax",
         value,
         limit,
-        where=f"attentions[{worst}]",
+        where=f"attentions[{errors.index((value, sees_later))}]",
         meaning="The model returns attention weights above 0 for later positions."
         if sees_later
         else "Some returned attention weights are below 0, or their sum for one query is above 1.",
@@ -99,8 +93,16 @@ def returned_attention(subject: Subject) -> CheckResult:
     )
 
 
-def _output_with_attention(subject: Subject) -> Any:
-    """Return the output of a call that returns attention weights, or the reason why there is none."""
+def _error_of(weights: Tensor, *, is_causal: bool) -> tuple[float, bool]:
+    """Return the largest error of attention weights, and True if it is a weight of a later position."""
+    # With attention sinks, the sum is below 1.
+    error = float(torch.maximum(weights.sum(dim=-1).max() - 1, -weights.min()))
+    later = float(weights.triu(1).abs().max()) if is_causal else 0.0
+    return max(error, later), later > error
+
+
+def _returned(subject: Subject) -> tuple[list[Tensor], Sequence[Tensor]] | str:
+    """Return attention weights and hidden states that a call returns, or the reason why there are none."""
     for names in (("output_attentions", "output_hidden_states"), ("output_attentions",)):
         model, outputs = subject.model(), list[Any]()
         handle = model.register_forward_hook(lambda _module, _args, output: outputs.append(output))  # noqa: B023
@@ -109,7 +111,9 @@ def _output_with_attention(subject: Subject) -> Any:
                 use_eager("eager")  # other kernels return no weights
             with torch.no_grad(), temporary_hooks([handle]), changed_calls(model, dict.fromkeys(names, True)):
                 subject.spec.forward(model, subject.inputs(2))
-            return outputs[-1]
+            weights = getattr(outputs[-1], "attentions", None) or ()
+            states = getattr(outputs[-1], "hidden_states", None) or ()
+            return [each for each in weights if isinstance(each, Tensor)], states
         except Refused as error:
             reason = str(error)
         except refusals() as error:
@@ -237,9 +241,7 @@ class _Scores:
 def _watch(subject: Subject, unit: float | None = None) -> list[_Scores]:
     """Return every softmax of attention in one call, in order.
 
-    Args:
-        subject: the model.
-        unit: RMS to which the result of each product with a weight is scaled, and so queries and keys.
+    The result of each product with a weight, and so queries and keys, are scaled to the RMS `unit`.
     """
     T = min(_LENGTH, subject.spec.max_length or _LENGTH)
     is_sequence = subject.spec.make_batch is None

@@ -80,22 +80,15 @@ def auxiliary_gradient(subject: Subject) -> CheckResult:
             advice="Look for a log or division at 0 in the router's probabilities.",
         )
     largest = max(g.abs().max().item() for g in gradients.values())
-    if largest <= 1e-7 * max(1.0, abs(loss.item())):
-        if loss.item() and _selects(subject, model):
-            return subject.failed(
-                largest,
-                meaning="The auxiliary loss is constant: its gradients are 0, although tokens choose among "
-                "experts.",
-                advice="Average the router's probabilities over tokens, not over experts: their sum over "
-                "experts is always 1.",
-            )
-        return subject.warned(
-            largest,
-            meaning="The gradients of the auxiliary loss are 0, so it has no effect.",
-            correct_if="every token goes to every expert",
-            advice="Look for counts of chosen experts instead of the router's probabilities.",
-        )
-    return subject.passed(largest, meaning=f"{len(gradients)} of {len(named)} parameters get a gradient.")
+    if largest > 1e-7 * max(1.0, abs(loss.item())):
+        return subject.passed(largest, meaning=f"{len(gradients)} of {len(named)} parameters get a gradient.")
+    return subject.failed_unless(
+        None if loss.item() and _selects(subject, model) else "every token goes to every expert",
+        largest,
+        meaning="The gradients of the auxiliary loss are 0, so it has no effect.",
+        advice="Use the router's probabilities, not counts of chosen experts. Average them over tokens, not "
+        "over experts: their sum over experts is always 1.",
+    )
 
 
 @check
@@ -114,14 +107,9 @@ def auxiliary_padding(subject: Subject) -> CheckResult:
     other_padding = torch.where(keep, inputs, others)
 
     def gap(model: nn.Module) -> tuple[float, str]:
-        plain, other, more = (
-            _auxiliary(subject, model, *batch).double()
-            for batch in (
-                (inputs[:, :length], keep[:, :length]),
-                (other_padding[:, :length], keep[:, :length]),
-                (inputs, keep),
-            )
-        )
+        short = slice(None), slice(length)
+        batches = (inputs[short], keep[short]), (other_padding[short], keep[short]), (inputs, keep)
+        plain, other, more = (_auxiliary(subject, model, *batch).double() for batch in batches)
         gaps = [float((each - plain).abs() / plain.abs().clamp(min=1e-6)) for each in (other, more)]
         return max(zip(gaps, ("other padding", "more padding"), strict=True))
 
@@ -155,28 +143,19 @@ def auxiliary_in_loss(subject: Subject) -> CheckResult:
     if isinstance(terms, str):
         return subject.not_applicable(terms)
     value, added, auxiliary, model = terms
-    takes_switch = accepts(model, "output_router_logits") and not _is_requested(model)
     noise = _ROUNDING * max(1.0, abs(value))
     if abs(added) > noise or abs(auxiliary) <= noise:
         return subject.passed(
             added, meaning=f"The loss adds {added:.3g}; the auxiliary loss is {auxiliary:.3g}."
         )
-    meaning = f"The model's own loss does not contain the auxiliary loss, which is {auxiliary:.3g}."
-    if _is_requested(model):
-        return subject.failed(
-            added,
-            noise,
-            meaning=meaning + " The configuration requests it (output_router_logits=True).",
-            advice="Add it in every training step, not only if the caller requests router logits.",
-        )
-    return subject.warned(
+    request = " The configuration requests it (output_router_logits=True)." if _is_requested(model) else ""
+    return subject.failed_unless(
+        None if request else "the training step adds it, or the model is not to be trained",
         added,
         noise,
-        meaning=meaning,
-        correct_if="the training step adds it, or the model is not to be trained",
-        advice="Add it in the training step."
-        if takes_switch
-        else "Set output_router_logits=True in the configuration, or add it in the training step.",
+        meaning=f"The model's own loss does not contain the auxiliary loss of {auxiliary:.3g}.{request}",
+        advice="Add it in every training step, not only if the caller requests router logits. The "
+        "configuration of transformers has output_router_logits=True for this.",
     )
 
 

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
-from stackwise.checks.probe.call import (
-    decoded,
-    real_inputs,
-    reason_of,
-    refusals,
-)
+from stackwise.checks.probe.call import decoded, real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, measure_difference, relative_difference, repeats
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.checks.result import CheckResult
@@ -68,9 +63,7 @@ def cache_limit(subject: Subject) -> CheckResult:
     if reason := _unasked(subject):
         return subject.not_applicable(reason)
     limit = subject.spec.max_length
-    if limit is None:
-        return subject.not_applicable("needs max_length")
-    if limit > _LONGEST or limit < 4:
+    if limit is None or not 4 <= limit <= _LONGEST:
         return subject.not_applicable(f"needs a max_length from 4 to {_LONGEST}; this one is {limit}")
     if subject.device.type == "cuda":
         return subject.not_applicable("needs the CPU: an index out of range ends a CUDA process")

@@ -53,15 +53,15 @@ def dropout_mean(subject: Subject) -> CheckResult:
     found = _random_modules(subject)
     if not found:
         return subject.not_applicable("needs a random module that is not of torch and has no submodules")
-    worst, where, largest = 0.0, "", _ERROR
+    errors = []
     for each in found:
         with seeded(subject.seed, subject.device):
             mean = each.mean.double()
             scales = torch.stack([(each.draw() * mean).sum() for _ in range(_N_DRAWS)]) / mean.square().sum()
         error = abs(float(scales.mean()) - 1)
         limit = max(_ERROR, _STANDARD_ERRORS * float(scales.std()) / math.sqrt(_N_DRAWS))
-        if error / limit >= worst / largest:
-            worst, where, largest = error, each.name, limit
+        errors.append((error / limit, error, limit, each.name))
+    _, worst, largest, where = max(errors)
     if worst <= largest:
         return subject.passed(worst, largest, meaning=f"{len(found)} modules")
     return subject.warned(
@@ -107,19 +107,16 @@ def dropout_rows(subject: Subject) -> CheckResult:
     """Does each row of a batch have random draws of its own in train mode?"""
     model = subject.model(train=True)
     inputs = subject.inputs(1).expand(_N_ROWS, *subject.inputs(1).shape[1:]).contiguous()
-    first: Tensor | None = None
-    is_random = False
+    outputs = list[Tensor]()
     try:
         with seeded(subject.seed, subject.device):
             for _ in range(_N_CALLS):
-                output = subject.spec.logits(model, inputs.clone())
+                outputs.append(output := subject.spec.logits(model, inputs.clone()))
                 if not torch.allclose(output[:1].expand_as(output), output, rtol=1e-4):
                     return subject.passed()
-                first = output if first is None else first
-                is_random = is_random or not torch.allclose(first, output)
     except refusals():
         return subject.not_applicable("needs a model that runs in train mode")
-    if not is_random:
+    if all(torch.allclose(outputs[0], each) for each in outputs):
         return subject.not_applicable("needs a model that is random in train mode")
     shared = [each.name for each in _random_modules(subject) if _is_drawn_for_positions(subject, each)]
     return subject.failed_unless(

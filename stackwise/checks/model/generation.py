@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from scipy.special import chdtrc
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.call import REFUSALS, dtype_of, real_inputs, reason_of, refusals
@@ -30,7 +28,7 @@ from stackwise.support.random_state import seeded
 
 _N_NEW, _LENGTHS, _LEAST_IDS = 8, (5, 2, 7, 3), 8
 _N_BEAMS, _N_BEAM_STEPS = 4, 6
-# Largest and smallest number of rows in a sampling check, and largest size of one tensor in a call.
+# Largest and smallest number of rows in a sampling check, and largest size of the logits of a call.
 _MANY, _FEW, _BYTES = 256, 128, 2**25
 # Limit of -log10 of the p-value of a sample. A correct engine exceeds it in two samples once in 1e8 runs.
 _SURPRISE = 4.0
@@ -121,9 +119,8 @@ class _Engine:
 
     def samples(self, prompt: Tensor, seed: int = 0, **options: Any) -> _Rows:
         """Return two drawn tokens for each of many rows with the same prompt."""
-        with _LargestTensor() as largest:
-            self.logits(prompt[None])
-        self.n_at_once = min(max(_BYTES // largest.n_bytes, 1), _MANY)
+        n_bytes = self.subject.logits(self.plain, prompt[None]).nbytes
+        self.n_at_once = min(max(_BYTES // n_bytes, 1), _MANY)
         if "num_samples" in self.call.options:
             return self.generate([prompt], 2, seed, num_samples=max(self.n_at_once, _FEW), **options)
         calls = range(math.ceil(_FEW / self.n_at_once))
@@ -161,22 +158,6 @@ def _n_ids(model: nn.Module, width: int) -> int:
     return min([width, *(size for size in stated if type(size) is int and size > 0)])
 
 
-class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Size in bytes of the largest result of an operation. Some models pad a short row to a long one."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.n_bytes = 1
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.n_bytes = max([self.n_bytes, *sizes])
-        return result
-
-
 @torch.no_grad()
 def _scale_up(model: nn.Module) -> None:
     """Scale each matrix with small weights to a variance of one over the size of its rows."""
@@ -193,17 +174,17 @@ def _of_engine(question: Callable[[_Engine], CheckResult | None]) -> Callable[[S
     def examine(subject: Subject) -> CheckResult:
         spec, length = subject.spec, max(_LENGTHS) + _N_NEW
         if spec.generate is None:
-            model, needed = subject.model(), "needs generate: (model, prompts, **options) -> new tokens"
+            model, reason = subject.model(), ""
             if isinstance(model, Decoder):
-                return subject.not_applicable(f"{needed} (not for an encoder-decoder)")
-            unknown = (
-                " The model has a method generate of an unknown form." if hasattr(model, "generate") else ""
-            )
-            return subject.not_applicable(f"{needed} of each row.{unknown}")
-        if spec.inputs != "tokens" or not spec.causal or spec.width < _LEAST_IDS:
-            return subject.not_applicable(f"needs a causal model with at least {_LEAST_IDS} token ids")
-        if spec.max_length is not None and spec.max_length < length:
-            return subject.not_applicable(f"needs a max_length of at least {length}")
+                reason = " The model is an encoder-decoder."
+            elif hasattr(model, "generate"):
+                reason = " The model has a method generate of an unknown form."
+            needed = "needs generate: (model, prompts, **options) -> new tokens of each row."
+            return subject.not_applicable(needed + reason)
+        is_short = spec.max_length is not None and spec.max_length < length
+        if spec.inputs != "tokens" or not spec.causal or spec.width < _LEAST_IDS or is_short:
+            needed = f"needs a causal model with at least {_LEAST_IDS} token ids and {length} positions"
+            return subject.not_applicable(needed)
         try:
             result = question(_Engine(subject)) or subject.passed()
         except NotImplementedError as error:

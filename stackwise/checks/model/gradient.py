@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ _LONG = 320
 # Share of the norm of all gradients, in float64. Smaller gradients are sums that cancel.
 _NOISE = 1e-12
 _NOTHING_TO_TRAIN = "no parameter is trainable"
+_UNUSED = "If they are unused on purpose, declare unused= with their names."
 # Arguments of data that the checks do not pass.
 _OTHER_DATA = re.compile(
     "pixel|image|video|audio|bbox|xpath|perm_mask|target_mapping|masked_pos|global_attention"
@@ -64,16 +65,12 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return subject.not_applicable(_NOTHING_TO_TRAIN)
     if subject.seq_len < 2 and spec.causal and spec.loss is None:
         return subject.not_applicable("needs at least 2 positions, to predict the second from the first")
-    called: set[str] = set()
-    connected: set[str] = set()
-    empty: set[str] = set()
-    missing = _without_gradient(subject, model, trainable, called, connected, empty)
-    n = len(trainable)
+    steps = _first_steps(subject, model, trainable)
+    n, missing = len(trainable), steps.missing
     rounded = _only_rounding(subject, n)
     meaning = f"All {n} parameters have a gradient that is not 0."
     if missing:
-        elsewhere = _trained_with_encoder(subject) | _trained_by_own_loss(subject)
-        elsewhere |= _trained_by_long_inputs(subject)
+        elsewhere = _trained_elsewhere(subject)
         missing = [name for name in missing if name not in elsewhere]
         meaning = "Some parameters get a gradient only from the model's own loss, only from long inputs, or "
         meaning += "only if encoder_hidden_states are passed."
@@ -81,65 +78,136 @@ def gradient_flow(subject: Subject) -> CheckResult:
         return rounded or subject.passed(0.0, 0.0, meaning=meaning)
     smooth, stepped, without, result = _by_influence(subject, missing)
     finding = (
-        _cut_off(subject, smooth, n, result)
-        or _without_effect(subject, model, without, connected, n)
-        or _only_steps(subject, stepped, n)
+        _cut_off(subject, n, smooth, result)
+        or _without_effect(subject, steps, without)
+        or _only_steps(subject, n, stepped)
     )
     if finding is not None:
         return finding
-    reasons = _not_in_this_loss(subject, model, missing, called)
-    if len(reasons) == len(missing):
+    reasons = _not_in_this_loss(subject, model, missing, steps.called)
+    unexplained = [name for name in missing if name not in reasons]
+    if not unexplained:
         texts = " ".join(dict.fromkeys(reasons.values()))
         return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
-    missing = [name for name in missing if name not in reasons]
-    return (
-        rounded
-        or _never_called(subject, model, missing, called, n)
-        or _never_used(subject, model, missing, called, empty, n)
-        or _never_train(subject, missing, called, n, len(stepped))
+    return rounded or _untrained(subject, steps, unexplained, len(stepped))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """First steps of a training run.
+
+    Attributes:
+        model: the model.
+        n: number of trainable parameters.
+        missing: parameters with a gradient of None or 0 in each step.
+        connected: those of them with a gradient of 0 in a step.
+        called: modules that run.
+        empty: modules that return an empty tensor.
+    """
+
+    model: nn.Module
+    n: int
+    missing: list[str]
+    connected: set[str]
+    called: set[str]
+    empty: set[str]
+
+    def runs_owner(self, name: str) -> bool:
+        """Return True if the module of a parameter runs."""
+        return name.rpartition(".")[0] in self.called
+
+
+def _first_steps(subject: Subject, model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> _Steps:
+    """Train a model for a few steps, or until each parameter had a gradient."""
+    steps = _Steps(model, len(trainable), list(trainable), set(), set(), set())
+    optimizer = subject.spec.optimizer(list(trainable.values()))
+
+    def note(name: str, output: Any) -> None:
+        steps.called.add(name)
+        if any(not each.numel() for each in tensors_in(output)):
+            steps.empty.add(name)
+
+    handles = (
+        m.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
+        for name, m in model.named_modules()
+    )
+    with temporary_hooks(handles):
+        for step in range(_STEPS):
+            model.zero_grad(set_to_none=True)
+            with torch.enable_grad(), subject.fixed_randomness():
+                loss = subject.spec.loss_of(model, subject.inputs(4, shift=step))
+                if not loss.requires_grad:
+                    break
+                loss.backward()  # type: ignore[no-untyped-call]
+            steps.connected.update(n for n in steps.missing if trainable[n].grad is not None)
+            steps.missing[:] = [n for n in steps.missing if (g := trainable[n].grad) is None or not g.any()]
+            if not steps.missing:
+                break
+            optimizer.step()
+    return steps
+
+
+def _finding(
+    subject: Subject, n: int, names: list[str], text: str, *, advice: str, correct_if: str | None = None
+) -> CheckResult | None:
+    """Return a finding about some of n parameters, or None if there are none."""
+    if not names:
+        return None
+    meaning = f"{len(names)} of {n} parameters {text}"
+    return subject.failed_unless(
+        correct_if, len(names) / n, 0.0, where=listed(names), meaning=meaning, advice=advice
     )
 
 
-def _never_called(
-    subject: Subject, model: nn.Module, missing: list[str], called: set[str], n: int
-) -> CheckResult | None:
-    """Return a result if a layer, or a part of all layers, is not called, and could not be called on purpose.
+def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: int) -> CheckResult:
+    """Return the finding about parameters that have no influence.
 
-    A setting may choose between the members of a list, such as the adapters of several languages. An
-    optional argument may be for data that the checks do not pass.
+    If a layer, or a part of all layers, is not called, this may be on purpose: a setting may choose between
+    the members of a list, and an optional argument may be for data that the checks do not pass.
     """
-    skipped = [name for name in missing if name.startswith(tuple(f"{x}." for x in _skipped(model, called)))]
-    if skipped:
-        return subject.failed(
-            len(skipped) / n,
-            0.0,
-            where=listed(skipped),
-            meaning=f"{len(skipped)} of {n} parameters are in layers that are never called. Other layers of "
-            "the same list are.",
-            advice="Look for a return inside the loop over the layers, and for a loop that ends too early. "
-            "If the layers are unused on purpose, declare unused= with their names.",
-        )
-    layers = [layer for group in repeated_layers(model) for layer in group]
-    if any(_takes_more(model.get_submodule(layer)) for layer in layers):
-        return None
-    running = {pattern(name) for name in called}
-    dead = [
+    model, called = steps.model, steps.called
+    skipped = tuple(f"{layer}." for layer in _skipped(model, called))
+    # Parameters in lists are excluded if the same parameter of another member trains: they may belong to
+    # experts that no token reached, or to the last layer, part of whose result is not needed. Modules that
+    # return empty tensors may need longer inputs.
+    training = {pattern(name) for name, _ in model.named_parameters() if name not in missing}
+    too_short = tuple(f"{module}." for module in steps.empty)
+    unused = [
         name
         for name in missing
-        if name.startswith(tuple(f"{layer}." for layer in layers))
-        and pattern(name.rpartition(".")[0]) not in running
-        and not _has_alternative(model, name.rpartition(".")[0], called)
+        if steps.runs_owner(name) and pattern(name) not in training and not name.startswith(too_short)
     ]
-    if not dead:
-        return None
-    return subject.failed(
-        len(dead) / n,
-        0.0,
-        where=listed(dead),
-        meaning=f"{len(dead)} of {n} parameters are in modules that no layer calls. They never train.",
-        advice="In the forward method of the layer, look for a call of the wrong module, and for a condition "
-        "that is never true. If the modules are unused on purpose, declare unused= with their names.",
+    find = partial(_finding, subject, steps.n)
+    finding = (
+        find(
+            [name for name in missing if name.startswith(skipped)],
+            "are in layers that are never called. Other layers of the same list are.",
+            advice="Look for a return inside the loop over the layers, and for a loop that ends too early. "
+            f"{_UNUSED}",
+        )
+        or find(
+            _in_uncalled_parts(model, missing, called),
+            "are in modules that no layer calls. They never train.",
+            advice="In the forward method of the layer, look for a call of the wrong module, and for a "
+            f"condition that is never true. {_UNUSED}",
+        )
+        or find(
+            unused,
+            "never train: their modules run, and no output depends on them.",
+            advice="Look for a result that is computed and not used, such as a wrong variable after return, "
+            f"and for a parameter that forward does not read. {_UNUSED}",
+        )
+        or find(
+            missing,
+            f"never train: they get no gradient in {_STEPS} steps, and no small change of them changes the "
+            f"output. The modules of {sum(not steps.runs_owner(name) for name in missing)} are not called; "
+            f"large changes of {n_stepped} change the output.",
+            correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
+            advice="Remove them, or look for the code that should call them.",
+        )
     )
+    assert finding is not None
+    return finding
 
 
 def _skipped(model: nn.Module, called: set[str]) -> list[str]:
@@ -153,35 +221,20 @@ def _skipped(model: nn.Module, called: set[str]) -> list[str]:
     return []
 
 
-def _never_used(
-    subject: Subject, model: nn.Module, missing: list[str], called: set[str], empty: set[str], n: int
-) -> CheckResult | None:
-    """Return a result for parameters of modules that run.
-
-    Parameters in lists are left out if the same parameter of another member trains. They may belong to
-    experts that no token reached, or to the last layer, part of whose result is not needed. Modules of
-    `empty` may need longer inputs.
-    """
-    training = {pattern(name) for name, _ in model.named_parameters() if name not in missing}
-    too_short = tuple(f"{module}." for module in empty)
-    unused = [
+def _in_uncalled_parts(model: nn.Module, names: list[str], called: set[str]) -> list[str]:
+    """Return the parameters in modules that no layer of a repeated group calls."""
+    layers = [layer for group in repeated_layers(model) for layer in group]
+    if any(_takes_more(model.get_submodule(layer)) for layer in layers):
+        return []
+    running = {pattern(name) for name in called}
+    owners = {
+        name: name.rpartition(".")[0] for name in names if name.startswith(tuple(f"{x}." for x in layers))
+    }
+    return [
         name
-        for name in missing
-        if name.rpartition(".")[0] in called
-        and pattern(name) not in training
-        and not name.startswith(too_short)
+        for name, owner in owners.items()
+        if pattern(owner) not in running and not _has_alternative(model, owner, called)
     ]
-    if not unused:
-        return None
-    return subject.failed(
-        len(unused) / n,
-        0.0,
-        where=listed(unused),
-        meaning=f"{len(unused)} of {n} parameters never train: their modules run, and no output depends on "
-        "them.",
-        advice="Look for a result that is computed and not used, such as a wrong variable after return, and "
-        "for a parameter that forward does not read. If they are unused on purpose, declare unused=.",
-    )
 
 
 def _takes_more(layer: nn.Module) -> bool:
@@ -205,56 +258,35 @@ def _has_alternative(model: nn.Module, name: str, called: set[str]) -> bool:
     )
 
 
-def _never_train(
-    subject: Subject, missing: list[str], called: set[str], n: int, n_stepped: int
-) -> CheckResult:
-    unused = [name for name in missing if name.rpartition(".")[0] not in called]
-    return subject.warned(
-        len(missing) / n,
-        0.0,
-        where=listed(missing),
-        meaning=f"{len(missing)} of {n} parameters never train: they get no gradient in {_STEPS} steps, and "
-        f"no small change of them changes the output. The modules of {len(unused)} are not called; large "
-        f"changes of {n_stepped} change the output.",
-        correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
-        advice="Remove them, or look for the code that should call them.",
-    )
-
-
-def _cut_off(subject: Subject, cut: list[str], n: int, result: str) -> CheckResult | None:
-    if not cut:
-        return None
-    return subject.failed_unless(
-        _DETACHED if _trained_otherwise(subject, cut) else None,
-        len(cut) / n,
-        0.0,
-        where=listed(cut),
-        meaning=f"{len(cut)} of {n} parameters never get a gradient, though the {result} depends on them "
-        "smoothly.",
+def _cut_off(subject: Subject, n: int, cut: list[str], result: str) -> CheckResult | None:
+    return _finding(
+        subject,
+        n,
+        cut,
+        f"never get a gradient, though the {result} depends on them smoothly.",
+        correct_if=_DETACHED if cut and _trained_otherwise(subject, cut) else None,
         advice="Look for detach(), .data, .item(), torch.no_grad(), a tensor created from values, and a "
         "custom backward that returns None. A reentrant checkpoint gives no gradient if none of its "
         "inputs has requires_grad=True.",
     )
 
 
-def _without_effect(
-    subject: Subject, model: nn.Module, names: list[str], connected: set[str], n: int
-) -> CheckResult | None:
-    dead = [name for name in names if name in connected and _is_layer_weight(model, name)]
+def _without_effect(subject: Subject, steps: _Steps, names: list[str]) -> CheckResult | None:
     changing = None if subject.spec.per_position else _changing_stream(subject)
-    training = {name for name, _ in model.named_parameters()} - {*names}
-    dead = [n for n in dead if n not in (changing or ()) and not _is_unreached_expert(n, training)]
-    if not dead:
-        return None
+    training = {name for name, _ in steps.model.named_parameters()} - {*names}
+    dead = [
+        name
+        for name in names
+        if name in steps.connected and _is_layer_weight(steps.model, name) and name not in (changing or ())
+        if not _is_unreached_expert(name, training)
+    ]
     reads_one = "the head reads one position, such as a class token, and these only affect the others"
-    is_known = subject.spec.per_position or changing is not None
-    return subject.failed_unless(
-        None if is_known else reads_one,
-        len(dead) / n,
-        0.0,
-        where=listed(dead),
-        meaning=f"The gradient of {len(dead)} of {n} parameters is 0 at each step, and they do not "
-        "change the output, though it is computed from them.",
+    return _finding(
+        subject,
+        steps.n,
+        dead,
+        "have a gradient of 0 at each step, and do not change the output, though it is computed from them.",
+        correct_if=None if subject.spec.per_position or changing is not None else reads_one,
         advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
         "or drop path with p = 1.",
     )
@@ -267,15 +299,12 @@ def _is_unreached_expert(name: str, training: set[str]) -> bool:
     return beside is not None and any(beside.fullmatch(each) for each in training)
 
 
-def _only_steps(subject: Subject, stepped: list[str], n: int) -> CheckResult | None:
-    if 2 * len(stepped) <= n:
-        return None
-    return subject.failed(
-        len(stepped) / n,
-        0.5,
-        where=listed(stepped),
-        meaning=f"{len(stepped)} of {n} parameters get no gradient in {_STEPS} steps: large changes "
-        "of them change the output, and small ones do not.",
+def _only_steps(subject: Subject, n: int, stepped: list[str]) -> CheckResult | None:
+    return _finding(
+        subject,
+        n,
+        stepped if 2 * len(stepped) > n else [],
+        f"get no gradient in {_STEPS} steps: large changes of them change the output, and small ones do not.",
         advice="A step function (round, sign, argmax, a comparison) has the derivative 0. Pass gradients "
         "straight through, as in x + (round(x) - x).detach().",
     )
@@ -297,15 +326,12 @@ def _only_rounding(subject: Subject, n: int) -> CheckResult | None:
     total = norm(gradients.values())
     noisy = [name for name, g in gradients.items() if g.ndim > 1 and 0 < norm([g]) < _NOISE * total]
     influence = _influence(subject, noisy, of_loss=False) if noisy else {}
-    noisy = [name for name in noisy if influence[name] == "steps"]
-    if not noisy:
-        return None
-    return subject.failed(
-        len(noisy) / n,
-        0.0,
-        where=listed(noisy),
-        meaning=f"The gradient of the output is only rounding noise for {len(noisy)} of {n} parameters, "
-        "although large changes of them change the output. They learn nothing from the task.",
+    return _finding(
+        subject,
+        n,
+        [name for name in noisy if influence[name] == "steps"],
+        "have only rounding noise as a gradient of the output, although large changes of them change it. "
+        "They learn nothing from the task.",
         advice="Look for a value that is divided by itself: a router with one expert per token and "
         "normalised weights multiplies by w / w = 1. Multiply by the probability w instead.",
     )
@@ -441,43 +467,35 @@ def trainable(subject: Subject) -> CheckResult:
     n = len(as_built)
     if not as_built:
         return subject.not_applicable("the model has no parameters")
+    find = partial(_finding, subject, n)
     for call in ("train", "eval"):
         getattr(model, call)()
         changed = [n for n, p in model.named_parameters() if p.requires_grad != as_built.get(n)]
-        if changed:
-            return subject.failed(
-                len(changed) / n,
-                0.0,
-                where=f"{listed(changed)} after {call}()",
-                meaning=f"{call}() changes requires_grad of {len(changed)} of {n} parameters.",
-                advice="Freeze in the constructor: an optimizer that is created before train() gets other "
-                "parameters than one that is created after.",
-            )
+        if finding := find(
+            changed,
+            f"change requires_grad in {call}().",
+            advice="Freeze in the constructor: an optimizer that is created before train() gets other "
+            "parameters than one that is created after.",
+        ):
+            return finding
     trains = [name for name, is_trainable in as_built.items() if is_trainable]
     thawed = [name for name in trains if name.startswith(subject.spec.frozen or "\0")]
-    if thawed:
-        return subject.failed(
-            len(thawed) / n,
-            0.0,
-            where=listed(thawed),
-            meaning=f"{len(thawed)} of {n} parameters are declared frozen, and are trainable.",
-            advice="Look for a prefix that does not match after wrapping, and for requires_grad_(True) "
-            "after the freezing.",
-        )
     declared = (*subject.spec.unused, *subject.spec.frozen) or "\0"
     others = [name for name in as_built if name not in trains and not name.startswith(declared)]
-    # A bias that only chooses experts has no gradient. Training code updates it.
-    if frozen := _with_gradients(subject, others):
-        return subject.warned(
-            len(frozen) / n,
-            0.0,
-            where=listed(frozen),
-            meaning=f"{len(frozen)} of {n} parameters are not trainable.",
-            correct_if="they are frozen on purpose, such as a base under adapters (then declare frozen= with "
-            "their prefixes)",
-            advice="Look for a requires_grad_(False) that was not reversed.",
-        )
-    return subject.passed(0.0, 0.0, meaning=f"All {n} parameters are as declared.")
+    finding = find(
+        thawed,
+        "are declared frozen, and are trainable.",
+        advice="Look for a prefix that does not match after wrapping, and for requires_grad_(True) "
+        "after the freezing.",
+    ) or find(
+        # A bias that only chooses experts has no gradient. Training code updates it.
+        _with_gradients(subject, others),
+        "are not trainable.",
+        correct_if="they are frozen on purpose, such as a base under adapters (then declare frozen= with "
+        "their prefixes)",
+        advice="Look for a requires_grad_(False) that was not reversed.",
+    )
+    return finding or subject.passed(0.0, 0.0, meaning=f"All {n} parameters are as declared.")
 
 
 def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:
@@ -486,60 +504,60 @@ def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:
     frozen = [name for name in frozen if model.get_parameter(name).is_floating_point()]
     if not frozen:
         return []
-    parameters = {name: model.get_parameter(name).requires_grad_() for name in frozen}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_()
     with torch.enable_grad(), subject.fixed_randomness():
         loss = subject.spec.loss_of(model, subject.inputs(2))
-        if not loss.requires_grad:
-            return frozen
-        loss.backward()  # type: ignore[no-untyped-call]
-    return [name for name, p in parameters.items() if p.grad is not None and p.grad.any()]
+    trained = _trained(subject, model, lambda: loss) if loss.requires_grad else {*frozen}
+    return [name for name in frozen if name in trained]
 
 
-def _trained_with_encoder(subject: Subject) -> set[str]:
-    """Return the parameters that have a gradient if encoder_hidden_states are passed."""
+def _trained(subject: Subject, model: nn.Module, result: Callable[[], Tensor | None]) -> set[str]:
+    """Return the parameters that get a gradient from a result: none if the model refuses the call."""
+    try:
+        with torch.enable_grad(), subject.fixed_randomness():
+            tensor = result()
+            if tensor is not None and tensor.requires_grad:
+                tensor.backward()  # type: ignore[no-untyped-call]
+    except refusals():
+        pass
+    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+
+
+def _trained_elsewhere(subject: Subject) -> set[str]:
+    """Return the parameters with a gradient of the own loss, of long inputs, or of encoder_hidden_states."""
+    trained = _trained_by_own_loss(subject)
+    # Such as parameters that compress blocks of tokens.
+    model, length = subject.model(train=True), min(subject.spec.max_length or _LONG, _LONG)
+    inputs = subject.inputs(1, max(length, subject.seq_len))
+    trained |= _trained(subject, model, lambda: subject.spec.loss_of(model, inputs))
     exam = Examination.of(subject)
     states = encoder_states(exam, _ENCODER_POSITIONS)
-    if states is None:
-        return set()
-    model = exam.model()
-    with torch.enable_grad():
-        output_with_encoder(exam, states, model=model).square().sum().backward()  # type: ignore[no-untyped-call]
-    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+    if states is not None:
+        decoder = exam.model()
+        trained |= _trained(
+            subject, decoder, lambda: output_with_encoder(exam, states, model=decoder).square().sum()
+        )
+    return trained
 
 
 def _trained_by_own_loss(subject: Subject) -> set[str]:
     """Return the parameters with a gradient of the model's own loss, which may have more terms."""
     model = subject.model(train=True)
-    try:
-        with torch.enable_grad():
-            loss = _own_loss(subject, model)
-            if loss is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-    except refusals():
-        return set()
-    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
-
-
-def _trained_by_long_inputs(subject: Subject) -> set[str]:
-    """Return the parameters with a gradient for long inputs, such as those that compress blocks of tokens."""
-    model = subject.model(train=True)
-    length = max(min(subject.spec.max_length or _LONG, _LONG), subject.seq_len)
-    with torch.enable_grad(), subject.fixed_randomness(), suppress(*REFUSALS):
-        loss = subject.spec.loss_of(model, subject.inputs(1, length))
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+    return _trained(subject, model, lambda: _own_loss(subject, model))
 
 
 def _trained_otherwise(subject: Subject, names: list[str]) -> bool:
     """Return True if the declared loss and all returned tensors together train the parameters."""
     model, outputs = subject.model(train=True), list[Tensor]()
-    handle = model.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors_in(output)))
-    with torch.enable_grad(), subject.fixed_randomness(), temporary_hooks([handle]), suppress(*REFUSALS):
+
+    def result() -> Tensor:
         outputs.append(subject.spec.loss_of(model, subject.inputs(4)))
-        torch.stack([each.square().mean() for each in outputs if each.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
-    trained = {name for name, gradient in gradients_in(model).items() if gradient.any()}
-    return trained.issuperset(names)
+        return torch.stack([each.square().mean() for each in outputs if each.requires_grad]).sum()
+
+    handle = model.register_forward_hook(lambda _module, _args, output: outputs.extend(tensors_in(output)))
+    with temporary_hooks([handle]):
+        return _trained(subject, model, result).issuperset(names)
 
 
 def _has_auxiliary_head(subject: Subject) -> bool:
@@ -564,49 +582,6 @@ def _own_loss(subject: Subject, model: nn.Module) -> Tensor | None:
         return None
     with subject.fixed_randomness():
         return subject.spec.labelled_loss(model, inputs, inputs.clone())
-
-
-def _without_gradient(
-    subject: Subject,
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    called: set[str],
-    connected: set[str],
-    empty: set[str],
-) -> list[str]:
-    """Return the parameters with a gradient of None or 0 in each of a few steps.
-
-    Add the names of modules that run to `called`, of those that return an empty tensor to `empty`, and of
-    parameters with a gradient to `connected`.
-    """
-    missing = list(trainable)
-    optimizer = None
-
-    def note(name: str, output: Any) -> None:
-        called.add(name)
-        if any(not each.numel() for each in tensors_in(output)):
-            empty.add(name)
-
-    handles = (
-        m.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
-        for name, m in model.named_modules()
-    )
-    with temporary_hooks(handles):
-        for step in range(_STEPS):
-            model.zero_grad(set_to_none=True)
-            with torch.enable_grad(), subject.fixed_randomness():
-                loss = subject.spec.loss_of(model, subject.inputs(4, shift=step))
-                if not loss.requires_grad:
-                    break
-                loss.backward()  # type: ignore[no-untyped-call]
-            connected.update(n for n in missing if trainable[n].grad is not None)
-            missing = [n for n in missing if (g := trainable[n].grad) is None or not g.any()]
-            if not missing or step == _STEPS - 1:
-                break
-            if optimizer is None:
-                optimizer = subject.spec.optimizer(list(trainable.values()))
-            optimizer.step()
-    return missing
 
 
 def _by_influence(subject: Subject, names: list[str]) -> tuple[list[str], list[str], list[str], str]:
@@ -741,10 +716,9 @@ def _changing_stream(subject: Subject) -> set[str] | None:
     model = subject.model(train=True)
     with torch.enable_grad(), subject.fixed_randomness():
         stream = residual_stream(model, lambda: subject.spec.logits(model, subject.inputs(4)))
-        if stream is None:
-            return None
-        torch.stack([each.square().sum() for each in stream.after]).sum().backward()  # type: ignore[no-untyped-call]
-    return {name for name, gradient in gradients_in(model).items() if gradient.any()}
+    if stream is None:
+        return None
+    return _trained(subject, model, lambda: torch.stack([x.square().sum() for x in stream.after]).sum())
 
 
 def _is_layer_weight(model: nn.Module, name: str) -> bool:

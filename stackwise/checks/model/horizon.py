@@ -103,14 +103,9 @@ def _full(subject: Subject, T: int) -> CheckResult:
 def _judge_layers(
     subject: Subject, reading: dict[str, _Reach], claimed: _Reach, room: int, *, one_each: bool = False
 ) -> CheckResult:
-    """Compare each layer with the window.
+    """Compare each layer that reads other positions with the window.
 
-    Args:
-        subject: the model.
-        reading: reach of each layer that reads other positions.
-        claimed: the window.
-        room: largest reach that the sequence can show.
-        one_each: each layer has one window, not several consecutive ones.
+    `room` is the largest reach that the sequence can show. With `one_each`, no layer has several windows.
     """
     wanted = float(claimed.before + claimed.after + 1)
     for name, reach in reading.items():
@@ -294,14 +289,8 @@ def _reached(
 ) -> dict[str, _Reach]:
     """Return the reach of the difference of rows 0 and 1 after each module, in the order of calls.
 
-    Only modules count that are called once and return a vector per position.
-
-    Args:
-        subject: the model.
-        model: a new model.
-        inputs: two rows.
-        token: position that differs.
-        begin: module to change, at `token` of row 0 of its output. None: the inputs differ.
+    Only modules count that are called once and return a vector per position. The rows differ at `token`: in
+    the inputs, or in the output of the module `begin`.
     """
     calls: Counter[str] = Counter()
     found: dict[str, _Reach] = {}

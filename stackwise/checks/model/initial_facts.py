@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from fnmatch import fnmatchcase
 from statistics import fmean
 
@@ -36,7 +37,7 @@ def claimed_initial_std(subject: Subject, claim: dict[str, float]) -> list[Pair]
         wanted |= dict.fromkeys(names, float(std))
     enough = [name for name in wanted if sizes[name] * _MOST_DRAWS >= _ELEMENTS]
     n_draws = math.ceil(_ELEMENTS / min((sizes[name] for name in enough), default=_ELEMENTS))
-    squares: dict[str, list[float]] = {name: [] for name in enough}
+    squares: dict[str, list[float]] = defaultdict(list)
     for draw in range(max(2, n_draws)):
         weights = dict(subject.spec.create(seed=subject.seed + draw).named_parameters())
         for name in enough:

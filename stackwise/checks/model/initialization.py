@@ -38,10 +38,8 @@ def initial_loss(subject: Subject) -> CheckResult:
     spec = subject.spec
     if spec.trained:
         return subject.not_applicable(_TRAINED)
-    if spec.inputs != "tokens":
-        return subject.not_applicable("needs token ids and logits over a vocabulary")
-    if not spec.per_position:
-        return subject.not_applicable("needs an output per position")
+    if spec.inputs != "tokens" or not spec.per_position:
+        return subject.not_applicable("needs token ids, and logits over a vocabulary at each position")
     logits = subject.logits(subject.model(), subject.inputs(4)).float()
     if logits.shape[-1] < spec.width:
         return subject.not_applicable(f"{logits.shape[-1]} outputs are no logits over {spec.width} tokens")
@@ -299,19 +297,15 @@ def _is_torch_default(weight: Tensor) -> bool:
 
 @contextmanager
 def _unset_memory_is_nan() -> Iterator[None]:
-    """Fill floating-point tensors of torch.empty() with NaN."""
+    """Fill floating-point tensors of torch.empty() with NaN, which torch does in its deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    deterministic: Any = torch.utils.deterministic
-    filled = deterministic.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        deterministic.fill_uninitialized_memory = True
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
-        deterministic.fill_uninitialized_memory = filled
 
 
 def _rows_are_equal(p: Tensor) -> bool:

@@ -291,10 +291,8 @@ def _in_its_own_dtype(subject: Subject) -> CheckResult:
 def empty_loss(subject: Subject) -> CheckResult:
     """Are the loss and its gradients finite if every label of a batch, or of one row, is ignored?"""
     spec = subject.spec
-    if spec.labelled_loss is None:
-        return subject.not_applicable("needs labelled_loss")
-    if spec.inputs != "tokens":
-        return subject.not_applicable("needs token ids and logits over a vocabulary")
+    if spec.labelled_loss is None or spec.inputs != "tokens":
+        return subject.not_applicable("needs labelled_loss of token ids")
     model = subject.model(train=True)
     inputs = subject.inputs(2)
     full, _ = labelled_loss(subject, model, inputs, inputs)

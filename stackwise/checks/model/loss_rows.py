@@ -35,8 +35,6 @@ def loss_rows(subject: Subject) -> CheckResult:
         joint = _loss(subject, torch.cat((one, other)))
     except refusals() as error:
         return subject.not_applicable(f"needs a loss of equal rows: {reason_of(error)}")
-    except _NotAffineError as error:
-        return subject.not_applicable(str(error))
     expected = (mean + other_mean) / 2 + total + other_total
     size = abs(mean) + abs(total)
     if abs(joint - expected) > _SAME * size:
@@ -58,16 +56,16 @@ def loss_rows(subject: Subject) -> CheckResult:
     )
 
 
-class _NotAffineError(Exception):
-    """The loss of n copies of a row has no constant part and part that grows with n."""
-
-
 def _parts(subject: Subject, row: Tensor) -> tuple[float, float]:
-    """Return the parts a and b of the loss a + b n of n copies of a row."""
+    """Return the parts a and b of the loss a + b n of n copies of a row.
+
+    Raises:
+        ValueError: the loss has another form.
+    """
     one, two, four = (_loss(subject, row.repeat(n, *(1 for _ in row.shape[1:]))) for n in (1, 2, 4))
     total = two - one
     if abs(four - two - 2 * total) > _SAME * (abs(one) + abs(total)):
-        raise _NotAffineError("needs a loss that is a mean or a sum over rows")
+        raise ValueError("it is not a mean or a sum over rows")
     return one - total, total
 
 

@@ -72,14 +72,9 @@ def _effect_of_later_tokens(exam: Examination, first: int, *, train: bool) -> Te
     sequence = exam.sequence(0, exam.longest)
     changed = sequence.clone()
     changed[first:] = exam.unlike(sequence, exam.filler(1, exam.longest)[0])[first:]
-    one, two = (_output(exam, each, train=train)[:first] for each in (sequence, changed))
-    return relative_difference(one, two).amax(dim=-1)
-
-
-def _output(exam: Examination, sequence: Tensor, *, train: bool) -> Tensor:
-    """Return the output (T, V). Eval mode draws the same random numbers in each call; dropout is off."""
     with WithoutDropout() if train else nullcontext(), exam.precision():
-        return exam.subject.logits(exam.model().train(train), sequence[None])[0]
+        one, two = (exam.subject.logits(exam.model().train(train), x[None])[0] for x in (sequence, changed))
+    return relative_difference(one[:first], two[:first]).amax(dim=-1)
 
 
 def _updates_statistics(exam: Examination) -> bool:

@@ -296,27 +296,24 @@ class _Comparison:
             pair: the two models.
             each: change one parameter at a time, to name those that differ.
         """
-        (loss, found), (expected_loss, expected) = (pair.gradients(m, self.inputs) for m in pair.modules)
+        loss, found = pair.gradients(pair.modules[0], self.inputs)
+        expected_loss, _ = pair.gradients(pair.modules[1], self.inputs)
         gaps = {_LOSS: _gap(loss, expected_loss, abs(expected_loss))}
         if self.problem:
             return gaps
         model, reference = map(_inner, pair.modules)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        converted_names = {id(t): name for name, t in _state(reference).items() if name in pair.weights}
-        targets = [
-            (converted_names[id(p)], expected[name])
-            for name, p in reference.named_parameters()
-            if name in expected and id(p) in converted_names
-        ]
+        converted = {id(t): name for name, t in _state(reference).items() if name in pair.weights}
+        targets = [(converted[id(p)], p.grad) for p in reference.parameters() if id(p) in converted]
         changes = _changes(named.values(), 1.0)
         rows = {}
-        for part in [[name] for name in named] if each else [[*named]]:
+        for place, part in ({n: [n] for n in named} if each else {"the gradients": [*named]}).items():
             moved = self.convert(pair.modules[0], {id(named[n]): changes[id(named[n])] for n in part})
             own = [n for n in part if n in found]
             a = sum(_product(found[n], changes[id(named[n])]) for n in own)
-            b = sum(_product(gradient, moved[n] - pair.weights[n]) for n, gradient in targets)
+            b = sum(_product(g, moved[n] - pair.weights[n]) for n, g in targets if g is not None)
             size = sum(float((found[n] * named[n].detach()).abs().double().norm()) ** 2 for n in own) ** 0.5
-            rows[part[0] if each else "the gradients"] = a, b, max(size, abs(b))
+            rows[place] = a, b, max(size, abs(b))
         floor = _FLOOR * max((size for _, _, size in rows.values()), default=0.0)
         return gaps | {name: _gap(a, b, max(size, floor)) for name, (a, b, size) in rows.items()}
 

@@ -68,7 +68,7 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs at least 3 positions")
     sequence = exam.sequence(0, length)
     tables = _named_tables(exam.base, length)
-    if spec.inputs != "tokens" and not (tables and sequence.ndim == 2 and len(sequence) == length):
+    if spec.inputs != "tokens" and not (tables and len(sequence) == length):
         return subject.not_applicable("needs token ids, or a sequence of vectors and a table of positions")
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
@@ -83,23 +83,25 @@ def token_order(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
     if order > limit / 3:  # a third of the limit is three times the measured rounding
         return subject.not_applicable("needs an effect of the order that exceeds the rounding of the model")
-    idle = next((name for name in tables if _has_one_row_at_most(exam, name, sequence)), "")
+    idle = next((name for name in tables if _has_one_row_at_most(exam, name, tables[name], sequence)), "")
     if spec.inputs != "tokens" and not idle:
         return subject.not_applicable("needs token ids: a set of vectors has no order")
+    meaning = "Exchanging two inputs does not change the output at other positions: the model does not know "
+    meaning += "the order of its inputs."
+    where = f"inputs {places[0]} and {places[1]} of {length}"
+    correct_if: str | None = "it has no positions on purpose, as a bag of words"
+    if idle:
+        meaning += " At most one row of its table of positions has an effect."
+        where, correct_if = f"{where}; {idle}", None
     return subject.failed_unless(
-        None
-        if idle
-        else "it has no positions on purpose, as a bag of words; if it is not causal, declare "
-        "positionless=True",
+        correct_if,
         order,
         limit,
-        where=f"inputs {places[0]} and {places[1]} of {length}" + (f"; {idle}" if idle else ""),
-        meaning="Exchanging two inputs does not change the output at other positions: the model does not "
-        "know the order of its inputs"
-        + (", and at most one row of its table of positions has an effect." if idle else "."),
+        where=where,
+        meaning=meaning,
         advice="Look for positions that are computed and not added, for one row that is added at all "
-        "positions, and for a rotation that is not applied."
-        + (" If the model needs no order, declare positionless=True." if idle else ""),
+        "positions, and for a rotation that is not applied. If the model needs no order and is not causal, "
+        "declare positionless=True.",
     )
 
 
@@ -126,38 +128,43 @@ def _exchanged(exam: Examination, sequence: Tensor, limit: float) -> tuple[tuple
     return (i, j), effect, order
 
 
-def _named_tables(model: nn.Module, length: int) -> list[str]:
-    """Return the names of tensors with a row for each position that are named like a table of positions."""
-    return [
-        name
+def _named_tables(model: nn.Module, length: int) -> dict[str, int]:
+    """Return the number of rows of tensors that are named like a table of positions, and are long enough."""
+    return {
+        name: tensor.shape[-2]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if _TABLE_NAME.search(name)
         and tensor.is_floating_point()
         and tensor.ndim > 1
         and tensor.shape[-2] >= length
         and tensor.numel() == tensor.shape[-2] * tensor.shape[-1]
-    ]
+    }
 
 
-@torch.no_grad()
-def _has_one_row_at_most(exam: Examination, name: str, sequence: Tensor) -> bool:
+def _has_one_row_at_most(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:
     """Return True if at most one row of a table has an effect on the output."""
-    plain = _output(exam, exam.model(), sequence)
-
-    def has_effect(rows: list[int]) -> bool:
-        model = exam.model()
-        table = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
-        table[..., rows, :] += torch.randn_like(table[..., rows, :])
-        return float(relative_difference(plain, _output(exam, model, sequence)).max()) > _rounding(exam)
-
-    n_rows = {**dict(exam.base.named_parameters()), **dict(exam.base.named_buffers())}[name].shape[-2]
-    rows = list(range(n_rows))
+    has_effect, rows = _effect_of_rows(exam, name, sequence), list(range(n_rows))
     if not has_effect(rows):
         return True
     while len(rows) > 1:
         half = rows[: len(rows) // 2]
         rows = half if has_effect(half) else rows[len(half) :]
     return not has_effect([row for row in range(n_rows) if row != rows[0]])
+
+
+def _effect_of_rows(exam: Examination, name: str, sequence: Tensor) -> Callable[[list[int]], bool]:
+    """Return a function that tests if noise in rows of a table (..., N, C) changes the output."""
+    plain = _output(exam, exam.model(), sequence)
+
+    @torch.no_grad()
+    def has_effect(rows: list[int]) -> bool:
+        model = exam.model()
+        table = dict((*model.named_parameters(), *model.named_buffers()))[name]
+        noise = torch.randn(len(rows), table.shape[-1], generator=torch.Generator().manual_seed(len(rows)))
+        table[..., rows, :] += noise.to(table)
+        return float(relative_difference(plain, _output(exam, model, sequence)).max()) > _rounding(exam)
+
+    return has_effect
 
 
 def _read_at(exam: Examination, output: Tensor, places: tuple[int, int]) -> Tensor:
@@ -322,7 +329,7 @@ def position_table(subject: Subject) -> CheckResult:
         return subject.not_applicable(NOT_REPEATED)
     tables = _tables(exam)
     for name, rows in tables.items():
-        first, n = min(rows), max(rows) + 1
+        first = min(rows)
         if unlearned := _rows_without_gradient(exam, name, rows):
             return subject.failed(
                 float(len(unlearned)),
@@ -331,9 +338,9 @@ def position_table(subject: Subject) -> CheckResult:
                 meaning="Rows of the position table change the output and get no gradient.",
                 advice="Remove padding_idx from the embedding of positions. Look for a hook or a detach().",
             )
-        if len(rows) < n - first:
+        if n_skipped := max(rows) + 1 - first - len(rows):
             return subject.warned(
-                float(n - first - len(rows)),
+                float(n_skipped),
                 0.0,
                 where=f"{name}, rows {listed(map(str, sorted(rows)), 8)}",
                 meaning=f"A sequence of {exam.lengths[-1]} positions does not read consecutive rows of the "
@@ -343,9 +350,7 @@ def position_table(subject: Subject) -> CheckResult:
             )
         if _reserves(exam.base, name, first) or first > _MOST_RESERVED:
             continue
-        if limit is None:
-            if not first:
-                continue
+        if limit is None and first:
             return subject.warned(
                 float(first),
                 0.0,
@@ -354,7 +359,7 @@ def position_table(subject: Subject) -> CheckResult:
                 correct_if="these rows are reserved on purpose",
                 advice="Count positions from 0.",
             )
-        if limit > _LONGEST:
+        if limit is None or limit > _LONGEST:
             continue
         try:
             used = len(_used_rows(exam, exam.sequence(0, limit))[name])
@@ -657,22 +662,10 @@ def _used_rows(exam: Examination, sequence: Tensor) -> dict[str, set[int]]:
     return rows
 
 
-@torch.no_grad()
 def _rows_without_gradient(exam: Examination, name: str, rows: set[int]) -> list[int]:
     """Return the rows before the last one of `rows` that change the output and are not in `rows`."""
-    sequence, found = exam.sequence(0, exam.lengths[-1]), list[int]()
-    answer = _output(exam, exam.model(), sequence)
+    has_effect, found = _effect_of_rows(exam, name, exam.sequence(0, exam.lengths[-1])), list[int]()
     unused = sorted(set(range(max(rows))) - rows)
-
-    def has_effect(changed: list[int]) -> bool:
-        model = exam.model()
-        table: Tensor = model.get_parameter(name)
-        table = table[0] if table.ndim == 3 else table
-        generator = torch.Generator().manual_seed(len(changed))
-        noise = torch.randn(len(changed), *table.shape[1:], generator=generator).to(table)
-        table[changed] += table.std() * noise
-        return float(relative_difference(answer, _output(exam, model, sequence)).max()) > _rounding(exam)
-
     # Halves of the rows that have an effect are tested again, until each row is alone.
     groups = [unused] if unused and has_effect(unused) else []
     while groups and len(found) < _MOST_ROWS:

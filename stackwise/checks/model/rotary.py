@@ -6,6 +6,7 @@ Shapes: P rotated pairs of elements of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -36,50 +37,84 @@ def rotary_frequencies(subject: Subject) -> CheckResult:
     if any(claim.kind == "longrope" and claim.original_length < LENGTH for claim in claims):
         return subject.not_applicable(f"needs factors of longrope that are used for {LENGTH} positions")
     layers = _layers(rotations_of(subject))
-    rotated = [[x for x in layer if all(y.is_pure and y.turns for y in x[:2])] for layer in layers]
-    is_rotary = any(y.is_pure and y.turns for layer in layers for x in layer for y in x[:2])
-    config = getattr(subject.model(), "config", None)
-    by_layer = rotary_by_layer(config) if subject.spec.rotary == rotary_in(config) else ()
-    worst = 0.0
-    for number, layer in enumerate(layers):
-        own = by_layer[number : number + 1] if len(by_layer) == len(layers) else claims
-        place = f"attention {number + 1} of {len(layers)}"
-        for operands in rotated[number]:
-            if any(values.is_pure and bool((values.frequencies > _TURNED).any()) for values in operands[2:]):
-                text = "Values depend on the position, although all tokens are equal."
-                found, advice = float(operands[2].frequencies[0]), "Rotate queries and keys only."
-                return subject.failed(found, _TURNED, where=f"values of {place}", meaning=text, advice=advice)
-            if any(angle * operands[1].turns.get(pair, 0) < 0 for pair, angle in operands[0].turns.items()):
-                text = "Keys are rotated in the opposite direction of queries."
-                return subject.failed(1.0, 0.0, where=f"keys of {place}", meaning=text, advice=_BOTH)
-            for name, rotation in zip(("queries", "keys"), operands, strict=False):
-                claim = min(own, key=lambda each: _gap(rotation, each))
-                if (gap := _gap(rotation, claim)) > _LIMIT:
-                    text, site = _text(rotation, claim), f"{name} of {place}"
-                    return subject.failed(gap, _LIMIT, where=site, meaning=text, advice=_FREQUENCIES)
-                worst = max(worst, gap)
-        is_still = is_rotary and any(x.is_pure and not x.turns for x in layer[-1][:2])
-        # A sum of two products, such as that of latent attention, may have one that is not rotated.
-        if is_still and len(layer) == 1 and len(layer[-1]) > 2 and len(subject.spec.rotary) == 1:
-            text = "Queries or keys do not depend on the position, and the claim holds for each layer."
-            return subject.failed(1.0, 0.0, where=place, meaning=text, advice=_BOTH)
-    if layers and not is_rotary and all(y.is_pure for layer in layers for x in layer for y in x[:2]):
-        return subject.failed_unless(
-            None
-            if subject.spec.rotary != rotary_in(config)
-            else "the model has other positions in its place",
-            0.0,
-            where=f"all {len(layers)} layers",
-            meaning="No layer rotates queries and keys by their positions.",
-            advice="Look for a rotation whose result is not used, and for a table of angles that is 0.",
-        )
-    if not any(rotated):
+    if not_rotated := _not_rotated(subject, layers):
+        return not_rotated
+    results = list(_compared(subject, layers, claims))
+    if failures := [result for result in results if not result.ok]:
+        return failures[0]
+    if not results:
         return subject.not_applicable("needs a layer that rotates queries and keys, and changes nothing else")
-    meaning = f"{sum(map(bool, rotated))} of {len(layers)} layers; {' or '.join(map(str, claims))}."
+    meaning = f"{len(results)} of {len(layers)} layers; {' or '.join(map(str, claims))}."
     has_factor = any(claim.attention_factor not in (None, 1.0) for claim in claims)
     if has_factor and subject.spec.facts.attention_scale is None:
         meaning += " The attention factor is not measured: declare Facts.attention_scale."
-    return subject.passed(worst, _LIMIT, meaning=meaning)
+    return subject.passed(max(result.value or 0.0 for result in results), _LIMIT, meaning=meaning)
+
+
+def _is_rotated(rotation: Rotation) -> bool:
+    return rotation.is_pure and bool(rotation.turns)
+
+
+def _operands(layers: list[list[tuple[Rotation, ...]]]) -> list[Rotation]:
+    """Return the rotations of all queries and keys."""
+    return [rotation for layer in layers for product in layer for rotation in product[:2]]
+
+
+def _not_rotated(subject: Subject, layers: list[list[tuple[Rotation, ...]]]) -> CheckResult | None:
+    """Return a result if no layer rotates anything."""
+    operands = _operands(layers)
+    if not operands or any(not rotation.is_pure or rotation.turns for rotation in operands):
+        return None
+    is_declared = subject.spec.rotary != rotary_in(getattr(subject.model(), "config", None))
+    return subject.failed_unless(
+        None if is_declared else "the model has other positions in its place",
+        0.0,
+        where=f"all {len(layers)} layers",
+        meaning="No layer rotates queries and keys by their positions.",
+        advice="Look for a rotation whose result is not used, and for a table of angles that is 0.",
+    )
+
+
+def _compared(
+    subject: Subject, layers: list[list[tuple[Rotation, ...]]], claims: Sequence[RotaryClaim]
+) -> Iterator[CheckResult]:
+    """Yield the result of each product of rotated queries and keys."""
+    config = getattr(subject.model(), "config", None)
+    by_layer = rotary_by_layer(config) if subject.spec.rotary == rotary_in(config) else ()
+    is_rotary = any(map(_is_rotated, _operands(layers)))
+    for number, layer in enumerate(layers):
+        own = by_layer[number : number + 1] if len(by_layer) == len(layers) else claims
+        place = f"attention {number + 1} of {len(layers)}"
+        for product in layer:
+            if all(map(_is_rotated, product[:2])):
+                yield _of_product(subject, product, own, place)
+        # A sum of two products, such as that of latent attention, may have one that is not rotated.
+        is_plain = len(layer) == 1 and len(layer[0]) > 2 and len(subject.spec.rotary) == 1
+        if is_rotary and is_plain and any(x.is_pure and not x.turns for x in layer[0][:2]):
+            text = "Queries or keys do not depend on the position, and the claim holds for each layer."
+            yield subject.failed(1.0, 0.0, where=place, meaning=text, advice=_BOTH)
+
+
+def _of_product(
+    subject: Subject, product: tuple[Rotation, ...], claims: Sequence[RotaryClaim], place: str
+) -> CheckResult:
+    """Compare queries, keys and, if they are known, values of one product with the claims."""
+    queries, keys, *values = product
+    if any(x.is_pure and bool((x.frequencies > _TURNED).any()) for x in values):
+        text = "Values depend on the position, although all tokens are equal."
+        found, advice = float(values[0].frequencies[0]), "Rotate queries and keys only."
+        return subject.failed(found, _TURNED, where=f"values of {place}", meaning=text, advice=advice)
+    if any(angle * keys.turns.get(pair, 0) < 0 for pair, angle in queries.turns.items()):
+        text = "Keys are rotated in the opposite direction of queries."
+        return subject.failed(1.0, 0.0, where=f"keys of {place}", meaning=text, advice=_BOTH)
+    worst = 0.0
+    for name, rotation in (("queries", queries), ("keys", keys)):
+        gap, claim = min(((_gap(rotation, each), each) for each in claims), key=lambda pair: pair[0])
+        if gap > _LIMIT:
+            text, site = _text(rotation, claim), f"{name} of {place}"
+            return subject.failed(gap, _LIMIT, where=site, meaning=text, advice=_FREQUENCIES)
+        worst = max(worst, gap)
+    return subject.passed(worst, _LIMIT)
 
 
 def _layers(seen: list[tuple[Rotation, ...]]) -> list[list[tuple[Rotation, ...]]]:

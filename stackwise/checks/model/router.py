@@ -22,10 +22,8 @@ def selection_bias(subject: Subject) -> CheckResult:
     """Does the output stay the same if one constant is added to the selection biases of all experts?"""
     exam = Examination.of(subject)
     names = _selection_biases(exam.base)
-    if not names:
-        return subject.not_applicable("needs a bias that selects experts, such as e_score_correction_bias")
-    if not exam.is_repeatable:
-        return subject.not_applicable("needs a repeatable model")
+    if not names or not exam.is_repeatable:
+        return subject.not_applicable("needs a repeatable model with e_score_correction_bias or expert_bias")
     key = (0, exam.longest)
     limit, worst = exam.limit_of(*key), 0.0
     for constant in _CONSTANTS:
@@ -52,9 +50,8 @@ def selection_bias(subject: Subject) -> CheckResult:
 def _shifted(exam: Examination, key: tuple[int, int], names: Iterable[str], constant: float) -> Tensor:
     """Return the output of a plain call of a model with a constant added to some biases."""
     model = exam.model()
-    tensors = _tensors(model)
     for name in names:
-        tensors[name].add_(constant)
+        dict((*model.named_parameters(), *model.named_buffers()))[name].add_(constant)
     return exam.plain(model, exam.sequence(*key))
 
 
@@ -67,11 +64,7 @@ def _selection_biases(model: nn.Module) -> list[str]:
     buffers = dict(model.named_buffers())
     return [
         name
-        for name, tensor in _tensors(model).items()
+        for name, tensor in (*model.named_parameters(), *buffers.items())
         if (name.endswith("correction_bias") or (name.endswith("expert_bias") and name in buffers))
         and tensor.dtype in (torch.float32, torch.float64)
     ]
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

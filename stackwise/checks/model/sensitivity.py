@@ -48,7 +48,7 @@ def token_effect(subject: Subject) -> CheckResult:
     if not (exam.is_measurable and exam.is_repeatable):
         return subject.not_applicable(NOT_REPEATED)
     sequence = exam.sequence(0, length)
-    changed = sequence[None].repeat(length, *(1 for _ in sequence.shape))
+    changed = sequence.expand(length, *sequence.shape).clone()
     index = torch.arange(length)
     changed[index, index] = exam.unlike(sequence, exam.filler(1, length)[0])
     answer = exam.answer(0, length)
@@ -59,11 +59,9 @@ def token_effect(subject: Subject) -> CheckResult:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     # The last output, or for a bidirectional model any output.
     reads_all = spec.causal and spec.visible is None
-    last_ones = slice(-1 if reads_all else 0, None)
-    rows, expected = outputs[:, last_ones], answer[last_ones]
-    effects = (
-        relative_difference(expected.expand_as(rows[0])[None].expand_as(rows), rows).flatten(1).amax(dim=1)
-    )
+    read, which = (slice(-1, None), "the last output") if reads_all else (slice(None), "any output")
+    rows = outputs[:, read]
+    effects = relative_difference(answer[read].expand_as(rows), rows).flatten(1).amax(dim=1)
     without = (effects == 0).nonzero().flatten().tolist()
     if not without:
         return subject.passed(float(effects.min()), None)
@@ -79,8 +77,7 @@ def token_effect(subject: Subject) -> CheckResult:
         float(len(without)),
         0.0,
         where=f"input {last} of {length}",
-        meaning=f"{len(without)} of {length} inputs have no effect on "
-        f"{'the last output' if reads_all else 'any output'}. The last of them is input {last}.",
+        meaning=f"{len(without)} of {length} inputs have no effect on {which}. The last is input {last}.",
         advice=_ADVICE,
     )
 
@@ -110,28 +107,18 @@ def discarded_results(subject: Subject) -> CheckResult:
         for call in calls:
             with unused.recording():
                 kept.append(call())
-    if unused.weights and not results.found:
-        place, name = list(unused.weights.items())[-1]
-        return subject.failed(
-            float(len(unused.weights)),
-            0.0,
-            where=place,
-            meaning=f"{name} applies a parameter here, and no output depends on the result.",
-            advice="Look for a variable that is overwritten before it is read, and for a return of another "
-            "variable. Delete the operation if it is not needed.",
-        )
-    found = results.found or results.unread or unused.found
+    found = results.found or unused.weights or results.unread or unused.found
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = list(found.items())[-1]
     return subject.failed_unless(
-        None if results.found else "the result is only for debugging",
+        None if results.found or unused.weights else "the result is only for debugging",
         float(len(found)),
         0.0,
         where=place,
         meaning=f"The tensor that {name} computes here has no effect.",
-        advice="Use the result, as in x = x.masked_fill(mask, 0), or the form in place, such as "
-        "masked_fill_. Add an auxiliary loss to the loss. Delete the statement if it is not needed.",
+        advice="Look for a variable that is overwritten before it is read, for masked_fill in place of "
+        "masked_fill_, and for an auxiliary loss that is not added. Delete the statement if it is unused.",
     )
 
 
@@ -160,7 +147,7 @@ def text_after_padding_id(subject: Subject) -> CheckResult:
             inputs = real_inputs(subject, 1, length, shift=1000 + shift, model=exam.base)
             other[-1] = exam.unlike(text, inputs[0])[-1]
             outputs.append(execute(spec, exam.model(), Call(other[None], keep=keep)))
-        return any(not torch.equal(outputs[0], each) for each in outputs[1:])
+        return not all(torch.equal(outputs[0], each) for each in outputs)
 
     with torch.no_grad():
         if not reads_last_token(plain):

@@ -25,10 +25,8 @@ from stackwise.support.hooks import temporary_hooks
 def tying(subject: Subject) -> CheckResult:
     """Does the head read the embedding's weight as declared, also after copy, cast and load?"""
     spec = subject.spec
-    if spec.inputs != "tokens":
-        return subject.not_applicable("needs token ids")
-    if not spec.per_position:
-        return subject.not_applicable("needs an output per position")
+    if spec.inputs != "tokens" or not spec.per_position:
+        return subject.not_applicable("needs token ids and an output per position")
     model = subject.model()
     logits = subject.logits(model, subject.inputs(1))
     if logits.shape[-1] < spec.width:

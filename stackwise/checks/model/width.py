@@ -29,10 +29,8 @@ _ROWS = 4
 def width_independence(subject: Subject) -> CheckResult:
     """Do activations, and their changes in training, have the same size at every width?"""
     spec = subject.spec
-    if spec.at_width is None:
-        return subject.not_applicable("needs the claim: at_width=, a model so many times as wide")
-    if spec.trained:
-        return subject.not_applicable("the weights are trained")
+    if spec.at_width is None or spec.trained:
+        return subject.not_applicable("needs new weights, and the claim at_width=: a wider model")
     seeds = range(subject.seed, subject.seed + _SEEDS)
     found = [
         [coordinates_of(training_at_width(subject, factor, seed), _STEPS) for seed in seeds]
@@ -47,13 +45,12 @@ def width_independence(subject: Subject) -> CheckResult:
         "Look for an init std divided by the width instead of its root, a width multiplier that never "
         "reaches a layer or the optimizer's learning rate, and attention scaled by 1 / sqrt(head size)."
     )
+    if value <= UNUSUAL:
+        return subject.passed(value, UNUSUAL, meaning=meaning)
     if not value <= LIMIT:
         return subject.failed(value, LIMIT, where=where, meaning=meaning, advice=advice)
-    if value > UNUSUAL:
-        meaning = f"A size depends on the width: {meaning[0].lower()}{meaning[1:]}"
-        exempt = "this module is meant to scale with the width, or the widths are too small to tell"
-        return subject.warned(value, UNUSUAL, where=where, meaning=meaning, correct_if=exempt, advice=advice)
-    return subject.passed(value, UNUSUAL, meaning=meaning)
+    exempt = "this module is meant to scale with the width, or the widths are too small to tell"
+    return subject.warned(value, UNUSUAL, where=where, meaning=meaning, correct_if=exempt, advice=advice)
 
 
 def training_at_width(

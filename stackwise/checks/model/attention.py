@@ -180,18 +180,13 @@ def attention_entropy(subject: Subject) -> CheckResult:
         "Look for large initial weights of queries and keys, a large embedding without a norm, and a missing "
         "1 / sqrt(head size)."
     )
+    if value <= SOFT:
+        return subject.passed(value, SOFT, meaning=meaning)
+    meaning = f"Attention is sharp in a new model. {meaning}"
     if value > SATURATED and _follows(subject):
         return subject.failed(value, SATURATED, where=where, meaning=meaning, advice=advice)
-    if value > SOFT:
-        return subject.warned(
-            value,
-            SOFT,
-            where=where,
-            meaning=f"Attention is sharp in a new model. {meaning}",
-            correct_if="attention of this architecture starts sharp on purpose",
-            advice=advice,
-        )
-    return subject.passed(value, SOFT, meaning=meaning)
+    correct_if = "attention of this architecture starts sharp on purpose"
+    return subject.warned(value, SOFT, where=where, meaning=meaning, correct_if=correct_if, advice=advice)
 
 
 def _follows(subject: Subject) -> bool:

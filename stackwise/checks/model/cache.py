@@ -64,7 +64,7 @@ def cache_limit(subject: Subject) -> CheckResult:
         return subject.not_applicable(reason)
     limit = subject.spec.max_length
     if limit is None or not 4 <= limit <= _LONGEST:
-        return subject.not_applicable(f"needs a max_length from 4 to {_LONGEST}; this one is {limit}")
+        return subject.not_applicable(f"needs max_length from 4 to {_LONGEST}; this one is {limit}")
     if subject.device.type == "cuda":
         return subject.not_applicable("needs the CPU: an index out of range ends a CUDA process")
     # spec.batch refuses what is beyond the limit.

@@ -10,7 +10,7 @@ from torch import Tensor
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.probe.call import refusals
+from stackwise.checks.probe.call import dtype_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.encoder_states import encoder_states, output_with_encoder
 from stackwise.checks.result import CheckResult
@@ -30,13 +30,11 @@ def encoder_padding(subject: Subject) -> CheckResult:
     exam = Examination.of(subject)
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    output = _output_of(exam)
+    output = _with_source if isinstance(exam.base, Decoder) else _with_states(exam)
     if isinstance(output, str):
         return subject.not_applicable(output)
     if not output(exam, _PADDING, True).isfinite().all():  # a mask of float64 may overflow in float32
         exam = exam.in_dtype("own")
-        output = _output_of(exam)
-        assert not isinstance(output, str)
     alone = output(exam, 0, False)
     cases = {"a mask of ones": 0, f"{_PADDING} masked positions of padding": _PADDING}
     gaps = {case: relative_difference(alone, output(exam, n, True)) for case, n in cases.items()}
@@ -53,10 +51,6 @@ def encoder_padding(subject: Subject) -> CheckResult:
     return subject.passed(max(float(gap.max()) for gap in gaps.values()), exam.limit)
 
 
-def _output_of(exam: Examination) -> _Output | str:
-    return _with_source if isinstance(exam.base, Decoder) else _with_states(exam)
-
-
 def _with_states(exam: Examination) -> _Output | str:
     """Return the function that passes states of an encoder, or the reason why there is none."""
     if not accepts(exam.base, "encoder_attention_mask"):
@@ -71,8 +65,8 @@ def _with_states(exam: Examination) -> _Output | str:
         keep = keep.bool()
 
     def output(exam: Examination, n_padding: int, has_mask: bool) -> Tensor:
-        end = _LENGTH + n_padding
-        return output_with_encoder(exam, states[:, :end], keep[:, :end] if has_mask else None)
+        own, end = states.to(dtype_of(exam.base)), _LENGTH + n_padding
+        return output_with_encoder(exam, own[:, :end], keep[:, :end] if has_mask else None)
 
     return output
 

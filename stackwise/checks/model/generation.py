@@ -350,24 +350,26 @@ def _requests(logits: Tensor) -> list[dict[str, Any]]:
 def _surprise(engine: _Engine, prompt: Tensor, seed: int, request: dict[str, Any]) -> tuple[float, str]:
     """Return the larger -log10 of the p-values of both tokens of a sample, and the place of this token."""
     rows, found = engine.samples(prompt, seed, **request), []
+    conventions = (False, True) if {"top_k", "top_p"} <= request.keys() else (False,)
     for step in range(2):
         tokens, logits = engine.drawn(prompt, rows, step)
         # Generation may exclude ids such as that of padding.
         without = logits.index_fill(1, tokens.new_tensor([*engine.reserved]), -torch.inf)
-        value = min(_surprise_of(engine, tokens, each, request) for each in (logits, without))
-        found.append((value, f"token {step + 1} of {len(tokens)} rows"))
+        values = (
+            _surprise_of(engine, tokens, each, of_all=of_all, **request)
+            for each in (logits, without)
+            for of_all in conventions
+        )
+        found.append((min(values), f"token {step + 1} of {len(tokens)} rows"))
     return max(found)
 
 
-def _surprise_of(engine: _Engine, tokens: Tensor, logits: Tensor, request: dict[str, Any]) -> float:
+def _surprise_of(engine: _Engine, tokens: Tensor, logits: Tensor, **request: Any) -> float:
     """Return -log10 of the p-value of the last tokens (B, T), if these are the logits (B, V) before them."""
-    values = []
-    for of_all in (False, True) if {"top_k", "top_p"} <= request.keys() else (False,):
-        p, is_allowed = _reference(logits, engine.tolerance, **request, of_all=of_all)
-        observed = torch.bincount(tokens[:, -1], minlength=p.shape[1])
-        fits = bool(is_allowed.gather(1, tokens[:, -1:]).all())
-        values.append(_chi_square(engine.without_ends(p).sum(0), observed) if fits else math.inf)
-    return min(values)
+    p, is_allowed = _reference(logits, engine.tolerance, **request)
+    if not is_allowed.gather(1, tokens[:, -1:]).all():
+        return math.inf
+    return _chi_square(engine.without_ends(p).sum(0), torch.bincount(tokens[:, -1], minlength=p.shape[1]))
 
 
 def _reference(

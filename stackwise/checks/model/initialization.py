@@ -1,7 +1,4 @@
-"""Initialisation: values, sizes and symmetry of new weights, and loading of saved weights.
-
-Shapes: N vectors, C channels.
-"""
+"""Initialisation: values, sizes and symmetry of new weights, and loading of saved weights."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 # correct model with a standard deviation of logits above 1 exceeds LIMIT.
 USUAL, LIMIT = 0.75, 2.0
 _TRAINED = "the weights are trained"
-_N_VECTORS = 64
 _ADDED = 3  # tokens
 
 
@@ -102,8 +98,6 @@ def symmetry(subject: Subject) -> CheckResult:
     """Do the units of a layer differ, in their weights or at least in their gradients?"""
     if subject.spec.trained:
         return subject.not_applicable(_TRAINED)
-    if subject.seq_len < 2 and subject.spec.causal and subject.spec.loss is None:
-        return subject.not_applicable("needs at least 2 positions, to predict one from the other")
     model = subject.model()
     equal = {n: p for n, p in model.named_parameters() if p.requires_grad and _rows_are_equal(p)}
     if not equal:

@@ -29,8 +29,8 @@ _LEAST_LOSS = 1e-3  # the loss is computed in float32
 _ADDS = "a layer that adds products with a weight to the residual stream, without a norm"
 _DROPOUT = (
     "Look for the rate of another layer, for dropout that is applied twice or in one branch only, and for "
+    "results that are not divided by 1 - p."
 )
-_DROPOUT += "results that are not divided by 1 - p."
 _FORM = "that divides by the root of the mean square or variance, plus eps"
 _MEANS = r"aten\.(mean|var|var_mean|native_layer_norm|_fused_rms_norm)\."
 _OTHER = r"aten\.(sum|norm|linalg_vector_norm|clamp|clamp_min|maximum)\."

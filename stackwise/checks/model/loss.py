@@ -241,7 +241,7 @@ def loss_formula(subject: Subject) -> CheckResult:
         return mixed
     correct_if = "it has a z-loss, a router's loss or label smoothing on purpose"
     if not found.known:
-        term, correct_if = "It is no known mistake.", "the model has another objective"
+        term, correct_if = "The difference is no known mistake.", "the model has another objective"
     elif abs(found.scale - 1) < 2e-3 or found.reduction != "scaled":
         term = f"The loss adds {found.addition:.4g} to the cross-entropy, which depends on no label."
     else:
@@ -291,8 +291,10 @@ def _in_its_own_dtype(subject: Subject) -> CheckResult:
 def empty_loss(subject: Subject) -> CheckResult:
     """Are the loss and its gradients finite if every label of a batch, or of one row, is ignored?"""
     spec = subject.spec
-    if spec.labelled_loss is None or spec.inputs != "tokens":
-        return subject.not_applicable("needs labelled_loss of token ids")
+    if spec.labelled_loss is None:
+        return subject.not_applicable("needs labelled_loss")
+    if spec.inputs != "tokens":
+        return subject.not_applicable("needs token ids and logits over a vocabulary")
     model = subject.model(train=True)
     inputs = subject.inputs(2)
     full, _ = labelled_loss(subject, model, inputs, inputs)

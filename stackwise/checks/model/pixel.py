@@ -28,7 +28,7 @@ _LOCAL = 4.0
 def pixel_alignment(subject: Subject) -> CheckResult:
     """Does each pixel of an output image depend most on the input image at the same place?"""
     inputs = subject.inputs(_ROWS)
-    if not inputs.is_floating_point() or inputs.ndim < 4 or min(inputs.shape[-2:]) < 4:
+    if not _is_image(inputs):
         return subject.not_applicable("needs images as inputs")
     H, W = inputs.shape[-2:]
     places = [(i, j) for i in _spread(H) for j in _spread(W)]
@@ -92,6 +92,10 @@ def input_effect(subject: Subject) -> CheckResult:
         advice="Look for a slice that is too short, a channel or feature that is overwritten, a stride that "
         "skips inputs, and padding on the wrong side.",
     )
+
+
+def _is_image(inputs: Tensor) -> bool:
+    return inputs.is_floating_point() and inputs.ndim > 3 and min(inputs.shape[-2:]) > 3
 
 
 def _spread(size: int) -> list[int]:

@@ -6,6 +6,7 @@ Shapes: T positions, V outputs, N rows of a table.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -620,30 +621,24 @@ def _dimension(buffer: Tensor, n: int) -> tuple[int | None, bool]:
 
 
 def _tables(exam: Examination) -> dict[str, set[int]]:
-    """Return the learned position tables, and the rows that a sequence of the longest length reads."""
-    return exam.once("position tables", lambda: _find_tables(exam))
-
-
-def _find_tables(exam: Examination) -> dict[str, set[int]]:
-    """Return the tables, found by trial.
+    """Return the learned position tables, and the rows that a sequence of the longest length reads.
 
     Which rows get a gradient depends on the length only, and each position adds one.
     """
     long, short = exam.lengths[-1], (exam.lengths[0] + exam.lengths[-1]) // 2
-    if short == long or not exam.spec.per_position:
-        return {}
-    try:
-        one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
-        fewer = _used_rows(exam, exam.sequence(0, short))
-    except refusals():  # the model does not take this length, or has no backward pass
-        return {}
-    return {
-        name: rows
-        for name, rows in one.items()
-        if rows == other.get(name)
-        and fewer.get(name, set()) <= rows
-        and len(rows) - len(fewer.get(name, set())) == long - short
-    }
+
+    def found() -> dict[str, set[int]]:
+        if short == long or not exam.spec.per_position:
+            return {}
+        try:
+            one, other = (_used_rows(exam, exam.sequence(number, long)) for number in (0, 1))
+            fewer = defaultdict(set, _used_rows(exam, exam.sequence(0, short)))
+        except refusals():  # the model does not take this length, or has no backward pass
+            return {}
+        same = {name: rows for name, rows in one.items() if rows == other.get(name)}
+        return {n: r for n, r in same.items() if fewer[n] <= r and len(r) - len(fewer[n]) == long - short}
+
+    return exam.once("position tables", found)
 
 
 def _used_rows(exam: Examination, sequence: Tensor) -> dict[str, set[int]]:

@@ -26,6 +26,9 @@ _FREQUENCIES = """Look for another theta, for exponents 2i / dim with another di
 that is rotated, and for a scaling that is used twice or not at all."""
 _BOTH = """Rotate the queries and keys of each layer by the same angles. If some layers have no rotary \
 embedding on purpose, declare it: ModelSpec.of(model, rotary=(claim, None))."""
+# Products of each layer: the rotations of queries, of keys and, if they are seen, of values.
+_Product = tuple[Rotation, ...]
+_Layers = list[list[_Product]]
 
 
 @check
@@ -55,12 +58,12 @@ def _is_rotated(rotation: Rotation) -> bool:
     return rotation.is_pure and bool(rotation.turns)
 
 
-def _operands(layers: list[list[tuple[Rotation, ...]]]) -> list[Rotation]:
+def _operands(layers: _Layers) -> list[Rotation]:
     """Return the rotations of all queries and keys."""
     return [rotation for layer in layers for product in layer for rotation in product[:2]]
 
 
-def _not_rotated(subject: Subject, layers: list[list[tuple[Rotation, ...]]]) -> CheckResult | None:
+def _not_rotated(subject: Subject, layers: _Layers) -> CheckResult | None:
     """Return a result if no layer rotates anything."""
     operands = _operands(layers)
     if not operands or any(not rotation.is_pure or rotation.turns for rotation in operands):
@@ -75,9 +78,7 @@ def _not_rotated(subject: Subject, layers: list[list[tuple[Rotation, ...]]]) -> 
     )
 
 
-def _compared(
-    subject: Subject, layers: list[list[tuple[Rotation, ...]]], claims: Sequence[RotaryClaim]
-) -> Iterator[CheckResult]:
+def _compared(subject: Subject, layers: _Layers, claims: Sequence[RotaryClaim]) -> Iterator[CheckResult]:
     """Yield the result of each product of rotated queries and keys."""
     config = getattr(subject.model(), "config", None)
     by_layer = rotary_by_layer(config) if subject.spec.rotary == rotary_in(config) else ()
@@ -96,7 +97,7 @@ def _compared(
 
 
 def _of_product(
-    subject: Subject, product: tuple[Rotation, ...], claims: Sequence[RotaryClaim], place: str
+    subject: Subject, product: _Product, claims: Sequence[RotaryClaim], place: str
 ) -> CheckResult:
     """Compare queries, keys and, if they are known, values of one product with the claims."""
     queries, keys, *values = product
@@ -117,9 +118,9 @@ def _of_product(
     return subject.passed(worst, _LIMIT)
 
 
-def _layers(seen: list[tuple[Rotation, ...]]) -> list[list[tuple[Rotation, ...]]]:
+def _layers(seen: list[_Product]) -> _Layers:
     """Return the products of each layer: all before its values are used, or one if no values are seen."""
-    layers: list[list[tuple[Rotation, ...]]] = [[]]
+    layers: _Layers = [[]]
     has_values = any(len(operands) > 2 for operands in seen)
     for operands in seen:
         layers[-1].append(operands)

@@ -26,13 +26,13 @@ def selection_bias(subject: Subject) -> CheckResult:
         return subject.not_applicable("needs a repeatable model with e_score_correction_bias or expert_bias")
     key = (0, exam.longest)
     limit, worst = exam.limit_of(*key), 0.0
+
+    def gap(some: Iterable[str], constant: float) -> float:
+        return float(relative_difference(exam.answer(*key), _shifted(exam, key, some, constant)).max())
+
     for constant in _CONSTANTS:
-
-        def gap(some: Iterable[str], constant: float = constant) -> float:
-            return float(relative_difference(exam.answer(*key), _shifted(exam, key, some, constant)).max())
-
-        if (value := gap(names)) > limit:
-            wrong = [name for name in names if gap([name]) > limit]
+        if (value := gap(names, constant)) > limit:
+            wrong = [name for name in names if gap([name], constant) > limit]
             return subject.failed(
                 value,
                 limit,

@@ -111,12 +111,15 @@ def discarded_results(subject: Subject) -> CheckResult:
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = list(found.items())[-1]
+    meaning = f"The tensor that {name} computes here has no effect."
+    if found is unused.weights:
+        meaning = f"{name} applies a parameter here, and no output depends on the result."
     return subject.failed_unless(
         None if results.found or unused.weights else "the result is only for debugging",
         float(len(found)),
         0.0,
         where=place,
-        meaning=f"The tensor that {name} computes here has no effect.",
+        meaning=meaning,
         advice="Look for a variable that is overwritten before it is read, for masked_fill in place of "
         "masked_fill_, and for an auxiliary loss that is not added. Delete the statement if it is unused.",
     )

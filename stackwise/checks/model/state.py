@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import nn
 
 from stackwise.checks.check import check
 from stackwise.checks.model.equivalence import explored, simplest
@@ -56,19 +57,19 @@ def memory_growth(subject: Subject) -> CheckResult:
     """Is the number of live tensors, autograd nodes and hooks constant over equal calls and steps?"""
     inputs = subject.inputs(2)
 
-    def caller(train: bool) -> Callable[[], None]:
-        model = subject.model(train=train)
+    def evaluate(model: nn.Module) -> None:
+        with subject.fixed_randomness(), torch.no_grad():
+            subject.spec.logits(model, inputs.clone())
 
-        def call() -> None:
-            with subject.fixed_randomness(), torch.set_grad_enabled(train):
-                if not train:
-                    subject.spec.logits(model, inputs.clone())
-                elif (loss := subject.spec.loss_of(model, inputs.clone())).requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            model.zero_grad(set_to_none=True)
+    def train(model: nn.Module) -> None:
+        with subject.fixed_randomness(), torch.enable_grad():
+            if (loss := subject.spec.loss_of(model, inputs.clone())).requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)
 
-        return call
-
-    calls = {"call in eval mode": caller(train=False), "training step": caller(train=True)}
+    calls = {
+        "call in eval mode": partial(evaluate, subject.model()),
+        "training step": partial(train, subject.model(train=True)),
+    }
     with warnings.catch_warnings(action="ignore"):
         return growth_result(subject, calls)

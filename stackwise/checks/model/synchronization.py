@@ -32,8 +32,7 @@ def host_waits(subject: Subject) -> CheckResult:
     by_line = Counter[str]()
     for (_, place), number in places.items():
         by_line[place.rpartition(", ")[2]] += number  # sum over layers: they share lines
-    is_rare = max(by_line.values(), default=0) <= 1 and not subject.spec.never_waits
-    limit = float(_FEW if is_rare else not subject.spec.never_waits)
+    limit = 0.0 if subject.spec.never_waits else float(_FEW if max(by_line.values(), default=0) <= 1 else 1)
     if count <= limit:
         return subject.passed(count, limit, where=listed_places(places))
     return subject.failed_unless(

@@ -223,7 +223,7 @@ def test_order_of_positions_that_matters_fails(change, where):
     "declared, reason",
     [
         ({"positionless": False}, "needs the claim"),
-        ({"causal": True}, "itself an order"),
+        ({"causal": True}, "which is an order"),
         ({"seq_len": 1}, "at least 2 positions"),
     ],
     ids=["no claim", "causal", "one position"],

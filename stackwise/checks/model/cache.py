@@ -113,6 +113,6 @@ def cache_limit(subject: Subject) -> CheckResult:
 
 
 def _gaps(subject: Subject, model: nn.Module, inputs: Tensor, sizes: Sequence[int]) -> Tensor:
-    """(T,): the largest difference at each position between the cache and the whole."""
+    """Return the largest difference at each position (T,) between the cache and the whole."""
     by_cache = decoded(subject, model, inputs, sizes)
     return relative_difference(subject.logits(model, inputs), by_cache).amax(dim=(0, -1))

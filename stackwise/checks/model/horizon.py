@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import REFUSALS, has_fixed_state
 from stackwise.checks.probe.difference import absolute_difference
 from stackwise.checks.probe.recorded_calls import recorded_calls
@@ -200,7 +201,7 @@ def _layers(subject: Subject) -> list[str]:
         for call in calls
         if times[call.name] == 1
         and is_hidden(_hidden(call.args, call.named))
-        and is_hidden(_first(call.output))
+        and is_hidden(next(tensors_in(call.output), None))
     ]
 
 
@@ -209,12 +210,6 @@ def _hidden(args: Any, kwargs: Any) -> Tensor | None:
         if isinstance(candidate, Tensor):
             return candidate
     return None
-
-
-def _first(output: Any) -> Tensor | None:
-    if isinstance(output, tuple | list) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) else None
 
 
 def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[str, _Reach]:
@@ -238,8 +233,7 @@ def _by_layer(subject: Subject, layers: list[str], T: int, token: int) -> dict[s
 
         def compare(row: int, name: str) -> Callable[..., None]:
             def hook(_: nn.Module, _args: Any, output: Any) -> None:
-                result = _first(output)
-                assert result is not None
+                result = next(tensors_in(output))
                 # The last row is changed at no layer.
                 found[name] = _reach_of(absolute_difference(result[row], result[-1]).amax(-1), token, result)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.examination import Examination
@@ -27,8 +25,14 @@ def selection_bias(subject: Subject) -> CheckResult:
     key = (0, exam.longest)
     limit, worst = exam.limit_of(*key), 0.0
 
-    def gap(some: Iterable[str], constant: float) -> float:
-        return float(relative_difference(exam.answer(*key), _shifted(exam, key, some, constant)).max())
+    @torch.no_grad()
+    def gap(some: list[str], constant: float) -> float:
+        """Return the change of the output if a constant is added to some biases."""
+        model = exam.model()
+        for name in some:
+            dict((*model.named_parameters(), *model.named_buffers()))[name].add_(constant)
+        output = exam.plain(model, exam.sequence(*key))
+        return float(relative_difference(exam.answer(*key), output).max())
 
     for constant in _CONSTANTS:
         if (value := gap(names, constant)) > limit:
@@ -44,15 +48,6 @@ def selection_bias(subject: Subject) -> CheckResult:
             )
         worst = max(worst, value)
     return subject.passed(worst, limit)
-
-
-@torch.no_grad()
-def _shifted(exam: Examination, key: tuple[int, int], names: Iterable[str], constant: float) -> Tensor:
-    """Return the output of a plain call of a model with a constant added to some biases."""
-    model = exam.model()
-    for name in names:
-        dict((*model.named_parameters(), *model.named_buffers()))[name].add_(constant)
-    return exam.plain(model, exam.sequence(*key))
 
 
 def _selection_biases(model: nn.Module) -> list[str]:

@@ -33,8 +33,11 @@ from stackwise.subject.argument import known_kinds
 from stackwise.subject.cached_call import names_cache
 from stackwise.subject.call_form import forward_parameters
 from stackwise.support.hooks import temporary_hooks
+from stackwise.support.random_state import seeded
 
 _STEPS = 3
+# Further steps with other random numbers, if a parameter got no gradient.
+_SEEDS = 8
 _ENCODER_POSITIONS = 4
 _LONG = 320
 # Share of the norm of all gradients, in float64. Smaller gradients are sums that cancel.
@@ -72,8 +75,8 @@ def gradient_flow(subject: Subject) -> CheckResult:
     if missing:
         elsewhere = _trained_elsewhere(subject)
         missing = [name for name in missing if name not in elsewhere]
-        meaning = "Some parameters get a gradient only from the model's own loss, only from long inputs, or "
-        meaning += "only if encoder_hidden_states are passed."
+        meaning = "Some parameters get a gradient only from the model's own loss, only from long inputs, "
+        meaning += "only with some random numbers, or only if encoder_hidden_states are passed."
     if not missing:
         return rounded or subject.passed(0.0, 0.0, meaning=meaning)
     smooth, stepped, without, result = _by_influence(subject, missing)
@@ -175,7 +178,10 @@ def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: i
     unused = [
         name
         for name in missing
-        if steps.runs_owner(name) and pattern(name) not in training and not name.startswith(too_short)
+        if steps.runs_owner(name)
+        and pattern(name) not in training
+        and not name.startswith(too_short)
+        and not _may_be_unused(model, name, is_connected=name in steps.connected)
     ]
     find = partial(_finding, subject, steps.n)
     finding = (
@@ -212,9 +218,9 @@ def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: i
 
 def _skipped(model: nn.Module, called: set[str]) -> list[str]:
     """Return the layers that are not called, of a list whose other layers are. They have several parts."""
-    for names in repeated_layers(model)[:1]:
+    for names in repeated_layers(model):
         has_parts = len([m for m in model.get_submodule(names[0]).modules() if [*m.parameters(False)]]) > 2
-        running = [name for name in names if any(each.startswith(name) for each in called)]
+        running = [name for name in names if any(f"{each}.".startswith(f"{name}.") for each in called)]
         is_outermost = "*" not in pattern(names[0]).rpartition(".")[0]
         if has_parts and running and is_outermost:
             return [name for name in names if name not in running]
@@ -235,6 +241,21 @@ def _in_uncalled_parts(model: nn.Module, names: list[str], called: set[str]) -> 
         for name, owner in owners.items()
         if pattern(owner) not in running and not _has_alternative(model, owner, called)
     ]
+
+
+def _may_be_unused(model: nn.Module, name: str, *, is_connected: bool) -> bool:
+    """Return True if a module that runs may leave its parameter without an effect on purpose.
+
+    An optional argument that is not passed may need the parameter, a key may select the module in a
+    dictionary, and a product with 0 may connect an unused parameter for DistributedDataParallel.
+    """
+    parts = name.split(".")
+    owner = model.get_submodule(".".join(parts[:-1]))
+    if is_connected:
+        return not isinstance(owner, nn.RNNBase)
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
+    has_option = any(p.default is None for p in forward_parameters(owner).values())
+    return has_option or any(isinstance(each, nn.ModuleDict) for each in around)
 
 
 def _takes_more(layer: nn.Module) -> bool:
@@ -524,9 +545,21 @@ def _trained(subject: Subject, model: nn.Module, result: Callable[[], Tensor | N
     return {name for name, gradient in gradients_in(model).items() if gradient.any()}
 
 
+def _loss_with_seed(subject: Subject, model: nn.Module, seed: int) -> Tensor:
+    with seeded(seed, subject.device):
+        return subject.spec.loss_of(model, subject.inputs(4))
+
+
 def _trained_elsewhere(subject: Subject) -> set[str]:
-    """Return the parameters with a gradient of the own loss, of long inputs, or of encoder_hidden_states."""
+    """Return the parameters that other steps train.
+
+    They have a gradient of the own loss, of long inputs, of encoder_hidden_states, or with other random
+    numbers, which may drop layers or hide inputs.
+    """
     trained = _trained_by_own_loss(subject)
+    for seed in range(_SEEDS):
+        model = subject.model(train=True)
+        trained |= _trained(subject, model, partial(_loss_with_seed, subject, model, seed))
     # Such as parameters that compress blocks of tokens.
     model, length = subject.model(train=True), min(subject.spec.max_length or _LONG, _LONG)
     inputs = subject.inputs(1, max(length, subject.seq_len))
@@ -693,9 +726,11 @@ def _returned_only(subject: Subject, names: list[str]) -> list[str]:
     layers = tuple(f"{layer}." for group in repeated_layers(model) for layer in group)
     returned: list[Tensor] = []
 
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+    def keep(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         returned.extend(tensors if len(tensors) > 1 else ())
+        kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        returned.extend(each for each in tensors_in(kept) if each.requires_grad)
 
     for name, module in model.named_modules():
         # A recurrent layer returns the same states twice.

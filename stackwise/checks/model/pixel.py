@@ -76,15 +76,16 @@ def input_effect(subject: Subject) -> CheckResult:
     n = int(unread.sum())
     if not n:
         return subject.passed(0.0, 0.0)
-    # Time, or height and width, may end with a part that fills no frame or patch.
-    ends = {2: (0,), 1: (0,)}.get(unread.ndim, (-2, -1))
+    # A sequence or an image may end with a part that fills no frame or patch.
+    channels = _channel_axis(subject, unread)
     read = (~unread).nonzero()
-    box = [slice(None)] * unread.ndim
-    for dim in ends:
-        box[dim] = slice(int(read[:, dim].min()), int(read[:, dim].max()) + 1)
+    box = tuple(
+        slice(None) if dim == channels else slice(int(read[:, dim].min()), int(read[:, dim].max()) + 1)
+        for dim in range(unread.ndim)
+    )
     first = unread.nonzero()[0].tolist()
     return subject.failed_unless(
-        "the model drops an incomplete frame or patch at the end" if not unread[tuple(box)].any() else None,
+        "the model drops an incomplete frame or patch at the end" if not unread[box].any() else None,
         float(n),
         0.0,
         where=f"element {first} of {list(unread.shape)}",
@@ -92,6 +93,13 @@ def input_effect(subject: Subject) -> CheckResult:
         advice="Look for a slice that is too short, a channel or feature that is overwritten, a stride that "
         "skips inputs, and padding on the wrong side.",
     )
+
+
+def _channel_axis(subject: Subject, element: Tensor) -> int | None:
+    """Return the axis of channels or features of a row: the last one of a sequence, or the smallest."""
+    if subject.spec.per_position:
+        return element.ndim - 1
+    return min(range(element.ndim), key=element.shape.__getitem__) if element.ndim > 1 else None
 
 
 def _is_image(inputs: Tensor) -> bool:
@@ -120,7 +128,7 @@ def _output(subject: Subject, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _image(output: Tensor, H: int, W: int) -> Tensor | None:
     """Return an output (., H, W), or None if it is no image of this size."""
-    if output.ndim > 2 and output.shape[-2:] == (H, W):
+    if output.ndim > 3 and output.shape[-2:] == (H, W):
         return output
     return output.movedim(-1, 1) if output.ndim == 4 and output.shape[1:3] == (H, W) else None
 

@@ -6,6 +6,8 @@ Shapes: n rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ def named_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor
     elif isinstance(batch, list | tuple):
         for index, value in enumerate(batch):
             yield from named_tensors(value, f"{name}[{index}]")
+    elif isinstance(batch, SimpleNamespace) or is_dataclass(batch):
+        yield from named_tensors(vars(batch), name)
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

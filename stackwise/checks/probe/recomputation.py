@@ -52,7 +52,8 @@ def by_wrapping_layers(model: nn.Module) -> None:
     Raises:
         NoSwitch: no repeated layers are called.
     """
-    for names in repeated_layers(model):
+    # The outermost layers first: their parts may be repeated as well.
+    for names in sorted(repeated_layers(model), key=lambda names: names[0].count(".")):
         layers = [model.get_submodule(name) for name in names]
         if all(type(layer).forward is not nn.Module.forward for layer in layers) and not any(
             isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers

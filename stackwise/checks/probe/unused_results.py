@@ -35,7 +35,8 @@ _MOVES = {
 # Functions that read no values.
 _METADATA = {
     *("__get__", "size", "dim", "ndimension", "numel", "stride", "is_floating_point", "is_contiguous"),
-    *("__len__", "register_hook"),
+    *("__len__", "register_hook", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like"),
+    *("randn_like", "new_zeros", "new_ones", "new_empty", "new_full"),
 }
 # Function, and code and instruction of each frame on the stack.
 _Key = tuple[Any, ...]
@@ -103,7 +104,7 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         results = tree_leaves(result)
         has_gradient = all(isinstance(each, Tensor) and each.requires_grad for each in results)
         if not has_gradient or not torch.is_grad_enabled():
-            if isinstance(result, Tensor) or name not in _METADATA:
+            if name not in _METADATA or (name == "__get__" and isinstance(result, Tensor)):
                 self._ends.extend(each for each in given if each.requires_grad)
         elif any(result is each for each in given):  # in place, which may replace the node of a hook
             self._used.update(key for earlier, key in self._results if key and earlier() is result)

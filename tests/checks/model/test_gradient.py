@@ -927,3 +927,89 @@ def refinement_loss(model, x):
 def test_detached_results_that_another_term_of_the_loss_trains(subjects, loss, status):
     spec = ModelSpec.of(Refined, inputs="vectors", width=6, forward=Refined.last, loss=loss)
     assert subjects.ask(spec, "gradient_exact").status == status
+
+
+class WithLayerDrop(Layers):
+    """Drops a layer of each training step at random."""
+
+    def forward(self, ids):
+        x, dropped = self.tokens(ids), int(torch.randint(len(self.layers), ()))
+        for i, layer in enumerate(self.layers):
+            x = x if self.training and i == dropped else layer(x)
+        return self.head(x)
+
+
+class Masked(nn.Module):
+    """Patches, of which the mask replaces some."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.mask_token, self.head = (
+            nn.Embedding(29, 16),
+            nn.Parameter(torch.zeros(16)),
+            nn.Linear(16, 29),
+        )
+
+    def forward(self, ids, hidden=None):
+        x = self.tokens(ids)
+        return self.head(x if hidden is None else torch.where(hidden[..., None], self.mask_token, x))
+
+
+class Connected(nn.Module):
+    """Uses the layer for images in each step, so that all ranks have the same gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.images, self.head = nn.Embedding(29, 16), nn.Linear(8, 16), nn.Linear(16, 29)
+
+    def forward(self, ids):
+        return (
+            self.head(self.tokens(ids))
+            + 0 * self.images(torch.zeros(1, 8, dtype=self.head.weight.dtype)).sum()
+        )
+
+
+class Output(SimpleNamespace):
+    """Logits and values."""
+
+
+class WithValues(nn.Module):
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.tokens, self.value, self.head = nn.Embedding(29, 16), nn.Linear(16, 1), nn.Linear(16, 29)
+        self.keeps = keeps
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        if self.keeps:
+            self.values = self.value(x)
+            return self.head(x)
+        return Output(logits=self.head(x), values=self.value(x))
+
+
+class SelectedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(29, 16)
+        self.heads = nn.ModuleDict({name: nn.Linear(16, 29) for name in ("one", "other")})
+
+    def forward(self, ids):
+        return {name: head(self.tokens(ids)) for name, head in self.heads.items()}["one"]
+
+
+@pytest.mark.parametrize(
+    ("build", "status"),
+    [
+        (lambda: WithLayerDrop(*(LayerOfTwoNorms(True) for _ in range(3))), "failed"),  # of the second norms
+        (lambda: WithLayerDrop(*(ResidualLayer(16, 16) for _ in range(3))), "passed"),
+        (Masked, "warned"),
+        (Connected, "warned"),
+        (WithValues, "passed"),
+        (lambda: WithValues(keeps=True), "passed"),
+        (SelectedHead, "warned"),
+    ],
+)
+def test_parameters_that_healthy_models_do_not_use_in_each_step(subjects, build, status):
+    result = subjects.ask(build, "gradient_flow")
+    assert result.status == status, result
+    assert status != "failed" or "norm2" in result.where

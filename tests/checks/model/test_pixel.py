@@ -114,6 +114,41 @@ def test_images_of_a_classifier_have_no_place(subjects):
     assert subjects.ask(images(Classifier), "pixel_alignment").status == "not applicable"
 
 
+class Strided(nn.Module):
+    """Channels before time. The last two samples fill no frame."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames, self.head = nn.Conv1d(4, 8, 4, stride=4), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.frames(x).relu().mean(2))
+
+
+def test_an_incomplete_frame_at_the_end(subjects):
+    def make_batch(batch_size, _length, generator):
+        return torch.randn(batch_size, 4, 30, generator=generator)
+
+    spec = ModelSpec.of(Strided, make_batch=make_batch, per_position=False)
+    result = subjects.ask(spec, "input_effect")
+    assert (result.status, result.value) == ("warned", 8)
+
+
+class PatchTokens(nn.Module):
+    """Returns 16 vectors of 16 numbers for an image of 16 x 16 pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, SIZE, PATCH, stride=PATCH)
+
+    def forward(self, images):
+        return self.embed(images).flatten(2).transpose(1, 2)
+
+
+def test_vectors_of_patches_are_no_image(subjects):
+    assert subjects.ask(images(PatchTokens), "pixel_alignment").status == "not applicable"
+
+
 class FeatureModel(nn.Module):
     """Reads a number of the features of each position."""
 

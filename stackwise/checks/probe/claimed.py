@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.applicable import UnmeasuredError, needed, not_applicable_if_unmeasured
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 
@@ -15,10 +16,6 @@ __all__ = ["UnmeasuredError", "claimed", "each"]
 
 # Measured value and claimed value of one place. A measured value of None: it cannot be measured.
 Pair = tuple[Any, Any]
-
-
-class UnmeasuredError(Exception):
-    """Error of a measurement that is not possible in a model. The argument is the reason."""
 
 
 def claimed(
@@ -37,19 +34,14 @@ def claimed(
     def decorate(measure: Callable[[Subject, Any], Sequence[Pair]]) -> Callable[[Subject], CheckResult]:
         fact = measure.__name__.removeprefix("claimed_")
 
+        @not_applicable_if_unmeasured
         @wraps(measure)
         def compare(subject: Subject) -> CheckResult:
-            claim = getattr(subject.spec.facts, fact)
-            if claim is None:
-                return subject.not_applicable(f"needs {fact} in ModelSpec.facts, or a configuration with it")
-            try:
-                pairs = measure(subject, claim)
-            except UnmeasuredError as error:
-                return subject.not_applicable(str(error))
+            text = f"{fact} in ModelSpec.facts, or a configuration with it"
+            pairs = measure(subject, needed(getattr(subject.spec.facts, fact), text))
             seen = [(i, *pair) for i, pair in enumerate(pairs) if pair[0] is not None]
-            if not seen:
-                return subject.not_applicable(f"needs {reason}")
-            gap, i, value, wanted = max((_gap(value, wanted), i, value, wanted) for i, value, wanted in seen)
+            gaps = [(_gap(value, wanted), i, value, wanted) for i, value, wanted in seen]
+            gap, i, value, wanted = needed(max(gaps, default=None), reason)
             if gap > limit:
                 return subject.failed(
                     gap,
@@ -72,8 +64,7 @@ def each(claim: Any, n: int) -> tuple[Any, ...]:
         UnmeasuredError: the claim has another number of values.
     """
     claims = claim if isinstance(claim, tuple) else (claim,) * n
-    if len(claims) != n:
-        raise UnmeasuredError(f"needs one place for each claimed value: {len(claims)} claimed, {n} seen")
+    needed(len(claims) == n, f"one place for each claimed value: {len(claims)} claimed, {n} seen")
     return claims
 
 

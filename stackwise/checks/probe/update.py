@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_adapter import JoinedOptimizers
 from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.hooks import temporary_hooks
 
-__all__ = ["Observation", "Update", "distance", "each_update", "norm", "observed", "rates_of"]
+__all__ = [
+    "Observation",
+    "Update",
+    "distance",
+    "each_update",
+    "norm",
+    "observed",
+    "rates_of",
+    "train",
+    "weights_of",
+]
 
 
 @dataclass(frozen=True)
@@ -74,12 +85,11 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
         factor: factor for every gradient in the backward pass.
     """
     seen = Observation()
-    names = {id(p): name for name, p in run.model.named_parameters()}
     parameters = dict(run.model.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
     in_optimizer = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
     loose = {name: p for name, p in parameters.items() if id(p) not in in_optimizer}
     pending: list[tuple[dict[str, Tensor], dict[str, Tensor], list[float]]] = []
-
     by_closure = False
 
     def record_raw(p: Tensor) -> None:
@@ -91,7 +101,7 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
                 seen.reached.add(names[id(p)])
 
     def before(optimizer: Any) -> None:
-        pending.append((_gradients(optimizer, loose), _values(parameters), rates_of(optimizer)))
+        pending.append((_gradients(optimizer, loose), weights_of(run), rates_of(optimizer)))
 
     def each_member(member: torch.optim.Optimizer) -> None:
         """Record the gradients of one optimizer just before its step, because a scaler divides them there."""
@@ -105,17 +115,21 @@ def observed(run: TrainingRun, *, factor: float = 1.0) -> Iterator[Observation]:
         if by_closure:  # a closure computed them; the earlier gradients belong to the step before
             gradients, by_closure = _gradients(optimizer, parameters), False
         frozen = frozenset(name for name, p in parameters.items() if not p.requires_grad)
-        seen.updates.append(Update(gradients, values, _values(parameters), rates, frozen))
+        seen.updates.append(Update(gradients, values, weights_of(run), rates, frozen))
 
-    with ExitStack() as stack:
-        for p in parameters.values():
-            if p.requires_grad:
-                if factor != 1.0:
-                    stack.callback(p.register_hook(lambda g: g * factor).remove)  # type: ignore[no-untyped-call]
-                handle = p.register_post_accumulate_grad_hook(record_raw)  # type: ignore[no-untyped-call]
-                stack.callback(handle.remove)
-        stack.enter_context(each_update(run.optimizer, before, after, each_member))
+    trained = [p for p in parameters.values() if p.requires_grad]
+    handles = [p.register_hook(lambda g: g * factor) for p in trained if factor != 1.0]  # type: ignore[no-untyped-call]
+    handles += [p.register_post_accumulate_grad_hook(record_raw) for p in trained]  # type: ignore[no-untyped-call]
+    with temporary_hooks(handles), each_update(run.optimizer, before, after, each_member):
         yield seen
+
+
+def train(subject: TrainerSubject, run: TrainingRun, n_steps: int, *, factor: float = 1.0) -> Observation:
+    """Make the first steps of a run, and return the record of its updates. See `observed`."""
+    with subject.fixed_randomness(), observed(run, factor=factor) as seen:
+        for number in range(n_steps):
+            run.step(subject.batch(number))
+    return seen
 
 
 @contextmanager
@@ -171,8 +185,9 @@ def each_update(
             finish()
 
 
-def _values(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in parameters.items()}
+def weights_of(run: TrainingRun) -> dict[str, Tensor]:
+    """Return a copy of each parameter, by name."""
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
 def _gradients(optimizer: Any, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.batch import joined, rows_of, tensors_in
 from stackwise.checks.probe.call import REFUSALS
 from stackwise.checks.probe.dropout import WithoutDropout
@@ -31,91 +30,45 @@ _LARGEST_NOISE = 1e-2
 # Steps in which a row must have no effect. If a step selects half of its rows at random, one of three rows is
 # in none of these steps in 3 of 1,000 runs.
 _SELECTIONS = 10
-_NEEDS_ORDER = "needs a step whose gradient does not depend on the order of the rows"
-_NEEDS = "needs accumulate(batches)"
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Gradient of micro-batches, compared with that of the full batch.
-
-    Attributes:
-        value: distance of the two, relative to the norm of the second.
-        limit: largest distance that rounding may cause.
-        ratio: ratio of their norms.
-        noise: difference between the gradients of the full batch in two orders of its rows.
-        parallel: True if they differ by a factor only.
-        updates: number of updates during the accumulation.
-    """
-
-    value: float
-    limit: float
-    noise: float
-    ratio: float
-    parallel: bool
-    updates: int
-
-    @property
-    def differs(self) -> bool:
-        """Return True if the difference is larger than rounding."""
-        return not self.value <= self.limit
 
 
 @trainer_check
 def accumulated_gradient(subject: TrainerSubject) -> CheckResult:
     """Do several micro-batches, or fewer at the end of an epoch, give the gradient of the full batch?"""
-    if not subject.has(subject.run(), "accumulate"):
-        return subject.not_applicable(_NEEDS)
     micro_batches = _micro_batches(subject)
-    results = [
-        _judged(subject, _compared(subject, micro_batches[:n]), f"an update from {n} micro-batches")
-        for n in (_MICRO_BATCHES, _MICRO_BATCHES - 1)
-    ]
-    return next((each for each in results if each.status != "passed"), results[0])
+    counts = (_MICRO_BATCHES, _MICRO_BATCHES - 1)
+    return _first_finding(subject, {f"an update from {n} micro-batches": micro_batches[:n] for n in counts})
 
 
 @trainer_check
 def accumulation_ragged(subject: TrainerSubject) -> CheckResult:
     """Do micro-batches with many, few and no targets give the gradient of the full batch?"""
-    if not subject.has(subject.run(), "accumulate"):
-        return subject.not_applicable(_NEEDS)
-    micro_batches = _micro_batches(subject)
-    if (labels := labels_in(micro_batches[1])) is None:
-        return subject.not_applicable("needs batches with labels")
-    if (ignored := subject.spec.ignored_label) is None:
-        return subject.not_applicable("needs ignored_label, the label of positions without a target")
-    few = labels.clone()
-    few[1:] = ignored
-    few[:1, :-2] = ignored
-    none = torch.full_like(few, ignored)
-    ragged = [micro_batches[0], with_labels(micro_batches[1], few)]
-    for where, parts in (
-        ("micro-batches with many and few targets", ragged),
-        ("micro-batches with many, few and no targets", [*ragged, with_labels(micro_batches[2], none)]),
-    ):
-        compared = _compared(subject, parts)
-        if compared.differs or compared.updates != 1 or compared.noise > _LARGEST_NOISE:
-            return _judged(subject, compared, where)
-    return subject.passed(compared.value, compared.limit)
+    many, second, third = _micro_batches(subject)
+    labels = needed(labels_in(second), "batches with labels")
+    ignored = needed(subject.spec.ignored_label, "ignored_label, the label of positions without a target")
+    labels = labels.clone()
+    labels[1:] = ignored
+    labels[:1, :-2] = ignored
+    few, none = with_labels(second, labels), with_labels(third, torch.full_like(labels, ignored))
+    cases = {
+        "micro-batches with many and few targets": [many, few],
+        "micro-batches with many, few and no targets": [many, few, none],
+    }
+    return _first_finding(subject, cases)
 
 
 @trainer_check
 def row_effects(subject: TrainerSubject) -> CheckResult:
     """Does each row of a batch have an effect on the gradient of its step?"""
     rows = subject.spec.batch_size
-    if rows < 2:
-        return subject.not_applicable("needs a batch_size of at least 2")
+    needed(rows > 1, "a batch_size of at least 2")
     places = {0, rows // 2, rows - 1}
     without = places
     # A step may select rows by their loss or at random. Then other rows have no effect in another step.
     for number in range(_SELECTIONS):
         if without:
-            found = _without_effect(subject, number, sorted(without))
-            if found is None:
-                return subject.not_applicable("needs an update in each step, and rows that differ")
-            without = without & found
-    if without == places:
-        return subject.not_applicable("needs a step that reads the rows of its batch")
+            without = without & _without_effect(subject, number, sorted(without))
+    needed(without != places, "a step that reads the rows of its batch")
     if not without:
         return subject.passed(0.0, 0.0)
     return subject.failed_unless(
@@ -130,40 +83,53 @@ def row_effects(subject: TrainerSubject) -> CheckResult:
     )
 
 
-def _without_effect(subject: TrainerSubject, number: int, places: list[int]) -> set[int] | None:
-    """Return the rows of a batch whose content does not change the gradient. None: it is not known."""
+def _without_effect(subject: TrainerSubject, number: int, places: list[int]) -> set[int]:
+    """Return the rows of a batch whose content does not change the gradient."""
+    need = "an update in each step, and rows that differ"
     rows, batch, other = subject.spec.batch_size, subject.batch(2 * number), subject.batch(2 * number + 1)
     single = [[rows_of(each, rows, slice(row, row + 1)) for row in range(rows)] for each in (batch, other)]
     reference, _ = _gradient(subject, batch, seed=number)
-    if not reference:
-        return None
+    needed(reference, need)
     without = set()
     for place in places:
         pairs = zip(tensors_in(single[0][place]), tensors_in(single[1][place]), strict=True)
-        if all(torch.equal(one, two) for one, two in pairs):
-            return None
+        needed(any(not torch.equal(one, two) for one, two in pairs), need)
         changed = joined([*single[0][:place], single[1][place], *single[0][place + 1 :]], 1)
         if distance(_gradient(subject, changed, seed=number)[0], reference) == 0:
             without.add(place)
     return without
 
 
-def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> CheckResult:
-    if compared.updates != 1:
+def _first_finding(subject: TrainerSubject, cases: dict[str, list[Any]]) -> CheckResult:
+    """Return the result of the first micro-batches with a finding, or of the last ones."""
+    for where, micro_batches in cases.items():
+        result = _compared(subject, micro_batches, where)
+        if result.status != "passed":
+            break
+    return result
+
+
+def _compared(subject: TrainerSubject, micro_batches: list[Any], where: str) -> CheckResult:
+    """Compare the gradient of micro-batches with that of the full batch."""
+    whole, rows = joined(micro_batches, _ROWS), len(micro_batches) * _ROWS
+    reference, _ = _gradient(subject, whole)
+    reversed_rows, _ = _gradient(subject, rows_of(whole, rows, torch.arange(rows - 1, -1, -1)))
+    parts, updates = _gradient(subject, micro_batches, accumulated=True)
+    if updates != 1:
         return subject.failed(
-            compared.updates,
+            updates,
             1.0,
             where=where,
-            meaning=f"The run makes {compared.updates} updates instead of one.",
+            meaning=f"The run makes {updates} updates instead of one.",
             advice="Call optimizer.step() only after the last micro-batch of an update.",
         )
-    if compared.noise > _LARGEST_NOISE:
-        return subject.not_applicable(_NEEDS_ORDER)
-    if not compared.differs:
-        return subject.passed(compared.value, compared.limit)
-    meaning = f"The gradient is {compared.ratio:.3g} times that of the full batch."
-    if not compared.parallel:
-        meaning = "The gradient differs from that of the full batch, and not only by a factor."
+    noise, value = distance(reversed_rows, reference), distance(parts, reference)
+    needed(noise <= _LARGEST_NOISE, "a step whose gradient does not depend on the order of the rows")
+    limit = max(_EXACT, _ROUNDINGS * noise)
+    if value <= limit:
+        return subject.passed(value, limit)
+    ratio = norm(parts.values()) / (norm(reference.values()) or math.nan)
+    scaled = {name: ratio * g.double() for name, g in reference.items()}
     correct_if = None
     advice = "Divide the loss only once, by the actual number of micro-batches of the update."
     if "targets" in where:
@@ -176,14 +142,21 @@ def _judged(subject: TrainerSubject, compared: _Comparison, where: str) -> Check
                 "each micro-batch has the same weight on purpose: this trainer divides each loss by the "
                 "number of micro-batches"
             )
-    if not _adds_up(subject, compared.value):
+    if not _adds_up(subject, value):
         correct_if = (
             "the loss of a batch is not the mean of the losses of its parts, as with batch statistics, a "
             "contrastive loss or a routing loss"
         )
         advice = "Look for state that one micro-batch leaves for the next one."
     return subject.failed_unless(
-        correct_if, compared.value, compared.limit, where=where, meaning=meaning, advice=advice
+        correct_if,
+        value,
+        limit,
+        where=where,
+        meaning=f"The gradient is {ratio:.3g} times that of the full batch."
+        if ratio > 0 and distance(parts, scaled) <= max(_PARALLEL, limit)
+        else "The gradient differs from that of the full batch, and not only by a factor.",
+        advice=advice,
     )
 
 
@@ -205,24 +178,10 @@ def _adds_up(subject: TrainerSubject, value: float) -> bool:
 
 
 def _micro_batches(subject: TrainerSubject) -> list[Any]:
+    needed(subject.has(subject.run(), "accumulate"), "accumulate(batches)")
     rows = _MICRO_BATCHES * _ROWS
     batch = subject.batch(batch_size=rows)
     return [rows_of(batch, rows, slice(start, start + _ROWS)) for start in range(0, rows, _ROWS)]
-
-
-def _compared(subject: TrainerSubject, micro_batches: list[Any]) -> _Comparison:
-    whole = joined(micro_batches, _ROWS)
-    rows = len(micro_batches) * _ROWS
-    reference, _ = _gradient(subject, whole)
-    reversed_rows, _ = _gradient(subject, rows_of(whole, rows, torch.arange(rows - 1, -1, -1)))
-    parts, updates = _gradient(subject, micro_batches, accumulated=True)
-    noise = distance(reversed_rows, reference)
-    value, size = distance(parts, reference), norm(reference.values())
-    ratio = norm(parts.values()) / size if size > 0 else math.inf
-    limit = max(_EXACT, _ROUNDINGS * noise)
-    scaled = {name: ratio * g.double() for name, g in reference.items()}
-    parallel = ratio > 0 and distance(parts, scaled) <= max(_PARALLEL, limit)
-    return _Comparison(value, limit, noise, ratio, parallel, updates)
 
 
 def _gradient(

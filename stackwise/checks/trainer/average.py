@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.update import observed
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import Move, averages_of, followers
@@ -41,8 +41,7 @@ def average_share(subject: TrainerSubject) -> CheckResult:
     if not averages:
         return _unmoved(subject)
     averages = {path: updates for path, updates in averages.items() if _moves_towards_weights(updates)}
-    if not averages:
-        return subject.not_applicable("needs an average whose tensors move towards the weights")
+    needed(averages, "an average whose tensors move towards the weights")
     for updates in averages.values():
         result = _uneven(subject, updates) or _stuck(subject, updates)
         if result is not None:
@@ -102,8 +101,7 @@ def _unmoved(subject: TrainerSubject) -> CheckResult:
     run = subject.run()
     start = _weights_of(run)
     before = {name: value for name, value in averages_of(run).items() if _is_copy(value, start)}
-    if not before:
-        return subject.not_applicable("needs a copy of the weights in an attribute of the run")
+    needed(before, "a copy of the weights in an attribute of the run")
     _train(subject, run)
     if all(torch.equal(p, start[name]) for name, p in run.model.named_parameters()):
         return subject.not_applicable(f"needs a weight that {_STEPS} steps change")

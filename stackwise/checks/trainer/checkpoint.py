@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.run_state import different, save, state_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -26,8 +26,7 @@ _MOST_FILES = 8
 def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
     """Is the checkpoint with the highest step number kept, and does latest() return it?"""
     run: Any = subject.run()
-    if not subject.has(run, "checkpoint", "latest"):
-        return subject.not_applicable("needs checkpoint(folder, step) and latest(folder)")
+    needed(subject.has(run, "checkpoint", "latest"), "checkpoint(folder, step) and latest(folder)")
     with TemporaryDirectory() as name, subject.fixed_randomness():
         folder = Path(name)
         paths: dict[int, Path] = {}
@@ -85,8 +84,7 @@ def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
 def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
     """Is an incomplete checkpoint refused?"""
     run: Any = subject.run()
-    if not subject.has(run, "save", "load"):
-        return subject.not_applicable("needs save(folder) and load(folder)")
+    needed(subject.has(run, "save", "load"), "save(folder) and load(folder)")
     with TemporaryDirectory() as name, subject.fixed_randomness():
         whole, broken = Path(name) / "whole", Path(name) / "broken"
         whole.mkdir()
@@ -95,8 +93,7 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
         saved = state_of(run)
         files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size > 1]
         files = sorted(files, key=lambda path: path.stat().st_size, reverse=True)[:_MOST_FILES]
-        if not files:
-            return subject.not_applicable("needs a checkpoint that consists of files in its folder")
+        needed(files, "a checkpoint that consists of files in its folder")
         for path in files:
             shutil.copytree(whole, broken)
             os.truncate(broken / path.relative_to(whole), path.stat().st_size // 2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.dropout import WithoutDropout
-from stackwise.checks.probe.update import Observation, distance, norm, observed
+from stackwise.checks.probe.update import Observation, distance, norm, observed, train
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -20,29 +23,25 @@ _SCALES = 64.0
 _AMPLIFIED = 1e3
 _MICRO_BATCHES = 3
 _TURNED = 0.01
-_NO_CLAIM = "needs max_norm, the norm to which the step clips"
-_NO_UPDATE = "needs an update with a finite gradient in the first step"
 
 
 @trainer_check
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
     """Does clipping limit the gradient to the declared norm, and leave smaller gradients unchanged?"""
-    large, small = (_step_at(subject, multiple) for multiple in (_ABOVE, _BELOW))
-    if isinstance(large, str) or isinstance(small, str):
-        return subject.not_applicable(large if isinstance(large, str) else str(small))
-    seen, run, max_norm = large
+    max_norm = needed(subject.spec.max_norm, "max_norm, the norm to which the step clips")
+    seen, run = _step_at(subject, _ABOVE * max_norm)
+    small, _ = _step_at(subject, _BELOW * max_norm)
     gradients, tolerance = seen.updates[0].gradients, _tolerance(run)
     value, limit = norm(gradients.values()), max_norm * (1 + tolerance)
     if not value <= limit:
-        worst = max(gradients, key=lambda name: norm([gradients[name]]))
         raw = {name: g for name, g in seen.raw.items() if name in gradients}
         whole = norm(raw.values()) / _scale_of(run)
-        ratios = {name: norm([gradients[name]]) / (norm([raw[name]]) or 1.0) for name in raw}
-        apart = max(ratios.values()) > 2 * min(ratios.values())
+        ratios = [norm([gradients[name]]) / (norm([raw[name]]) or 1.0) for name in raw]
+        apart = max(ratios) > 2 * min(ratios)
         return subject.failed(
             value,
             limit,
-            where=worst,
+            where=max(gradients, key=lambda name: norm([gradients[name]])),
             meaning=f"A gradient of norm {whole:.3g} reached the optimizer with norm {value:.3g}"
             + (", and its parts were divided by different numbers." if apart else "."),
             advice="Each tensor or each group is clipped separately: pass all parameters to clip_grad_norm_ "
@@ -51,7 +50,7 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             else "Look for clipping that is skipped or comes after the update, and for an iterator that is "
             "exhausted, such as a stored model.parameters().",
         )
-    passed = norm(small[0].updates[0].gradients.values()) / max_norm
+    passed = norm(small.updates[0].gradients.values()) / max_norm
     if passed > 0.9:
         return subject.failed(
             passed,
@@ -78,18 +77,14 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
 @trainer_check
 def loss_scale(subject: TrainerSubject) -> CheckResult:
     """Is the gradient that the optimizer gets independent of the loss scale?"""
-    run = subject.run()
-    if not subject.scales(run):
-        return subject.not_applicable("needs an enabled gradient scaler")
     gradients = []
     for factor in (1.0, _SCALES):
-        run = subject.run()
-        state = run.scaler.state_dict()  # type: ignore[attr-defined]
-        run.scaler.load_state_dict(state | {"scale": 2.0**8 * factor})  # type: ignore[attr-defined]
-        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=_AMPLIFIED) as seen:
-            run.step(subject.batch())
-        if not seen.updates:
-            return subject.not_applicable("needs an update in the first step; the scaler skipped the update")
+        run: Any = subject.run()
+        needed(subject.scales(run), "an enabled gradient scaler")
+        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": 2.0**8 * factor})
+        with WithoutDropout():
+            seen = train(subject, run, 1, factor=_AMPLIFIED)
+        needed(seen.updates, "an update in the first step; the scaler skipped the update")
         gradients.append(seen.updates[0].gradients)
     plain, scaled = gradients
     return subject.at_most(
@@ -105,22 +100,15 @@ def loss_scale(subject: TrainerSubject) -> CheckResult:
 @trainer_check
 def clipped_window(subject: TrainerSubject) -> CheckResult:
     """Is the sum of several micro-batch gradients clipped, without a change of its direction?"""
-    if (max_norm := subject.spec.max_norm) is None:
-        return subject.not_applicable(_NO_CLAIM)
-    if not subject.has(run := subject.run(), "accumulate"):
-        return subject.not_applicable("needs accumulate(batches)")
-    pair = _windows(subject, _MICRO_BATCHES, max_norm)
-    if pair is None:
-        return subject.not_applicable("needs an update with a finite gradient in the first accumulate()")
-    free, clipped = pair
-    value, limit = _turned(free, clipped), max(_TURNED, 2 * _tolerance(run))
+    max_norm = needed(subject.spec.max_norm, "max_norm, the norm to which the step clips")
+    needed(subject.has(run := subject.run(), "accumulate"), "accumulate(batches)")
+    free, clipped = _windows(subject, _MICRO_BATCHES, max_norm)
+    value, tolerance = _turned(free, clipped), _tolerance(run)
     size, where = norm(clipped.values()), f"an update from {_MICRO_BATCHES} micro-batches"
+    limit = max(_TURNED, 2 * tolerance)
     if value > limit:
-        single = _windows(subject, 1, max_norm)
-        if single is None or _turned(*single) > limit:
-            return subject.not_applicable(
-                "needs a step that divides all gradients of one batch by the same number"
-            )
+        single = _turned(*_windows(subject, 1, max_norm))
+        needed(single <= limit, "a step that divides all gradients of one batch by the same number")
         return subject.failed(
             value,
             limit,
@@ -130,10 +118,10 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
             advice="Clip once, after the last backward pass. If clipping is inside the loop over "
             "micro-batches, the last micro-batch has the largest weight.",
         )
-    if not size <= max_norm * (1 + _tolerance(run)):
+    if not size <= max_norm * (1 + tolerance):
         return subject.failed(
             size,
-            max_norm * (1 + _tolerance(run)),
+            max_norm * (1 + tolerance),
             where=where,
             meaning=f"The gradient reached the optimizer with norm {size:.3g}.",
             advice="Clip once, after the last backward pass and before the update.",
@@ -141,47 +129,37 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
     return subject.passed(value, limit)
 
 
-def _step_at(subject: TrainerSubject, multiple: float) -> tuple[Observation, TrainingRun, float] | str:
-    """Return a step whose gradient has `multiple` times the declared norm, or what it needs."""
-    if (max_norm := subject.spec.max_norm) is None:
-        return _NO_CLAIM
-    probe = subject.run()
-    with WithoutDropout(), subject.fixed_randomness(), observed(probe) as seen:
-        probe.step(subject.batch())
-    size = norm(seen.raw.values()) / _scale_of(probe)
-    if not seen.updates or not 0 < size < float("inf"):
-        return _NO_UPDATE
-    run = subject.run()
-    with (
-        WithoutDropout(),
-        subject.fixed_randomness(),
-        observed(run, factor=multiple * max_norm / size) as seen,
-    ):
-        run.step(subject.batch())
-    return (seen, run, max_norm) if seen.updates else _NO_UPDATE
+def _step_at(subject: TrainerSubject, size: float) -> tuple[Observation, TrainingRun]:
+    """Return a step whose gradient has a norm of `size`, and its run."""
+    need = "an update with a finite gradient in the first step"
 
-
-def _windows(
-    subject: TrainerSubject, n: int, max_norm: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-    """Return the gradient of n micro-batches far below and far above the limit, or None without an update."""
-    gradients = []
-    factor = 1.0
-    for multiple in (None, _BELOW**2, _ABOVE):
+    def step(factor: float) -> tuple[Observation, TrainingRun]:
         run = subject.run()
-        scaled = factor * (1.0 if multiple is None else multiple)
-        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=scaled) as seen:
-            run.accumulate([subject.batch(number) for number in range(n)])  # type: ignore[attr-defined]
-        if not seen.updates:
-            return None
+        with WithoutDropout():
+            return train(subject, run, 1, factor=factor), run
+
+    seen, run = step(1.0)
+    unscaled = norm(seen.raw.values()) / _scale_of(run)
+    needed(bool(seen.updates) and 0 < unscaled < math.inf, need)
+    seen, run = step(size / unscaled)
+    needed(seen.updates, need)
+    return seen, run
+
+
+def _windows(subject: TrainerSubject, n: int, max_norm: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradient of n micro-batches far below and far above the limit."""
+    gradients, factor = list[dict[str, Tensor]](), 1.0
+    for multiple in (1.0, _BELOW**2, _ABOVE):
+        run: Any = subject.run()
+        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=factor * multiple) as seen:
+            run.accumulate([subject.batch(number) for number in range(n)])
         size = norm(seen.raw.values())
-        if not 0 < size < float("inf"):
-            return None
-        if multiple is None:
+        is_finite = bool(seen.updates) and 0 < size < math.inf
+        needed(is_finite, "an update with a finite gradient in the first accumulate()")
+        if not gradients:
             factor = max_norm * _scale_of(run) / size
-        else:
-            gradients.append(seen.updates[-1].gradients)
-    return gradients[0], gradients[1]
+        gradients.append(seen.updates[-1].gradients)
+    return gradients[1], gradients[2]
 
 
 def _turned(free: dict[str, Tensor], clipped: dict[str, Tensor]) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.ranks import (
     N_RANKS,
     Ranks,
@@ -86,8 +86,7 @@ def replicas_agree(subject: TrainerSubject) -> CheckResult:
         copies = _replicas(subject, ranks, when)
         if not copies[0] and when == "accumulated":
             continue
-        if not copies[0]:
-            return subject.not_applicable("needs weights that are complete on all ranks; all are sharded")
+        needed(copies[0], "weights that are complete on all ranks; all are sharded")
         apart = different(*copies)
         if apart:
             share = (copies[0][apart[0]] != copies[1][apart[0]]).double().mean().item()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import trainer_check
 from stackwise.checks.probe.run_state import ROUNDING, State, different, state_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of

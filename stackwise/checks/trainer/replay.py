@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.update import each_update, observed
 from stackwise.checks.result import CheckResult, listed
@@ -143,8 +143,7 @@ def step_counters(subject: TrainerSubject) -> CheckResult:
             if number == 0:
                 before = _counters(run)
                 start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    if not before:
-        return subject.not_applicable("needs an optimizer with a counter named step in its state")
+    needed(before, "an optimizer with a counter named step in its state")
     after, weights = _counters(run), dict(run.model.named_parameters())
     trained = [name for name in before if not torch.equal(weights[name], start[name])]
     still = [name for name in trained if after.get(name) == before[name]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stackwise.checks.check import trainer_check
 from stackwise.checks.probe.another_process import Recipe, run_in_processes
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.run_state import Trace
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Finding, Sequences, resumed
@@ -37,8 +37,7 @@ def undisturbed_run(subject: TrainerSubject) -> CheckResult:
 @trainer_check(suite="full")
 def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
     """Does a run that is continued in a new process end like an uninterrupted run?"""
-    if not subject.has(subject.run(), "save", "load"):
-        return subject.not_applicable("needs the methods load, save")
+    needed(subject.has(subject.run(), "save", "load"), "the methods load, save")
     if (recipe := Recipe.of(subject.spec)) is None:
         return subject.not_applicable(
             "needs TrainerSpec.factory, or a build function that can be pickled (at top level of a module)"
@@ -57,8 +56,7 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
         difference = _sequences(subject).resumed_elsewhere(resume)
     except _ProcessError as error:
         text, was_built = error.args
-        if not was_built:
-            return subject.not_applicable(f"needs a run that a new process can set up; error: {text}")
+        needed(was_built, f"a run that a new process can set up; error: {text}")
         difference = f"the new process raises {text}"
     if not difference:
         return subject.passed(0.0, 0.0)
@@ -89,8 +87,7 @@ def _compared(subject: TrainerSubject, operations: tuple[str, ...]) -> CheckResu
     if set(operations).isdisjoint(sequences.possible):
         needs = sorted({member for name in operations for member in OPERATIONS[name][0]})
         return subject.not_applicable(f"needs one of the methods {', '.join(needs)}")
-    if not sequences.repeats:
-        return subject.not_applicable("needs a deterministic step: two runs with the same seed differ")
+    needed(sequences.repeats, "a deterministic step: two runs with the same seed differ")
     finding, count = sequences.find(operations)
     if finding is None:
         return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")

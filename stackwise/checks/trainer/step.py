@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.growth import growth_result
 from stackwise.checks.probe.run_state import different
-from stackwise.checks.probe.update import Observation, distance, observed
+from stackwise.checks.probe.update import Observation, distance, observed, train, weights_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun
@@ -24,25 +24,24 @@ _STALE = 1e-3
 def parameters_change(subject: TrainerSubject) -> CheckResult:
     """Does a step change every parameter with a gradient, and no frozen parameter?"""
     run = subject.run()
-    start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    with subject.fixed_randomness(), observed(run) as seen:
-        for number in range(_STEPS):
-            run.step(subject.batch(number))
+    start = weights_of(run)
+    seen = train(subject, run, _STEPS)
     now = dict(run.model.named_parameters())
     changed = {name for name, p in now.items() if not torch.equal(p.detach(), start[name])}
     frozen = {name for name in now if subject.is_frozen(name)}
-    moved = sorted(changed & (frozen | _frozen_and_optimized(seen)))
-    if moved:
-        return subject.failed(
-            len(moved),
-            0.0,
-            where=listed(moved),
+    without = {name for name, p in now.items() if not p.requires_grad}
+
+    def failed(names: list[str], **text: str) -> CheckResult:
+        return subject.failed(len(names), 0.0, where=listed(names), **text)
+
+    if moved := sorted(changed & (frozen | _frozen_and_optimized(seen))):
+        return failed(
+            moved,
             meaning=f"Frozen parameters that changed in {_STEPS} steps: {len(moved)}.",
             advice="Set requires_grad before the optimizer is created, and do not pass frozen parameters to "
             "it: its weight decay changes them.",
         )
-    if not seen.updates:
-        return subject.not_applicable(f"needs an update in {_STEPS} steps; the optimizer was not called")
+    needed(seen.updates, f"an update in {_STEPS} steps; the optimizer was not called")
     if not any(update.has_rate for update in seen.updates):
         return subject.warned(
             0.0,
@@ -50,25 +49,19 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
             correct_if="the schedule starts later on purpose",
             advice="Look at the first values of the schedule.",
         )
-    still = sorted(seen.reached - changed - frozen - _excused(run, seen))
-    if still:
+    if still := sorted(seen.reached - changed - frozen - without - _excused(run, seen)):
         missing = _not_in_optimizer(run).intersection(still)
-        return subject.failed(
-            len(still),
-            0.0,
-            where=listed(still),
+        return failed(
+            still,
             meaning=f"{len(still)} of {len(now)} parameters have a gradient, but did not change in {_STEPS} "
             f"steps. Of these, {len(missing)} are not in the optimizer.",
             advice="Create the optimizer from the model that trains, after this model is wrapped and moved, "
             "its weights are tied and its head is replaced. Look for a learning rate of 0 in a group.",
         )
-    without = {name for name, p in now.items() if not p.requires_grad}
     left_out = sorted(without - frozen - changed)
     if left_out and subject.spec.frozen is not None:
-        return subject.failed(
-            len(left_out),
-            0.0,
-            where=listed(left_out),
+        return failed(
+            left_out,
             meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
             "declared frozen.",
             advice="Freeze by full names: a pattern may match too many parameters.",
@@ -91,28 +84,27 @@ def _frozen_and_optimized(seen: Observation) -> set[str]:
     }
 
 
+def _excused(run: TrainingRun, seen: Observation) -> set[str]:
+    """Return the parameters with a gradient that may stay unchanged."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    groups = [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
+    # A group may start to train later.
+    waiting = {
+        names[key]
+        for index, keys in enumerate(groups)
+        if all(update.learning_rates[index : index + 1] == [0.0] for update in seen.updates)
+        for key in keys
+        if key in names
+    }
+    # Updates of half-precision weights may round to 0; the optimizer family checks them.
+    narrow = {n for n, p in run.model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+    has_masters = any(key not in names for keys in groups for key in keys)
+    return waiting | (narrow if has_masters else narrow - _not_in_optimizer(run))
+
+
 def _not_in_optimizer(run: TrainingRun) -> set[str]:
     held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
     return {name for name, p in run.model.named_parameters() if id(p) not in held}
-
-
-def _excused(run: TrainingRun, seen: Observation) -> set[str]:
-    """Return the parameters with a gradient that may stay unchanged."""
-    now = dict(run.model.named_parameters())
-    without = {name for name, p in now.items() if not p.requires_grad}
-    # A group may start to train later.
-    waiting = {
-        name
-        for index, names in enumerate(_groups(run))
-        if not any(update.learning_rates[index : index + 1] != [0.0] for update in seen.updates)
-        for name in names
-    }
-    # Updates of half-precision weights may round to 0; the optimizer family checks them.
-    narrow = {name for name, p in now.items() if p.dtype in (torch.bfloat16, torch.float16)}
-    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    if held <= {id(p) for p in now.values()}:  # no float32 master weights
-        narrow -= _not_in_optimizer(run)
-    return without | waiting | narrow
 
 
 @trainer_check
@@ -124,8 +116,7 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
         for number in range(_STEPS):
             with subject.fixed_randomness(), observed(run) as seen:
                 run.step(subject.batch(number))
-            if number and not seen.updates:
-                return subject.not_applicable("needs an update in each step; the optimizer was not called")
+            needed(not number or seen.updates, "an update in each step; the optimizer was not called")
             repeated = sum(
                 bool(one.gradients) and not different(one.gradients, other.gradients)
                 for one, other in pairwise(seen.updates)
@@ -145,14 +136,14 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                 for p in run.model.parameters():
                     p.grad = None
     value = 0.0
-    for number, (one, other) in enumerate(zip(gradients[False], gradients[True], strict=True), start=2):
+    for number, (one, other) in enumerate(zip(*gradients.values(), strict=True), start=2):
         value = max(value, distance(one, other))
         if value > _STALE:
-            apart = {name: distance(_one(one, name), _one(other, name)) for name in other}
+            gaps = {n: distance({n: one[n]} if n in one else {}, {n: g}) for n, g in other.items()}
             return subject.failed(
                 value,
                 _STALE,
-                where=max(apart, key=lambda name: apart[name]) if apart else "",
+                where=max(gaps, key=lambda name: gaps[name], default=""),
                 meaning=f"The gradient of step {number} differs from that of the same batch after the "
                 "gradients were cleared.",
                 advice="The gradient contains gradients of earlier steps: zero_grad is missing, depends on a "
@@ -174,13 +165,3 @@ def step_memory(subject: TrainerSubject) -> CheckResult:
         return growth_result(subject, {"step": step})
     except refusals() as error:  # such as a schedule that is over
         return subject.not_applicable(f"needs a run that takes more steps: {reason_of(error)}")
-
-
-def _groups(run: TrainingRun) -> list[set[str]]:
-    """Return the names of the parameters of each group."""
-    names = {id(p): name for name, p in run.model.named_parameters()}
-    return [{names[id(p)] for p in group["params"] if id(p) in names} for group in run.optimizer.param_groups]
-
-
-def _one(gradients: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {name: gradients[name]} if name in gradients else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from stackwise.checks.check import trainer_check
+from stackwise.checks.probe.applicable import trainer_check
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.host_wait import host_waits_in, listed_places
 from stackwise.checks.result import CheckResult

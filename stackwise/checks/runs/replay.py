@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stackwise.subject.trainer_spec import TrainingRun
+from stackwise.support.hooks import temporary_hooks
 from stackwise.support.optimizer_state import optimizers_in
 from stackwise.support.random_state import seeded
 from stackwise.support.system_errors import reraise_if_out_of_memory
@@ -116,14 +118,14 @@ class Replayed:
 def recorded(run: TrainingRun) -> Iterator[list[Recording]]:
     """Record the changes of each optimizer of a run that has not made a step."""
     names = {id(p): name for name, p in run.model.named_parameters()}
-    recordings: list[Recording] = []
-    with ExitStack() as stack:
-        for optimizer in optimizers_in(run.optimizer):
-            # A wrapper calls the step of the optimizer inside it, which is recorded itself.
-            is_wrapper = any(each is not optimizer for each in optimizers_in(optimizer))
-            if isinstance(optimizer, torch.optim.Optimizer) and not is_wrapper:
-                recordings.append(Recording(optimizer, _plain_attributes(optimizer)))
-                stack.callback(_record(recordings[-1], names))
+    recordings = [
+        Recording(optimizer, _plain_attributes(optimizer))
+        for optimizer in optimizers_in(run.optimizer)
+        # A wrapper calls the step of the optimizer inside it, which is recorded itself.
+        if isinstance(optimizer, torch.optim.Optimizer)
+        and not any(each is not optimizer for each in optimizers_in(optimizer))
+    ]
+    with temporary_hooks(handle for recording in recordings for handle in _record(recording, names)):
         yield recordings
 
 
@@ -169,16 +171,14 @@ def coupled_decay(recording: Recording) -> dict[str, float]:
         start, is_trained = change.before.double(), change.gradient is not None and change.gradient.any()
         if start.ndim < 2 or not is_trained or not start.any() or not change.options.get("weight_decay"):
             continue
-        ends = []
-        for options in ({}, {"weight_decay": 0.0}):
-            with seeded(0):  # some optimizers round at random
-                ends.append(_end_of(recording, [change], options))
-        end, plain = ends
-        if torch.equal(end, start):
-            continue  # the learning rate is 0
+        with seeded(0):  # some optimizers round at random
+            end = _end_of(recording, [change])
+        with seeded(0):
+            plain = _end_of(recording, [change], {"weight_decay": 0.0})
         effect = end - plain
-        if not effect.any():
-            continue  # option_effects reports it
+        # The learning rate may be 0. If only the effect is 0, option_effects reports it.
+        if torch.equal(end, start) or not effect.any():
+            continue
         # Some optimizers compute in float32.
         rounding = _ROUNDINGS * torch.finfo(torch.float32).eps * float(start.norm())
         is_changed = effect != 0
@@ -192,24 +192,23 @@ def coupled_decay(recording: Recording) -> dict[str, float]:
 
 def _has_effect(recording: Recording, changes: list[_Change], name: str) -> bool | None:
     """Return True if half of an option gives different updates. None: it is 0, or there is no update."""
-    value = changes[0].options.get(name)
-    other: Any = None
-    if isinstance(value, float) and value > 0:
-        other = value / 2
-    elif isinstance(value, tuple | list) and all(isinstance(each, float) and each > 0 for each in value):
-        other = type(value)(each / 2 for each in value)
-    wanted = _end_of(recording, changes, {})
-    if other is None or torch.equal(wanted, changes[0].before.double()):
+    value: Any = changes[0].options.get(name)
+    parts = value if isinstance(value, tuple | list) else [value]
+    if not all(isinstance(each, float) and each > 0 for each in parts):
         return None
-    return not torch.equal(_end_of(recording, changes, {name: other}), wanted)
+    wanted = _end_of(recording, changes)
+    if torch.equal(wanted, changes[0].before.double()):
+        return None
+    half = type(value)(each / 2 for each in parts) if isinstance(value, tuple | list) else parts[0] / 2
+    return not torch.equal(_end_of(recording, changes, {name: half}), wanted)
 
 
-def _end_of(recording: Recording, changes: list[_Change], options: dict[str, Any]) -> Tensor:
+def _end_of(recording: Recording, changes: list[_Change], options: dict[str, Any] | None = None) -> Tensor:
     """Return a parameter after updates with the recorded gradients, with some options replaced."""
     # In float64, the effect of a small weight decay is larger than rounding errors.
     optimizer, parameter = recording.isolated(changes[0].before.double())
     for change in changes:
-        _step(optimizer, parameter, change, options)
+        _step(optimizer, parameter, change, options or {})
     return parameter.detach()
 
 
@@ -257,8 +256,8 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() > 1
 
 
-def _record(recording: Recording, names: dict[int, str]) -> Callable[[], None]:
-    """Start to record an optimizer, and return the function that ends it."""
+def _record(recording: Recording, names: dict[int, str]) -> list[RemovableHandle]:
+    """Start to record an optimizer."""
     optimizer = recording.optimizer
     depth, pending, has_closure = 0, list[_Change](), False
 
@@ -289,13 +288,7 @@ def _record(recording: Recording, names: dict[int, str]) -> Callable[[], None]:
                 change.gradient = p.grad.detach().clone()
         pending.clear()
 
-    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
 def _gradient_of(p: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -108,12 +108,9 @@ class Finding:
     @property
     def text(self) -> str:
         """Return the operations other than steps in words, with the number of steps before each."""
-        places = [(place, each) for place, each in enumerate(self.sequence) if each != STEP]
-        parts = []
-        for place, each in places:
-            n = self.sequence[:place].count(STEP)
-            parts.append(f"after {n} step{'s' * (n != 1)} {OPERATIONS[each][1]}")
-        return " and ".join(parts)
+        counts = accumulate(each == STEP for each in self.sequence)
+        pairs = [(n, each) for n, each in zip(counts, self.sequence, strict=True) if each != STEP]
+        return " and ".join(f"after {n} step{'s' * (n != 1)} {OPERATIONS[each][1]}" for n, each in pairs)
 
     @property
     def code(self) -> str:
@@ -156,9 +153,8 @@ class Sequences:
 
     def __init__(self, subject: TrainerSubject) -> None:
         self.subject = subject
-        # Records by number of steps.
-        self._straight: dict[int, Trace] = {}
-        self._rounded: dict[int, Trace] = {}
+        # Records of uninterrupted runs, by number of steps, and True if the first weights differ by rounding.
+        self._uninterrupted: dict[tuple[int, bool], Trace] = {}
 
     @cached_property
     def possible(self) -> list[str]:
@@ -173,12 +169,13 @@ class Sequences:
         counts = [_STEPS] if length is None else [length + _AFTER_EPOCH, length - _FURTHER_STEPS, _STEPS]
         most = max(counts) if total is None else total - _FURTHER_STEPS
         counts = [n for n in counts if _LEAST_STEPS < n <= most]
-        return next((n for n in counts if self._can_make(n + _FURTHER_STEPS)), _LEAST_STEPS)
 
-    @false_if_raised
-    def _can_make(self, n: int) -> bool:
-        """Return True if an uninterrupted run can make `n` steps. Data or schedule may end earlier."""
-        return len(self._straight_run(n).batches) == n
+        @false_if_raised
+        def can_make(n: int) -> bool:
+            """Return True if an uninterrupted run can make `n` steps. Data or schedule may end earlier."""
+            return len(self._straight_run(n).batches) == n
+
+        return next((n for n in counts if can_make(n + _FURTHER_STEPS)), _LEAST_STEPS)
 
     @cached_property
     def epoch_length(self) -> int | None:
@@ -198,12 +195,12 @@ class Sequences:
 
     def find(self, operations: tuple[str, ...]) -> tuple[Finding | None, int]:
         """Return the first difference of sequences with some operations, and the number of sequences run."""
-        count = 0
-        for sequence in self._planned([each for each in self.possible if each in operations]):
-            count += 1
+        number = 0
+        possible = [each for each in self.possible if each in operations]
+        for number, sequence in enumerate(self._planned(possible), start=1):
             if self._problem(sequence):
-                return self._finding(self._shrunk(sequence)), count
-        return None, count
+                return self._finding(self._shrunk(sequence)), number
+        return None, number
 
     def difference(self, sequence: Operations, *, keeps_randomness: bool = False) -> str:
         """Return the first difference between a sequence and an uninterrupted run in words, or "".
@@ -215,11 +212,15 @@ class Sequences:
         Raises:
             Exception: an operation raises.
         """
-        n = sequence.count(STEP)
-        straight, found = self._straight_run(n), self._executed(sequence, keeps_randomness=keeps_randomness)
+        found = self._executed(sequence, keeps_randomness=keeps_randomness)
+        return self._compared(found, sequence.count(STEP))
+
+    def _compared(self, found: Trace, n: int) -> str:
+        """Return the first difference of a run of `n` steps from an uninterrupted one, in words, or ""."""
+        straight = self._straight_run(n)
         if not straight.differs(found, rounding=ROUNDING):
             return ""
-        return straight.differs(found, self._rounded_run(n), rounding=ROUNDING)
+        return straight.differs(found, self._straight_run(n, rounded=True), rounding=ROUNDING)
 
     def _finding(self, sequence: Operations) -> Finding:
         problem = self._problem(sequence)
@@ -257,36 +258,25 @@ class Sequences:
             yield self._with({place: rng.choice(operations) for place in rng.sample(later, 3)})
 
     def _with(self, operations: Mapping[int, str]) -> Operations:
-        sequence: list[str] = []
-        for place in range(self.n_steps):
-            if place in operations:
-                sequence.append(operations[place])
-            sequence.append(STEP)
-        return tuple(sequence)
+        places = range(self.n_steps)
+        return tuple(each for place in places for each in (operations.get(place), STEP) if each)
 
     def _shrunk(self, sequence: Operations) -> Operations:
-        executions, again = 0, True
-        while again:
-            again = False
-            for simpler in _simpler(sequence):
+        executions = 0
+        while True:
+            for simpler in islice(_simpler(sequence), _SHRINKING - executions):
                 executions += 1
-                if executions > _SHRINKING:
-                    break
                 if self._problem(simpler):
-                    sequence, again = simpler, True
+                    sequence = simpler
                     break
-        return sequence
+            else:
+                return sequence
 
-    def _straight_run(self, n: int) -> Trace:
-        if n not in self._straight:
-            self._straight[n] = self._executed((STEP,) * n)
-        return self._straight[n]
-
-    def _rounded_run(self, n: int) -> Trace:
-        """Return the record of an uninterrupted run whose first weights differ by rounding."""
-        if n not in self._rounded:
-            self._rounded[n] = self._executed((STEP,) * n, rounded=True)
-        return self._rounded[n]
+    def _straight_run(self, n: int, *, rounded: bool = False) -> Trace:
+        """Return the record of an uninterrupted run, whose first weights may differ by rounding."""
+        if (n, rounded) not in self._uninterrupted:
+            self._uninterrupted[n, rounded] = self._executed((STEP,) * n, rounded=rounded)
+        return self._uninterrupted[n, rounded]
 
     @cached_property
     def _moving_averages(self) -> set[str]:
@@ -317,8 +307,12 @@ class Sequences:
                 elif operation in INTERRUPTIONS:
                     run = self._interrupted(run, operation, batches, trace, keeps_randomness)
                     batches = self._batches(run, len(trace.batches))
+                elif operation == "save":
+                    with TemporaryDirectory() as folder:
+                        save(run, Path(folder))
                 else:
-                    self._apply(run, operation)
+                    with keep_random_states():  # an evaluation may draw its batches
+                        run.evaluate(self._evaluated)
             _record_end(trace, run, self._evaluated)
         return trace
 
@@ -339,7 +333,7 @@ class Sequences:
             rest = resume(folder=folder, batches=batches, evaluated=self._evaluated, n_steps=n_rest)
         for part in ("losses", "rates", "batches"):
             setattr(rest, part, getattr(trace, part) + getattr(rest, part))
-        return self._straight_run(n).differs(rest, self._rounded_run(n), rounding=ROUNDING)
+        return self._compared(rest, n)
 
     @property
     def _evaluated(self) -> list[Any]:
@@ -348,15 +342,7 @@ class Sequences:
     def _batches(self, run: TrainingRun, n_steps: int) -> Iterator[Any]:
         """Return the batches after some steps: the run's own data from its position on, or random ones."""
         own = next_batches(run)
-        return own if own is not None else _numbered(self.subject.batch, n_steps)
-
-    def _apply(self, run: Any, operation: str) -> None:
-        if operation == "save":
-            with TemporaryDirectory() as folder:
-                save(run, Path(folder))
-            return
-        with keep_random_states():  # an evaluation may draw its batches
-            run.evaluate(self._evaluated)
+        return own if own is not None else map(self.subject.batch, count(n_steps))
 
     def _interrupted(
         self, run: Any, operation: str, batches: Iterator[Any], trace: Trace, keeps_randomness: bool
@@ -445,12 +431,6 @@ def _record_end(trace: Trace, run: Any, evaluated: list[Any]) -> None:
     trace.averages = averages_of(run)
     if callable(getattr(run, "evaluate", None)):
         trace.evaluation = number_in(run.evaluate(evaluated))
-
-
-def _numbered(batch: Callable[[int], Any], number: int) -> Iterator[Any]:
-    while True:
-        yield batch(number)
-        number += 1
 
 
 def _simpler(sequence: Operations) -> Iterator[Operations]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stackwise.checks.probe.applicable import needed, trainer_check
-from stackwise.checks.probe.update import observed
+from stackwise.checks.probe.run_state import different
+from stackwise.checks.probe.update import observed, train, weights_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import Move, averages_of, followers
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.subject.trainer_spec import TrainingRun
 
 # Steps in which an average must change. Some averages are updated in every fifth or tenth step.
 _STEPS = 12
@@ -42,10 +42,9 @@ def average_share(subject: TrainerSubject) -> CheckResult:
         return _unmoved(subject)
     averages = {path: updates for path, updates in averages.items() if _moves_towards_weights(updates)}
     needed(averages, "an average whose tensors move towards the weights")
-    for updates in averages.values():
-        result = _uneven(subject, updates) or _stuck(subject, updates)
-        if result is not None:
-            return result
+    findings = (find(subject, updates) for updates in averages.values() for find in (_uneven, _stuck))
+    if finding := next(filter(None, findings), None):
+        return finding
     if difference := _more_in_accumulation(subject, averages):
         return subject.failed(
             difference[0] / difference[1] - 1,
@@ -99,16 +98,14 @@ class _Update:
 def _unmoved(subject: TrainerSubject) -> CheckResult:
     """Return a warning if a copy of the weights does not change during training, but the weights do."""
     run = subject.run()
-    start = _weights_of(run)
+    start = weights_of(run)
     before = {name: value for name, value in averages_of(run).items() if _is_copy(value, start)}
     needed(before, "a copy of the weights in an attribute of the run")
-    _train(subject, run)
-    if all(torch.equal(p, start[name]) for name, p in run.model.named_parameters()):
-        return subject.not_applicable(f"needs a weight that {_STEPS} steps change")
+    train(subject, run, _STEPS)
+    needed(different(start, weights_of(run)), f"a weight that {_STEPS} steps change")
     after = averages_of(run)
     still = [name for name, value in before.items() if name in after and torch.equal(value, after[name])]
-    if len(still) < len(before):
-        return subject.not_applicable("needs an average with a tensor for each weight")
+    needed(len(still) == len(before), "an average with a tensor for each weight")
     return subject.warned(
         0.0,
         where=listed(still),
@@ -126,22 +123,21 @@ def _moves_towards_weights(updates: list[_Update]) -> bool:
 
 def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | None:
     """Return a finding if some tensors of an average move by a different fraction than the others."""
-    found = next(filter(None, (_uneven_in(subject, update) for update in updates)), None)
-    if found is not None:
+    if found := next(filter(None, (_uneven_in(subject, update) for update in updates)), None):
         return found
-    still = Counter(
-        path for update in updates for path in _wrong(update.best.gaps()) if update.best.shares[path] == 0
+    moves = [update.best for update in updates]
+    still = Counter(path for move in moves for path in _wrong(move.gaps()) if move.shares[path] == 0)
+    never = [path for path, count in still.items() if count == len(updates)]
+    if not never:
+        return None
+    return subject.failed(
+        1.0,
+        _LIMIT,
+        where=listed(never),
+        meaning="These tensors of the average never move, but the other tensors do.",
+        advice="Look for parameters that were frozen when the average was created, and for a filter of "
+        "names.",
     )
-    if never := [path for path, count in still.items() if count == len(updates)]:
-        return subject.failed(
-            1.0,
-            _LIMIT,
-            where=listed(never),
-            meaning="These tensors of the average never move, but the other tensors do.",
-            advice="Look for parameters that were frozen when the average was created, and for a filter of "
-            "names.",
-        )
-    return None
 
 
 def _uneven_in(subject: TrainerSubject, update: _Update) -> CheckResult | None:
@@ -216,30 +212,26 @@ def _more_in_accumulation(
     if not subject.has(subject.run(), "accumulate"):
         return None
     accumulated = _moves(subject, n_micro_batches=_MICRO_BATCHES)
-    for path, updates in averages.items():
-        for more, one in zip(accumulated.get(path, []), updates, strict=False):
-            if more.after.share > (1 + _LIMIT) * one.after.share:
-                return more.after.share, one.after.share
-    return None
+    pairs = (
+        (more.after.share, one.after.share)
+        for path, updates in averages.items()
+        for more, one in zip(accumulated.get(path, []), updates, strict=False)
+    )
+    return next(((more, one) for more, one in pairs if more > (1 + _LIMIT) * one), None)
 
 
 def _averaged_vector(subject: TrainerSubject) -> str:
     """Return the path of a buffer whose norm is 1 in the model and different in an average, or ""."""
     run = subject.run()
-    _train(subject, run)
+    train(subject, run, _STEPS)
     averages = averages_of(run)
-    for name, buffer in run.model.named_buffers():
-        if buffer.ndim == 1 and len(buffer) > 1 and _has_unit_norm(buffer):
-            paths = (path for path in averages if path.endswith(f".{name}"))
-            if path := next((path for path in paths if not _has_unit_norm(averages[path])), ""):
-                return path
-    return ""
-
-
-def _train(subject: TrainerSubject, run: TrainingRun) -> None:
-    with subject.fixed_randomness():
-        for number in range(_STEPS):
-            run.step(subject.batch(number))
+    units = [
+        f".{name}"
+        for name, buffer in run.model.named_buffers()
+        if buffer.ndim == 1 and len(buffer) > 1 and _has_unit_norm(buffer)
+    ]
+    copies = (path for name in units for path in averages if path.endswith(name))
+    return next((path for path in copies if not _has_unit_norm(averages[path])), "")
 
 
 def _has_unit_norm(x: Tensor) -> bool:
@@ -252,7 +244,7 @@ def _moves(subject: TrainerSubject, n_micro_batches: int = 0) -> dict[str, list[
     If `n_micro_batches` is above 0, each update is from this number of micro-batches.
     """
     run: Any = subject.run()
-    start, copies = _weights_of(run), averages_of(run)
+    start, copies = weights_of(run), averages_of(run)
     averages = {
         path: paths
         for path, paths in followers(run).items()
@@ -261,14 +253,14 @@ def _moves(subject: TrainerSubject, n_micro_batches: int = 0) -> dict[str, list[
     updates: dict[str, list[_Update]] = {}
     with subject.fixed_randomness():
         for step in range(_STEPS if averages else 0):
-            weights, before = _weights_of(run), averages_of(run)
+            weights, before = weights_of(run), averages_of(run)
             with observed(run) as seen:
                 if n_micro_batches:
                     numbers = range(step * n_micro_batches, (step + 1) * n_micro_batches)
                     run.accumulate([subject.batch(number) for number in numbers])
                 else:
                     run.step(subject.batch(step))
-            after, end = averages_of(run), _weights_of(run)
+            after, end = averages_of(run), weights_of(run)
             middle = seen.updates[-1].after if seen.updates else end
             for path, paths in averages.items():
                 moves = [Move.between(before, after, each, paths) for each in (end, middle, weights)]
@@ -279,10 +271,6 @@ def _moves(subject: TrainerSubject, n_micro_batches: int = 0) -> dict[str, list[
 
 def _wrong(gaps: dict[str, float]) -> list[str]:
     return [path for path, gap in gaps.items() if gap > _LIMIT]
-
-
-def _weights_of(run: TrainingRun) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
 def _is_copy(value: Tensor, weights: dict[str, Tensor]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stackwise.checks.probe.applicable import trainer_check
+from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.run_state import ROUNDING, State, different, state_of
+from stackwise.checks.probe.update import weights_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.averages import averages_of
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -26,7 +27,6 @@ from stackwise.support.system_errors import reraise_if_out_of_memory
 _FIRST, _LATER = 2, 13
 # Steps after the step with NaN gradients. One of them must make an update.
 _STEPS_AFTER = 10
-_UNPROTECTED = "needs a run that skips updates with non-finite gradients"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Outcome:
         earlier: weights before each earlier step.
         end: state after the later steps.
         names: names of the parameters with a NaN gradient.
-        spoiled: fraction of the weights that are not finite after this step.
+        spoiled: fraction of the weights that are not finite after the later steps.
     """
 
     step: int
@@ -56,21 +56,23 @@ class _Outcome:
         is_changed = _weights_differ(self.before, self.after)
         return is_changed and any(not _weights_differ(each, self.after) for each in self.earlier)
 
+    @property
+    def is_protected(self) -> bool:
+        """Return True if gradients were NaN, and neither weights nor optimizer nor averages became NaN."""
 
-_CHANGED = (
-    "weight tensors",
-    "entries of the optimizer state",
-    "entries of the schedule",
-    "tensors of an average",
-)
+        def is_finite(value: Any) -> bool:
+            return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+
+        ends = (*self.after.items(), *self.end.items())
+        return bool(self.names) and all(
+            is_finite(value) or not is_finite(self.before.get(name)) for name, value in ends
+        )
 
 
 @trainer_check
 def skipped_step(subject: TrainerSubject) -> CheckResult:
     """If a step has only non-finite gradients, are weights, moments, counters and schedule unchanged?"""
-    every = _outcomes(subject)
-    outcomes = [each for each in every if _protects(each)]
-    for outcome in every:
+    for outcome in _outcomes(subject):
         if outcome.spoiled and subject.scales(subject.run()):
             return subject.failed(
                 outcome.spoiled,
@@ -81,8 +83,7 @@ def skipped_step(subject: TrainerSubject) -> CheckResult:
                 advice="Call scaler.step(optimizer) instead of optimizer.step(): it skips updates with "
                 "overflowed gradients, which a loss scale causes regularly.",
             )
-    if not outcomes:
-        return subject.not_applicable(_UNPROTECTED)
+    outcomes = _protected_outcomes(subject)
     for outcome in outcomes:
         if changed := _changed(subject, outcome):
             return _reported(subject, changed, outcome.step)
@@ -92,8 +93,7 @@ def skipped_step(subject: TrainerSubject) -> CheckResult:
 @trainer_check
 def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
     """Does the run make updates again after a step with non-finite gradients?"""
-    outcomes = [each for each in _outcomes(subject) if _protects(each)]
-    for outcome in outcomes:
+    for outcome in _protected_outcomes(subject):
         if not _weights_differ(outcome.after, outcome.end):
             return subject.failed(
                 0.0,
@@ -102,17 +102,25 @@ def recovers_after_skip(subject: TrainerSubject) -> CheckResult:
                 advice="Keep the NaN out of everything that decides about later updates, such as a history "
                 "of losses or norms: each comparison with NaN is false.",
             )
-    return (
-        subject.passed(meaning="Later steps make updates.")
-        if outcomes
-        else subject.not_applicable(_UNPROTECTED)
-    )
+    return subject.passed(meaning="Later steps make updates.")
+
+
+def _protected_outcomes(subject: TrainerSubject) -> list[_Outcome]:
+    outcomes = [each for each in _outcomes(subject) if each.is_protected]
+    return needed(outcomes, "a run that skips updates with non-finite gradients")
 
 
 def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckResult:
     """Return a failure, or a warning if only the schedule advances, with each implementation."""
-    kinds = {kind: [name for name in changed if _kind(name) == kind] for kind in _CHANGED}
-    weights, moments, _, averages = kinds.values()
+    weights = [name for name in changed if name.startswith("model.")]
+    averages = [name for name in changed if name.startswith("average.")]
+    moments = [name for name in changed if name.startswith("optimizer.") and ".group " not in name]
+    kinds = {
+        "weight tensors": weights,
+        "entries of the optimizer state": moments,
+        "entries of the schedule": [n for n in changed if n not in {*weights, *averages, *moments}],
+        "tensors of an average": averages,
+    }
     parts = [f"{kind} ({len(names)})" for kind, names in kinds.items() if names]
     advice = (
         "Skip the whole update: gradients that are replaced by zeros still move the weights by momentum and "
@@ -128,7 +136,7 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
     elif not (weights or moments):
         # If the schedule does not change with an unfused optimizer, the run means to skip its step.
         other = _outcome(subject, step, unfused=True)
-        is_meant = other is not None and _protects(other) and not _changed(subject, other)
+        is_meant = other is not None and other.is_protected and not _changed(subject, other)
         correct_if = None if is_meant else "the schedule counts steps instead of updates on purpose"
     return subject.failed_unless(
         correct_if,
@@ -138,16 +146,6 @@ def _reported(subject: TrainerSubject, changed: list[str], step: int) -> CheckRe
         meaning=f"No gradient of the step is finite, but the step changes {' and '.join(parts)}.",
         advice=advice,
     )
-
-
-def _kind(name: str) -> str:
-    """Return the group of `_CHANGED` (weights, moments, ...) to which an entry of the state belongs."""
-    weights, moments, schedule, averages = _CHANGED
-    if name.startswith("model."):
-        return weights
-    if name.startswith("average."):
-        return averages
-    return moments if name.startswith("optimizer.") and ".group " not in name else schedule
 
 
 def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
@@ -174,62 +172,65 @@ def _changed(subject: TrainerSubject, outcome: _Outcome) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _outcomes(subject: TrainerSubject) -> list[_Outcome]:
-    """Return the outcomes of an early and a later step."""
-    outcomes = (_outcome(subject, step) for step in _steps_with_update(subject))
-    return [each for each in outcomes if each is not None]
-
-
-def _steps_with_update(subject: TrainerSubject) -> list[int]:
-    """Return an early and a later step that make an update and are followed by another one."""
+    """Return the outcomes of an early and a later step that make an update and precede another one."""
     run, updates = subject.run(), list[int]()
-    weights = _weights_of(run)
     # A schedule may end after a few steps, and raise.
     with subject.fixed_randomness(), suppress(ValueError, IndexError, StopIteration):
         for number in range(_LATER + 2 * _STEPS_AFTER):
+            before = weights_of(run)
             run.step(subject.batch(number))
-            before, weights = weights, _weights_of(run)
-            if _weights_differ(before, weights):
+            if different(before, weights_of(run)):
                 updates.append(number)
-    found = [next((each for each in updates if each >= least), None) for least in (_FIRST, _LATER)]
-    return [each for each in found if each is not None and any(0 < u - each <= _STEPS_AFTER for u in updates)]
+    firsts = [next((each for each in updates if each >= least), math.inf) for least in (_FIRST, _LATER)]
+    steps = [first for first in firsts if any(0 < each - first <= _STEPS_AFTER for each in updates)]
+    outcomes = (_outcome(subject, int(step)) for step in steps)
+    return [each for each in outcomes if each is not None]
 
 
 def _outcome(subject: TrainerSubject, step: int, *, unfused: bool = False) -> _Outcome | None:
-    """Run steps, one of them with NaN gradients. Return None if a step raises or a guard responds."""
-    run, earlier = subject.run(), list[State]()
-    if unfused:
-        _unfuse(run)
+    """Run steps, one of them with NaN gradients. Return None if a step raises or a guard responds.
+
+    If `unfused`, each optimizer is unfused. A GradScaler does not call unfused ones if it skips an update.
+    """
+    run: Any = subject.run()
+    earlier = list[State]()
+    for optimizer in optimizers_in(run.optimizer) if unfused else ():
+        optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False
+
+    def n_alarms() -> int:
+        return len(getattr(run, "alarms", None) or getattr(getattr(run, "guard", None), "alarms", None) or ())
+
     try:
         with subject.fixed_randomness():
             for number in range(step):
                 earlier.append(_weights_of(run))
                 run.step(subject.batch(number))
-            before, n_alarms = _state_of(run), len(_alarms(run))
+            before, n_before = _state_of(run), n_alarms()
             with _nan_gradients(run) as names:
                 run.step(subject.batch(step))
-            after = _state_of(run)
-            responds = len(_alarms(run)) > n_alarms
+            after, n_after = _state_of(run), n_alarms()
             for number in range(step + 1, step + 1 + _STEPS_AFTER):
                 run.step(subject.batch(number))
     except Exception as error:  # the run may stop by an exception
         reraise_if_out_of_memory(error)
         return None
-    weights = [p.detach() for p in run.model.parameters()]
-    n_spoiled = sum(int((~p.isfinite()).sum()) for p in weights)
-    spoiled = n_spoiled / sum(p.numel() for p in weights) if names else 0.0
-    return None if responds else _Outcome(step, before, after, earlier, _state_of(run), names, spoiled)
+    weights = torch.cat([p.detach().flatten().isfinite() for p in run.model.parameters()])
+    spoiled = float((~weights).double().mean()) if names else 0.0
+    if n_after > n_before:
+        return None
+    return _Outcome(step, before, after, earlier, _state_of(run), names, spoiled)
 
 
-def _protects(outcome: _Outcome) -> bool:
-    """Return True if gradients were NaN, and neither weights nor optimizer nor averages became NaN."""
+def _state_of(run: TrainingRun) -> State:
+    """Return the state with the averages of the weights."""
+    return state_of(run) | {f"average.{path}": tensor for path, tensor in averages_of(run).items()}
 
-    def is_finite(value: Any) -> bool:
-        return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
-    ends = (*outcome.after.items(), *outcome.end.items())
-    return bool(outcome.names) and all(
-        is_finite(value) or not is_finite(outcome.before.get(name)) for name, value in ends
-    )
+def _weights_of(run: TrainingRun) -> State:
+    return {f"model.{name}": value for name, value in weights_of(run).items()}
 
 
 @contextmanager
@@ -251,28 +252,6 @@ def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
     )
     with temporary_hooks(handles):
         yield names
-
-
-def _unfuse(run: TrainingRun) -> None:
-    """Make each optimizer unfused. A GradScaler does not call unfused ones if it skips an update."""
-    for optimizer in optimizers_in(run.optimizer):
-        optimizer.__dict__.pop("_step_supports_amp_scaling", None)
-        for group in optimizer.param_groups:
-            if group.get("fused"):
-                group["fused"] = False
-
-
-def _alarms(run: Any) -> list[Any]:
-    return list(getattr(run, "alarms", None) or getattr(getattr(run, "guard", None), "alarms", None) or ())
-
-
-def _state_of(run: TrainingRun) -> State:
-    """Return the state with the averages of the weights."""
-    return state_of(run) | {f"average.{path}": tensor for path, tensor in averages_of(run).items()}
-
-
-def _weights_of(run: TrainingRun) -> State:
-    return {f"model.{name}": p.detach().clone() for name, p in run.model.named_parameters()}
 
 
 def _weights_differ(a: State, b: State) -> bool:

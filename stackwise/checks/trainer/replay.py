@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from stackwise.checks.probe.applicable import needed, trainer_check
+from stackwise.checks.probe.applicable import UnmeasuredError, needed, trainer_check
 from stackwise.checks.probe.call import reason_of
-from stackwise.checks.probe.update import each_update, observed
+from stackwise.checks.probe.update import each_update, observed, train, weights_of
 from stackwise.checks.result import CheckResult, listed
 from stackwise.checks.runs.replay import (
     Recording,
@@ -28,10 +28,11 @@ from stackwise.subject.trainer_spec import TrainingRun
 from stackwise.support.optimizer_state import states_of
 from stackwise.support.system_errors import reraise_if_out_of_memory
 
+T = TypeVar("T")
+
 # Implementations for one parameter and for many round differently.
 _LIMIT = 0.05
 _STEPS, _COUNTED_STEPS = 9, 3
-_NO_OPTIMIZER = "needs a torch optimizer whose step() is called"
 # Names of optimizers that subtract weight decay from the weights. Cautious ones skip some elements.
 _DECOUPLED = re.compile("^(?!.*Cautious).*(AdamW|SGDW|Lion|Muon)")
 # Largest share of the effect of weight decay that rounding explains, in float64.
@@ -55,7 +56,11 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
         return result
     # An optimizer may take a missing gradient as zero, so that only its momentum moves the parameter.
     with_zeros = _changed_while_frozen(subject, zero_gradients=True)[0] if by_optimizer else {}
-    stale = [name for name, change in by_optimizer.items() if _differs(change, with_zeros.get(name))]
+    stale = [
+        name
+        for name, change in by_optimizer.items()
+        if name not in with_zeros or not torch.allclose(change, with_zeros[name], rtol=1e-3, atol=0.0)
+    ]
     where = sorted(stale or by_step)
     return subject.failed_unless(
         None
@@ -76,10 +81,6 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
     )
 
 
-def _differs(change: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is None or not torch.allclose(change, other, rtol=1e-3, atol=0.0)
-
-
 def _changed_while_frozen(
     subject: TrainerSubject, *, zero_gradients: bool = False
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -94,19 +95,17 @@ def _changed_while_frozen(
         in all of them; and the names of the parameters that any part of the step changes.
     """
     run = subject.run()
-    names = {p: name for name, p in run.model.named_parameters()}
     changes, by_step = list[dict[str, torch.Tensor]](), list[set[str]]()
     with subject.fixed_randomness():
         for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
             if number not in _FROZEN_STEPS:
                 run.step(subject.batch(number))
                 continue
-            with _frozen(run) as frozen, observed(run) as seen, ExitStack() as stack:
-                if zero_gradients:
-                    stack.enter_context(each_update(run.optimizer, partial(_give_zeros, frozen)))
-                before = {p: p.detach().clone() for p in frozen if p in names}
+            before = weights_of(run)
+            with _frozen(run, zero_gradients) as frozen, observed(run) as seen:
                 run.step(subject.batch(number))
-            by_step.append({names[p] for p, value in before.items() if _is_moved(p.detach(), value)})
+            named = run.model.named_parameters()
+            by_step.append({n for n, p in named if id(p) in frozen and _is_moved(p.detach(), before[n])})
             changes.append(
                 {
                     name: update.moved(name)
@@ -128,36 +127,28 @@ def _is_moved(after: torch.Tensor, before: torch.Tensor) -> bool:
     return not bool((after - before).abs().max() <= limit)
 
 
-def _give_zeros(parameters: Sequence[nn.Parameter], _: object) -> None:
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-
-
 @trainer_check
 def step_counters(subject: TrainerSubject) -> CheckResult:
     """Does the step counter in the state of each parameter advance with its updates?"""
-    run, before, start = subject.run(), dict[str, float](), dict[str, torch.Tensor]()
-    with subject.fixed_randomness():
-        for number in range(_COUNTED_STEPS):
-            run.step(subject.batch(number))
-            if number == 0:
-                before = _counters(run)
-                start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    needed(before, "an optimizer with a counter named step in its state")
-    after, weights = _counters(run), dict(run.model.named_parameters())
-    trained = [name for name in before if not torch.equal(weights[name], start[name])]
+    run = subject.run()
+    train(subject, run, 1)
+    before = needed(_counters(run), "an optimizer with a counter named step in its state")
+    start = weights_of(run)
+    train(subject, run, _COUNTED_STEPS - 1)
+    after, end = _counters(run), weights_of(run)
+    trained = [name for name in before if not torch.equal(end[name], start[name])]
     still = [name for name in trained if after.get(name) == before[name]]
-    if still:
-        return subject.failed(
-            float(len(still)),
-            0.0,
-            where=listed(still),
-            meaning=f"The step counter of these parameters is {before[still[0]]:g} after the first step and "
-            f"after {_COUNTED_STEPS} steps.",
-            advice="Increase the counter in each update. Otherwise a bias correction that uses the "
-            "counter is always that of the first step.",
-        )
-    return subject.passed(0.0, 0.0, meaning=f"Compared counters: {len(before)}.")
+    if not still:
+        return subject.passed(0.0, 0.0, meaning=f"Compared counters: {len(before)}.")
+    return subject.failed(
+        float(len(still)),
+        0.0,
+        where=listed(still),
+        meaning=f"The step counter of these parameters is {before[still[0]]:g} after the first step and "
+        f"after {_COUNTED_STEPS} steps.",
+        advice="Increase the counter in each update. Otherwise a bias correction that uses the "
+        "counter is always that of the first step.",
+    )
 
 
 def _counters(run: TrainingRun) -> dict[str, float]:
@@ -174,14 +165,8 @@ def _counters(run: TrainingRun) -> dict[str, float]:
 @trainer_check
 def option_effects(subject: TrainerSubject) -> CheckResult:
     """Do momentum and weight decay of the optimizer have an effect?"""
-    recordings = _recordings(subject, freeze=False)
-    for recording in recordings:
-        try:
-            ignored = options_without_effect(recording)
-        except Exception as error:  # the optimizer does not run with one parameter
-            reraise_if_out_of_memory(error)
-            return _not_isolated(subject, recording, error)
-        if ignored:
+    for recording in _recordings(subject, freeze=False):
+        if ignored := _tried(options_without_effect, recording):
             return subject.failed(
                 0.0,
                 where=f"{recording.kind}: {', '.join(ignored)}",
@@ -189,7 +174,7 @@ def option_effects(subject: TrainerSubject) -> CheckResult:
                 advice="Look for a state that each step creates or clears, and for an option that the "
                 "update does not read.",
             )
-    return subject.passed() if recordings else subject.not_applicable(_NO_OPTIMIZER)
+    return subject.passed()
 
 
 @trainer_check
@@ -199,11 +184,7 @@ def decoupled_decay(subject: TrainerSubject) -> CheckResult:
     for recording in _recordings(subject, freeze=False):
         if not any(_DECOUPLED.search(kind.__name__) for kind in type(recording.optimizer).__mro__):
             continue
-        try:
-            shares = coupled_decay(recording)
-        except Exception as error:  # the optimizer does not run with one parameter
-            reraise_if_out_of_memory(error)
-            return _not_isolated(subject, recording, error)
+        shares = _tried(coupled_decay, recording)
         largest = max(largest, *shares.values(), -1.0)
         if wrong := [name for name, share in shares.items() if share > _COUPLED]:
             return subject.failed(
@@ -214,29 +195,15 @@ def decoupled_decay(subject: TrainerSubject) -> CheckResult:
                 advice="Subtract lr * weight_decay * weight from the weight. If the decay is added to the "
                 "gradient, the optimizer divides it by the second moment, or takes only its sign.",
             )
-    if largest < 0:
-        return subject.not_applicable("needs an AdamW, Lion or Muon with weight decay")
+    needed(largest >= 0, "an AdamW, Lion or Muon with weight decay")
     return subject.passed(largest, _COUPLED)
 
 
 def _compared(subject: TrainerSubject, *, freeze: bool) -> CheckResult:
     """Compare the updates of a run in which all parameters train, or some are frozen in some steps."""
-    try:
-        recordings = _recordings(subject, freeze=freeze)
-    except Exception as error:
-        reraise_if_out_of_memory(error)
-        if not freeze:
-            raise
-        return subject.not_applicable(f"needs a step with frozen parameters: {reason_of(error)}")
-    if not recordings:
-        return subject.not_applicable(_NO_OPTIMIZER)
     largest, count = 0.0, 0
-    for recording in recordings:
-        try:
-            found = replayed(recording)
-        except Exception as error:  # the optimizer does not run with one parameter
-            reraise_if_out_of_memory(error)
-            return _not_isolated(subject, recording, error)
+    for recording in _recordings(subject, freeze=freeze):
+        found = _tried(replayed, recording)
         largest = max(largest, *(each.gap for each in found))
         count += len(found)
         if any(each.gap > _LIMIT for each in found):
@@ -251,12 +218,8 @@ def _compared(subject: TrainerSubject, *, freeze: bool) -> CheckResult:
 
 def _small_gradients_agree(subject: TrainerSubject, freeze: bool) -> bool:
     """Return True if the updates of each parameter are independent after gradients are made small."""
-    found = [
-        each
-        for recording in _recordings(subject, freeze=freeze, factor=_SMALL)
-        for each in replayed(recording)
-    ]
-    return all(each.gap <= _LIMIT for each in found)
+    recordings = _recordings(subject, freeze=freeze, factor=_SMALL)
+    return all(each.gap <= _LIMIT for recording in recordings for each in replayed(recording))
 
 
 def _reported(
@@ -288,27 +251,46 @@ def _reported(
     )
 
 
-def _not_isolated(subject: TrainerSubject, recording: Recording, error: Exception) -> CheckResult:
-    return subject.not_applicable(f"needs {recording.kind} to run with one parameter: {reason_of(error)}")
+def _tried(function: Callable[[Recording], T], recording: Recording) -> T:
+    """Return the result of a replay.
+
+    Raises:
+        UnmeasuredError: the optimizer does not run with one parameter.
+    """
+    try:
+        return function(recording)
+    except Exception as error:
+        reraise_if_out_of_memory(error)
+        need = f"needs {recording.kind} to run with one parameter: {reason_of(error)}"
+        raise UnmeasuredError(need) from error
 
 
 def _recordings(subject: TrainerSubject, *, freeze: bool, factor: float = 1.0) -> list[Recording]:
     """Return recordings of the optimizers that make an update. Gradients are multiplied by `factor`."""
     run = subject.run()
-    if factor != 1.0:
-        for p in run.model.parameters():
-            if p.requires_grad:
-                p.register_hook(lambda g: g * factor)  # type: ignore[no-untyped-call]
-    with subject.fixed_randomness(), recorded(run) as recordings:
-        for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
-            with _frozen(run) if freeze and number in _FROZEN_STEPS else nullcontext():
-                run.step(subject.batch(number))
-    return [each for each in recordings if each.changes]
+    for p in run.model.parameters() if factor != 1.0 else ():
+        if p.requires_grad:
+            p.register_hook(lambda g: g * factor)  # type: ignore[no-untyped-call]
+    try:
+        with subject.fixed_randomness(), recorded(run) as recordings:
+            for number in range(min(_STEPS, subject.spec.total_steps or _STEPS)):
+                with _frozen(run) if freeze and number in _FROZEN_STEPS else nullcontext():
+                    run.step(subject.batch(number))
+    except Exception as error:
+        reraise_if_out_of_memory(error)
+        if not freeze:
+            raise
+        raise UnmeasuredError(f"needs a step with frozen parameters: {reason_of(error)}") from error
+    updated = [each for each in recordings if each.changes]
+    return needed(updated, "a torch optimizer whose step() is called")
 
 
 @contextmanager
-def _frozen(run: TrainingRun) -> Iterator[list[nn.Parameter]]:
-    """Freeze the last parameter of each group, and then train it again. The context is their list."""
+def _frozen(run: TrainingRun, zero_gradients: bool = False) -> Iterator[set[int]]:
+    """Freeze the last parameter of each group, and then train it again. The context is the set of their ids.
+
+    If `zero_gradients`, they get a gradient of zero just before each call of `optimizer.step`.
+    """
     chosen: list[nn.Parameter] = []
     for group in run.optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
@@ -316,8 +298,14 @@ def _frozen(run: TrainingRun) -> Iterator[list[nn.Parameter]]:
     for p in chosen:
         p.requires_grad_(False)
         p.grad = None
+
+    def give_zeros(_: object) -> None:
+        for p in chosen if zero_gradients else ():
+            p.grad = torch.zeros_like(p)
+
     try:
-        yield chosen
+        with each_update(run.optimizer, give_zeros):
+            yield {id(p) for p in chosen}
     finally:
         for p in chosen:
             p.requires_grad_(True)

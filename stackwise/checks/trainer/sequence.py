@@ -38,30 +38,26 @@ def undisturbed_run(subject: TrainerSubject) -> CheckResult:
 def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
     """Does a run that is continued in a new process end like an uninterrupted run?"""
     needed(subject.has(subject.run(), "save", "load"), "the methods load, save")
-    if (recipe := Recipe.of(subject.spec)) is None:
-        return subject.not_applicable(
-            "needs TrainerSpec.factory, or a build function that can be pickled (at top level of a module)"
-        )
-    if interrupted_run(subject).status != "passed":
-        return subject.not_applicable("needs a run that passes interrupted_run")
+    recipe = needed(
+        Recipe.of(subject.spec),
+        "TrainerSpec.factory, or a build function that can be pickled (at top level of a module)",
+    )
+    needed(interrupted_run(subject).status == "passed", "a run that passes interrupted_run")
 
     def resume(**arguments: Any) -> Trace:
         arguments |= {"device": str(subject.device), "seed": subject.seed}
         [outcome] = run_in_processes(f"{resumed.__module__}:resumed", recipe, [arguments])
+        needed(outcome.built, f"a run that a new process can set up; error: {outcome.error}")
         if outcome.error:
-            raise _ProcessError(outcome.error, outcome.built)
+            raise _ProcessError(outcome.error)
         return outcome.value  # type: ignore[no-any-return]
 
     try:
         difference = _sequences(subject).resumed_elsewhere(resume)
     except _ProcessError as error:
-        text, was_built = error.args
-        needed(was_built, f"a run that a new process can set up; error: {text}")
-        difference = f"the new process raises {text}"
-    if not difference:
-        return subject.passed(0.0, 0.0)
-    return subject.failed(
-        1.0,
+        difference = f"the new process raises {error}"
+    return subject.at_most(
+        float(bool(difference)),
         0.0,
         where=difference,
         meaning="A run that a new process continues does not end like an uninterrupted run. In one process, "
@@ -72,7 +68,7 @@ def resume_in_new_process(subject: TrainerSubject) -> CheckResult:
 
 
 class _ProcessError(Exception):
-    """The new process could not build or continue the run. Arguments: the error, and True if it was built."""
+    """The new process could not continue the run."""
 
 
 @lru_cache(maxsize=1)
@@ -84,15 +80,15 @@ def _sequences(subject: TrainerSubject) -> Sequences:
 def _compared(subject: TrainerSubject, operations: tuple[str, ...]) -> CheckResult:
     """Compare the sequences with some operations."""
     sequences = _sequences(subject)
-    if set(operations).isdisjoint(sequences.possible):
-        needs = sorted({member for name in operations for member in OPERATIONS[name][0]})
-        return subject.not_applicable(f"needs one of the methods {', '.join(needs)}")
+    members = sorted({member for name in operations for member in OPERATIONS[name][0]})
+    is_possible = not set(operations).isdisjoint(sequences.possible)
+    needed(is_possible, f"one of the methods {', '.join(members)}")
     needed(sequences.repeats, "a deterministic step: two runs with the same seed differ")
     finding, count = sequences.find(operations)
     if finding is None:
         return subject.passed(0.0, 0.0, meaning=f"{count} sequences of {sequences.n_steps} steps.")
-    if set(operations).isdisjoint(finding.sequence):
-        return subject.not_applicable("needs a run that passes undisturbed_run")
+    is_theirs = not set(operations).isdisjoint(finding.sequence)
+    needed(is_theirs, "a run that passes undisturbed_run")
     return subject.failed(
         float(max(1, len(finding.lost))),
         0.0,

@@ -6,19 +6,18 @@ The coordinate check of Yang et al. 2022, "Tensor Programs V" (arXiv:2203.03466)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, linear_regression, stdev
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.batch import tensors_in
-from stackwise.support.hooks import temporary_hooks
+from stackwise.checks.probe.operations import Operations
+from stackwise.checks.probe.recorded_calls import watched_modules
 
 __all__ = [
     "LIMIT",
@@ -135,15 +134,12 @@ def coordinates_of(training: Training, steps: int) -> Coordinates:
     for _ in range(steps):
         training.update()
         now, _ = _seen(training)
-        for name in list(sizes):
-            same = name in now and now[name].shape == first[name].shape
+        for name, x in first.items():
+            same = name in now and now[name].shape == x.shape
             sizes[name].append(_size(now[name]) if same else math.nan)
-            changes[name].append(_size(now[name] - first[name]) if same else math.nan)
-    return Coordinates(
-        {name: tuple(each) for name, each in sizes.items()},
-        {name: tuple(each) for name, each in changes.items()},
-        frozenset(read),
-    )
+            changes[name].append(_size(now[name] - x) if same else math.nan)
+    of_size, of_change = ({name: tuple(x) for name, x in each.items()} for each in (sizes, changes))
+    return Coordinates(of_size, of_change, frozenset(read))
 
 
 def slopes_of(widths: Sequence[float], found: Sequence[Sequence[Coordinates]]) -> tuple[Slope, ...]:
@@ -160,12 +156,10 @@ def slopes_of(widths: Sequence[float], found: Sequence[Sequence[Coordinates]]) -
     slopes = []
     for name in [n for n in every[0].sizes if all(n in each.sizes for each in every)]:
         steps = range(len(every[0].sizes[name]))
-        places: list[tuple[Literal["size", "change"], int]] = [("size", step) for step in steps]
-        places += [("change", step) for step in steps[1:]]
-        of_module = [_slope_at(widths, found, name, *place) for place in places]
-        known = [slope for slope in of_module if slope is not None]
-        first = of_module[0]
-        scaled = name in every[0].read and first is not None and first.value < -0.5
+        start, *later = [_slope_at(widths, found, name, "size", step) for step in steps]
+        later += [_slope_at(widths, found, name, "change", step) for step in steps[1:]]
+        scaled = name in every[0].read and start is not None and start.value < -0.5
+        known = [slope for slope in (start, *later) if slope is not None]
         slopes += [replace(slope, expected=-1.0) if scaled else slope for slope in known]
     return tuple(slopes)
 
@@ -182,14 +176,21 @@ def _slope_at(
         [(each.sizes if kind == "size" else each.changes)[name][step] for each in by_width]
         for by_width in zip(*found, strict=True)
     ]
-    slope = _slope(widths, rows)
-    if slope is None:
-        return None
-    sizes = tuple(_geometric(column) for column in zip(*rows, strict=True))
-    error = stdev(slope) / math.sqrt(len(slope)) if _finite(slope) and len(slope) > 1 else None
-    value = fmean(slope) if _finite(slope) else math.inf
+    columns = list(zip(*rows, strict=True))
+    sizes = tuple(geometric_mean(each) if _is_positive(each) else math.inf for each in columns)
     exact = bool(name) and not name.endswith(_SCORES)
-    return Slope(name, kind, step, sizes, value, error, exact=exact)
+    if not all(math.isfinite(size) for row in rows for size in row):
+        return Slope(name, kind, step, sizes, math.inf, None, exact=exact)
+    if not all(map(_is_positive, rows)):
+        return None
+    x = [math.log(width) for width in widths]
+    slopes = [linear_regression(x, [math.log(size) for size in row]).slope for row in rows]
+    error = stdev(slopes) / math.sqrt(len(slopes)) if len(slopes) > 1 else None
+    return Slope(name, kind, step, sizes, fmean(slopes), error, exact=exact)
+
+
+def _is_positive(sizes: Sequence[float]) -> bool:
+    return all(0 < size < math.inf for size in sizes)
 
 
 def first_of(slopes: Sequence[Slope], limit: float = LIMIT) -> Slope | None:
@@ -207,100 +208,61 @@ def worst_of(slopes: Sequence[Slope]) -> Slope | None:
 
 
 def _seen(training: Training) -> tuple[dict[str, Tensor], set[str]]:
-    """Return the output of each module at its last call in float64, and the inputs of the readout."""
-    seen = _Pass()
-    with ExitStack() as stack:
-        stack.enter_context(seen.hooked(training.model))
-        # A fused kernel hides its scores.
-        stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
-        stack.enter_context(_Scores(seen))
-        logits = training.forward().detach().to(torch.float64, copy=True)
+    """Return the output of each module at its last call in float64, and the inputs of the readout.
+
+    Modules that return no new activation are left out. A module with softmaxes of attention also has scores:
+    their inputs in its last call, 0 for masked keys.
+    """
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    scores: dict[str, list[Tensor]] = {}
+    order: dict[str, None] = {}  # modules in the order in which they finish
+    running: list[str] = []
+    activations: list[Tensor] = []
+
+    def before(name: str, arguments: tuple[Any, ...]) -> None:
+        running.append(name)
+        scores.pop(name, None)  # from an earlier call
+        if (activation := _activation(arguments)) is not None:
+            inputs[name] = _wide(activation)
+
+    def after(name: str, output: Any) -> None:
+        running.pop()
+        order.pop(name, None)
+        order[name] = None
+        activation = _activation(output)
+        if activation is not None and not any(activation is each for each in activations):
+            activations.append(activation)
+            if name:
+                outputs[name] = _wide(activation)
+
+    def softmax(name: str, args: Any, _: Any) -> None:
+        if name not in ("_softmax", "_safe_softmax") or not running:
+            return
+        is_matrix_of_head = args[0].ndim == 3 and args[0].shape[-1] == args[0].shape[-2]
+        if args[0].ndim > 3 or is_matrix_of_head:
+            wide = _wide(args[0])
+            visible = wide.isfinite() & (wide > _MASKED) | wide.isnan()
+            scores.setdefault(running[-1], []).append(wide.masked_fill(~visible, 0.0).flatten())
+
+    # A fused kernel hides its scores.
+    with watched_modules(training.model, before, after), sdpa_kernel([SDPBackend.MATH]), Operations(softmax):
+        logits = _wide(training.forward())
     found: dict[str, Tensor] = {}
     entered = []
-    for name in seen.order:
-        if name in seen.scores:
-            found[f"{name}{_SCORES}"] = torch.cat(seen.scores[name])
-        output = seen.outputs.get(name)
-        if output is not None and _equal(output, logits):
-            entered.append(seen.inputs.get(name))
-        elif output is not None:
-            found[name] = output
-    read = {name for name, x in found.items() if any(e is not None and _equal(x, e) for e in entered)}
+    for name in order:
+        if name in scores:
+            found[f"{name}{_SCORES}"] = torch.cat(scores[name])
+        if name in outputs and _equal(outputs[name], logits):
+            entered += [inputs[name]] if name in inputs else []
+        elif name in outputs:
+            found[name] = outputs[name]
+    read = {name for name, x in found.items() if any(_equal(x, each) for each in entered)}
     return found | {"": logits}, read
 
 
-class _Pass:
-    """Inputs and outputs of modules in one call of a model.
-
-    Attributes:
-        inputs: first activation among the inputs, by module.
-        outputs: first activation among the outputs, by module. Modules that return no new one are left out.
-        scores: inputs of each softmax, flat, by module. 0 for masked keys.
-        order: names of modules in the order in which they finished.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.scores: dict[str, list[Tensor]] = {}
-        self.order: dict[str, None] = {}
-        self._running: list[str] = []
-        self._outputs: list[Tensor] = []  # references, so that no id is reused
-
-    @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._after(name)))
-        with temporary_hooks(handles):
-            yield
-
-    def softmax(self, scores: Tensor) -> None:
-        """Record the input of a softmax of attention (..., queries, keys), one matrix per head."""
-        square = scores.ndim == 3 and scores.shape[-1] == scores.shape[-2]
-        if (scores.ndim >= 4 or square) and self._running:
-            wide = scores.detach().double()
-            visible = wide.isfinite() & (wide > _MASKED) | wide.isnan()
-            name = self._running[-1]
-            self.scores.setdefault(name, []).append(wide.where(visible, wide.new_zeros(())).flatten())
-
-    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._running.append(name)
-            self.scores.pop(name, None)  # from an earlier call
-            entered = _activation((*args, *kwargs.values()))
-            if entered is not None:
-                self.inputs[name] = entered.detach().to(torch.float64, copy=True)
-
-        return note
-
-    def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, _args: Any, output: Any) -> None:
-            self._running.pop()
-            self.order.pop(name, None)
-            self.order[name] = None
-            activation = _activation((output,))
-            if activation is None or any(activation is each for each in self._outputs):
-                return
-            self._outputs.append(activation)
-            if name:
-                self.outputs[name] = activation.detach().to(torch.float64, copy=True)
-
-        return note
-
-
-class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record every softmax in a pass."""
-
-    def __init__(self, seen: _Pass) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = seen
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket.__name__ in ("_softmax", "_safe_softmax"):
-            self.seen.softmax(args[0])
-        return function(*args, **(kwargs or {}))
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64, copy=True)
 
 
 def _activation(values: Any) -> Tensor | None:
@@ -314,25 +276,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _size(x: Tensor) -> float:
     return x.abs().mean().item() if x.numel() else math.nan
-
-
-def _finite(values: Sequence[float]) -> bool:
-    return all(math.isfinite(value) for value in values)
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(fmean(map(math.log, values))) if _finite(values) and min(values) > 0 else math.inf
-
-
-def _slope(widths: Sequence[float], rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least-squares slope of log size over log width by seed, or None if a size is 0."""
-    if not all(_finite(row) for row in rows):
-        return [math.inf]
-    if any(min(row) <= 0 for row in rows):
-        return None
-    x = [math.log(width) for width in widths]
-    centred = [each - fmean(x) for each in x]
-    spread = math.fsum(each * each for each in centred)
-    return [
-        math.fsum(c * math.log(size) for c, size in zip(centred, row, strict=True)) / spread for row in rows
-    ]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.call import REFUSALS, dtype_of
+from stackwise.checks.probe.operations import Operations
 from stackwise.checks.subject import Subject
 
 __all__ = [
@@ -117,22 +117,15 @@ def uses_less_than_float64(model: nn.Module, measure: Callable[[nn.Module], obje
 
 def coarsest_rounding(model: nn.Module, measure: Callable[[nn.Module], object]) -> float:
     """Return the eps of the narrowest dtype in which a float64 model computes, or 0.0 if it is float64."""
-    watch = _NarrowDtypes()  # type: ignore[no-untyped-call]
-    with watch:
+    dtypes: set[torch.dtype] = set()
+
+    def record(_: str, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            dtypes.add(output.dtype)
+
+    with Operations(record):
         measure(model)
-    return watch.eps
-
-
-class _NarrowDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record the eps of the narrowest floating-point result below float64."""
-
-    eps: float = 0.0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if isinstance(output, Tensor) and output.dtype in _NARROW:
-            self.eps = max(self.eps, torch.finfo(output.dtype).eps)
-        return output
+    return max((torch.finfo(dtype).eps for dtype in dtypes.intersection(_NARROW)), default=0.0)
 
 
 def absolute_difference(a: Tensor, b: Tensor) -> Tensor:

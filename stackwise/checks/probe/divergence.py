@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.difference import relative_difference
+from stackwise.checks.probe.recorded_calls import watched_modules
 from stackwise.subject.inference import logits_of
 
 __all__ = ["Divergence", "first_divergence"]
@@ -145,28 +147,16 @@ def _recorded(model: nn.Module, run: Callable[[], object]) -> _Events:
     events: _Events = {}
     counts: Counter[tuple[str, str]] = Counter()
 
-    def record(name: str, side: Literal["input", "output"], value: Any) -> None:
+    def record(side: Literal["input", "output"], name: str, value: Any) -> None:
         if hasattr(value, "logits") and not isinstance(value, Mapping | tuple | list):
             value = logits_of(value)
+        name = name or _ROOT
         tensors = [t.detach().clone() for t in tensors_in(value) if t.is_floating_point()]
         events[name, side, counts[name, side]] = tensors
         counts[name, side] += 1
 
-    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, args, kwargs: record(name, "input", (args, kwargs))
-
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _, __, output: record(name, "output", output)
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name or _ROOT), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name or _ROOT)))
-    try:
+    with watched_modules(model, partial(record, "input"), partial(record, "output")):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return events
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.probe.batch import tensors_in
-from stackwise.support.hooks import temporary_hooks
+from stackwise.checks.probe.recorded_calls import watched_modules
 
 __all__ = ["Stream", "pattern", "repeated_layers", "residual_stream"]
 
@@ -70,14 +70,13 @@ class _Trace:
     Attributes:
         calls: name and input of each module, in the order of the calls.
         outputs: module -> output of its last call.
-        sources: id of a tensor -> the innermost module that created it, and the input of that module.
-        alive: all tensors of `sources`, so that no id is reused.
+        sources: id of a tensor -> the innermost module that created it, the input of that module, and the
+            tensor, so that no id is reused.
     """
 
     calls: list[tuple[str, Tensor | None]] = field(default_factory=list)
     outputs: dict[str, Tensor | None] = field(default_factory=dict)
-    sources: dict[int, tuple[str, Tensor | None]] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)
+    sources: dict[int, tuple[str, Tensor | None, Tensor]] = field(default_factory=dict)
 
 
 def residual_stream(model: nn.Module, run: Callable[[], object]) -> Stream | None:
@@ -96,30 +95,19 @@ def _traced(model: nn.Module, run: Callable[[], object]) -> _Trace:
     trace = _Trace()
     inputs: list[Tensor | None] = []
 
-    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def record(_: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs.append(_activation((*args, *kwargs.values())))
-            trace.calls.append((name, inputs[-1]))
+    def before(name: str, arguments: tuple[Any, ...]) -> None:
+        inputs.append(_activation(arguments))
+        trace.calls.append((name, inputs[-1]))
 
-        return record
+    def after(name: str, output: Any) -> None:
+        source = inputs.pop()
+        trace.outputs[name] = _activation(output)
+        for tensor in tensors_in(output):
+            # A module that returns its input, such as dropout in eval mode, is not its source.
+            if tensor is not source:
+                trace.sources.setdefault(id(tensor), (name, source, tensor))
 
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def record(_: nn.Module, _args: Any, output: Any) -> None:
-            source = inputs.pop()
-            trace.outputs[name] = _activation((output,))
-            for tensor in tensors_in((output,)):
-                # A module that returns its input, such as dropout in eval mode, is not its source.
-                if tensor is not source:
-                    trace.sources.setdefault(id(tensor), (name, source))
-                    trace.alive.append(tensor)
-
-        return record
-
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name)))
-    with temporary_hooks(handles):
+    with watched_modules(model, before, after):
         run()
     return trace
 
@@ -140,7 +128,7 @@ def _stream_through(names: list[str], trace: _Trace) -> Stream | None:
     if final is None:
         final = next((tensor for _, tensor in trace.calls[last + 1 :] if tensor is not None), None)
     after = [tensor for _, _, tensor in entries[1:]] + ([] if final is None else [final])
-    if any(tensor.shape != entries[0][2].shape for tensor in after) or not _is_chain(entries, trace):
+    if not _is_chain(entries, trace) or any(tensor.shape != entries[0][2].shape for tensor in after):
         return None
     return Stream([name for _, name, _ in entries][: len(after)], entries[0][2], after)
 
@@ -148,12 +136,12 @@ def _stream_through(names: list[str], trace: _Trace) -> Stream | None:
 def _is_chain(entries: list[tuple[int, str, Tensor]], trace: _Trace) -> bool:
     """Return True if each layer continues the stream of the previous one. Parallel layers do not."""
     is_serial = len({id(tensor) for _, _, tensor in entries}) == len(entries)
-    return is_serial and all(_continues(one, other, trace) for one, other in pairwise(entries))
+    links = ((name, start, end) for (_, name, start), (_, _, end) in pairwise(entries))
+    return is_serial and all(_continues(*link, trace) for link in links)
 
 
-def _continues(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor], trace: _Trace) -> bool:
-    """Return True if the second layer's input is the stream, and not a function of it that a branch reads."""
-    (_, name, before), (_, _, after) = one, other
+def _continues(name: str, before: Tensor, after: Tensor, trace: _Trace) -> bool:
+    """Return True if `after` is the stream after a layer with input `before`, not an input of a branch."""
     source: Tensor | None = after
     while source is not None and (found := trace.sources.get(id(source))) is not None:
         if _is_in(found[0], name):

@@ -12,7 +12,8 @@ Shapes: B rows, T positions, V vocabulary, K labelings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,7 +48,14 @@ _ROUNDING = 256 * torch.finfo(torch.float32).eps
 _MIN_SPREAD = 1e-3
 
 _SHIFTS = (1, 0, 2, -1)
-_KINDS = ("cross-entropy", "softmax twice", "probabilities", "raw logits")
+# Kind -> function from logits (B, T, V) to scores. The loss is minus the score of the label.
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda z: z.log_softmax(dim=-1),
+    "softmax twice": lambda z: z.softmax(dim=-1).log_softmax(dim=-1),
+    "probabilities": lambda z: z.softmax(dim=-1),
+    "raw logits": lambda z: z,
+}
+_KINDS = tuple(_SCORES)
 _IGNORED = ("skipped", "as token 0", "token 0 too")
 _REDUCTIONS = ("mean", "sum", "all", "all shifted", "rows", "row means", "unshifted", "targets")
 
@@ -101,47 +109,38 @@ def read_loss_formula(subject: Subject) -> LossFormula:
         UnreadableLossError: there is no labelled loss, or its formula cannot be found.
         RefusedLabelsError: labels of -100 raise.
     """
-    found = subject.once("loss formula", lambda: _formula_or_reason(subject))
+
+    def formula_or_reason() -> LossFormula | UnreadableLossError | RefusedLabelsError:
+        try:
+            return _formula(_read(subject))
+        except (UnreadableLossError, RefusedLabelsError) as reason:
+            return reason
+
+    found = subject.once("loss formula", formula_or_reason)
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def _formula_or_reason(subject: Subject) -> LossFormula | UnreadableLossError | RefusedLabelsError:
-    try:
-        return _formula(subject)
-    except (UnreadableLossError, RefusedLabelsError) as reason:
-        return reason
-
-
-def _formula(subject: Subject) -> LossFormula:
-    reading = _read(subject)
-    for logits in reading.logits:
-        if (found := reading.exact_formula(logits)) is not None:
-            return found
-    for logits in reading.logits:
-        if (found := reading.narrow_formula(logits)) is not None:
-            return found
-    for logits in reading.logits:
-        if (found := reading.formula_of_differences(logits)) is not None:
-            return found
-    return LossFormula(
-        exact=False,
-        known=False,
-        addition=torch.nan,
-        value=reading.values[0],
-        expected=reading.plain(reading.logits[0]),
-    )
+def _formula(reading: _Reading) -> LossFormula:
+    for find in (_Reading.exact_formula, _Reading.narrow_formula, _Reading.formula_of_differences):
+        for logits in reading.logits:
+            if (found := find(reading, logits)) is not None:
+                return found
+    return reading.formula(reading.logits[0], exact=False, known=False, addition=torch.nan)
 
 
 def _read(subject: Subject) -> _Reading:
+    """Return the losses and logits of several labelings."""
     spec = subject.spec
-    if spec.labelled_loss is None:
-        raise UnreadableLossError("needs labelled_loss")
-    if spec.inputs != "tokens":
-        raise UnreadableLossError("needs token ids and logits over a vocabulary")
-    if subject.seq_len < 4:
-        raise UnreadableLossError("needs at least 4 positions, to distinguish shifts")
+
+    def need(is_met: bool, text: str) -> None:
+        if not is_met:
+            raise UnreadableLossError(f"needs {text}")
+
+    need(spec.labelled_loss is not None, "labelled_loss")
+    need(spec.inputs == "tokens", "token ids and logits over a vocabulary")
+    need(subject.seq_len > 3, "at least 4 positions, to distinguish shifts")
     fill_zeros = subject.starts_at_zero
     inputs = subject.inputs(_ROWS)
     model = subject.model(dtype=torch.float64, fill_zeros=fill_zeros)
@@ -151,22 +150,16 @@ def _read(subject: Subject) -> _Reading:
     except REFUSALS:
         model = subject.model(fill_zeros=fill_zeros)
         plain = subject.logits(model, inputs)
-    if plain.ndim != 3 or plain.shape[:2] != inputs.shape or plain.shape[-1] < spec.width:
-        raise UnreadableLossError(
-            f"needs logits over {spec.width} tokens, not outputs of shape {tuple(plain.shape)}"
-        )
+    is_logits = plain.ndim == 3 and plain.shape[:2] == inputs.shape and plain.shape[-1] >= spec.width
+    need(is_logits, f"logits over {spec.width} tokens, not outputs of shape {tuple(plain.shape)}")
     labelings = _labelings(subject, plain)
     values, captured = _losses(subject, model, inputs, labelings, plain)
     candidates = [[plain] * len(labelings)]
     if any(not torch.equal(logits, plain) for logits in captured):
         # In an encoder-decoder, the labels are the inputs of the decoder.
         candidates.append(captured)
-    return _Reading(
-        [[z.double() for z in logits] for logits in candidates],
-        labelings,
-        values,
-        expected_shift=expected_shift(subject),
-    )
+    logits = [[z.double() for z in each] for each in candidates]
+    return _Reading(logits, labelings, values, expected_shift(subject))
 
 
 def _losses(
@@ -193,7 +186,7 @@ def expected_shift(subject: Subject) -> int:
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, shift: int) -> float:
     """Return the mean for logits (B, T, V) and labels (B, T), if label t is predicted at t - shift."""
-    nll, weight, _ = _pairs(_scores(logits.double(), _KINDS[0]), labels, shift, "skipped")
+    nll, weight, _ = _pairs(_SCORES[_KINDS[0]](logits.double()), labels, shift, "skipped")
     return float(nll.sum() / weight.sum())
 
 
@@ -233,14 +226,9 @@ def part_that_learns(subject: Subject) -> float | None:
     gradient = _gradient_of_logits(subject, labels)
     if gradient is None:
         return None
-    T = labels.shape[1]
     parts = []
-    for shift in range(-(T // 2), T // 2 + 1):
-        at, of = (
-            (gradient[:, : T - shift], labels[:, shift:])
-            if shift >= 0
-            else (gradient[:, -shift:], labels[:, :shift])
-        )
+    for shift in range(-(labels.shape[1] // 2), labels.shape[1] // 2 + 1):
+        at, of = _shifted(gradient, labels, shift)
         parts.append((at.gather(-1, of[..., None]) < 0).double().mean().item())
     return max(parts)
 
@@ -320,7 +308,7 @@ class _Reading:
         self, z: Tensor, labels: Tensor, shift: int, kind: str = _KINDS[0], ignored: str = "skipped"
     ) -> _Terms:
         if (id(z), kind) not in self._scores:
-            self._scores[id(z), kind] = _scores(z, kind)
+            self._scores[id(z), kind] = _SCORES[kind](z)
         return _pairs(self._scores[id(z), kind], labels, shift, ignored)
 
     def plain(self, logits: list[Tensor], index: int = 0) -> float:
@@ -328,28 +316,29 @@ class _Reading:
         terms = self.terms(logits[index], self.labelings[index], self.expected_shift)
         return _reduce(terms, "mean", self.labelings[index]).item()
 
+    def formula(self, logits: list[Tensor], index: int = 0, **attributes: Any) -> LossFormula:
+        """Return a formula with the value of a labeling, and the expected shift if there is no other."""
+        found = {"shift": self.expected_shift, **attributes}
+        return LossFormula(value=self.values[index], expected=self.plain(logits, index), **found)
+
     def exact_formula(self, logits: list[Tensor]) -> LossFormula | None:
         """Return the formula with the fewest mistakes that gives every value, or None."""
         if all(_close(value, self.plain(logits, i)) for i, value in enumerate(self.values)):
-            return LossFormula(self.expected_shift, value=self.values[0], expected=self.plain(logits))
-        best: tuple[int, LossFormula] | None = None
+            return self.formula(logits)
+        found: list[tuple[int, dict[str, Any]]] = []
         for shift, kind, ignored in itertools.product(_SHIFTS, _KINDS, _IGNORED):
             terms = [
                 self.terms(z, labels, shift, kind, ignored)
                 for z, labels in zip(logits, self.labelings, strict=True)
             ]
             for reduction in _REDUCTIONS:
-                pairs = zip(terms, self.labelings, self.values, strict=True)
-                if not all(_close(v, _reduce(t, reduction, y).item()) for t, y, v in pairs):
-                    continue
-                mistakes = (shift != self.expected_shift) + (kind != _KINDS[0])
-                mistakes += (ignored != "skipped") + (reduction != "mean")
-                if best is None or mistakes < best[0]:
-                    found = LossFormula(
-                        shift, kind, ignored, reduction, value=self.values[0], expected=self.plain(logits)
-                    )
-                    best = mistakes, found
-        return None if best is None else best[1]
+                triples = zip(terms, self.labelings, self.values, strict=True)
+                if all(_close(v, _reduce(t, reduction, y).item()) for t, y, v in triples):
+                    form = {"shift": shift, "kind": kind, "ignored": ignored, "reduction": reduction}
+                    correct = (self.expected_shift, _KINDS[0], "skipped", "mean")
+                    found.append((sum(map(operator.ne, form.values(), correct)), form))
+        best = min(found, key=lambda each: each[0], default=None)
+        return None if best is None else self.formula(logits, **best[1])
 
     def narrow_formula(self, logits: list[Tensor]) -> LossFormula | None:
         """Return the correct formula if each value is rounded to a narrow dtype, otherwise None."""
@@ -360,13 +349,7 @@ class _Reading:
                 for i, v in enumerate(self.values)
             )
             if near and torch.equal(values, values.to(dtype).double()):
-                return LossFormula(
-                    self.expected_shift,
-                    narrow=str(dtype).removeprefix("torch."),
-                    exact=False,
-                    value=self.values[0],
-                    expected=self.plain(logits),
-                )
+                return self.formula(logits, narrow=str(dtype).removeprefix("torch."), exact=False)
         return None
 
     def formula_of_differences(self, logits: list[Tensor]) -> LossFormula | None:
@@ -390,26 +373,25 @@ class _Reading:
         residual, scale, shift, kind, reduction = best
         if not residual <= max(1e-3 * float(moved.abs().max()), noise) or not moved.abs().max() > 32 * noise:
             return None
-        pairs = self.terms(logits[2], self.labelings[2], shift, kind)
+        labels = self.labelings[2]
+        pairs = self.terms(logits[2], labels, shift, kind)
         if reduction == "mean":
-            reduction = self._reduction_of(scale, float(pairs.weight.sum()), shift)
-        base = _reduce(pairs, "mean", self.labelings[2])
-        addition = self.values[2] - scale * float(base)
+            sizes = {name: scale * float(n / pairs.weight.sum()) for name, n in _divisors(pairs, labels)}
+            reduction = next((name for name, size in sizes.items() if abs(size - 1) < 2e-3), "scaled")
         ignored = "skipped"
         if reduction == "scaled" and 0 < 1 - scale < 0.5 and kind == _KINDS[0]:
             ignored = self._smoothing(logits, shift)
-            if ignored == "smoothed":
-                reduction = "mean"
-        return LossFormula(
-            shift,
-            kind,
-            ignored,
-            reduction,
-            scale,
-            addition=addition,
+            reduction = "mean" if ignored == "smoothed" else reduction
+        return self.formula(
+            logits,
+            2,
+            shift=shift,
+            kind=kind,
+            ignored=ignored,
+            reduction=reduction,
+            scale=scale,
+            addition=self.values[2] - scale * float(_reduce(pairs, "mean", labels)),
             exact=False,
-            value=self.values[2],
-            expected=self.plain(logits, 2),
         )
 
     def _fit(
@@ -427,22 +409,6 @@ class _Reading:
         scale = float(moved @ predicted / (predicted @ predicted))
         return float((moved - scale * predicted).abs().max()), scale
 
-    def _reduction_of(self, scale: float, count: float, shift: int) -> str:
-        labels = self.labelings[2]
-        B, T = labels.shape
-        divisors = {
-            "mean": count,
-            "sum": 1.0,
-            "all": float(B * T),
-            "all shifted": float(B * (T - abs(shift))),
-            "rows": float(B),
-            "unshifted": float((labels != IGNORED).sum()),
-        }
-        for name, divisor in divisors.items():
-            if abs(scale * divisor / count - 1) < 2e-3:
-                return name
-        return "scaled"
-
     def _smoothing(self, logits: list[Tensor], shift: int) -> str:
         """Return "smoothed" if label smoothing includes the positions of ignored labels, else "skipped".
 
@@ -453,7 +419,7 @@ class _Reading:
         for z, labels in zip(logits, self.labelings, strict=True):
             nll, weight, _ = self.terms(z, labels, shift)
             uniform = -self._scores[id(z), _KINDS[0]].mean(dim=-1)
-            scored = uniform[:, : uniform.shape[1] - shift] if shift >= 0 else uniform[:, -shift:]
+            scored, _ = _shifted(uniform, labels, shift)
             means.append(float(nll.sum() / weight.sum()))
             on_targets.append(float((scored * weight).sum() / weight.sum()))
             everywhere.append(float(scored.sum() / weight.sum()))
@@ -484,24 +450,8 @@ class _Terms(NamedTuple):
     target: Tensor
 
 
-def _scores(z: Tensor, kind: str) -> Tensor:
-    """Return the scores (B, T, V). The loss is minus the score of the label."""
-    match kind:
-        case "cross-entropy":
-            return z.log_softmax(dim=-1)
-        case "softmax twice":
-            return z.softmax(dim=-1).log_softmax(dim=-1)
-        case "probabilities":
-            return z.softmax(dim=-1)
-    assert kind == "raw logits"
-    return z
-
-
 def _pairs(scores: Tensor, labels: Tensor, shift: int, ignored: str) -> _Terms:
-    if shift > 0:
-        scores, labels = scores[:, :-shift], labels[:, shift:]
-    elif shift < 0:
-        scores, labels = scores[:, -shift:], labels[:, :shift]
+    scores, labels = _shifted(scores, labels, shift)
     target = labels != IGNORED
     counts = target
     if ignored == "as token 0":
@@ -512,26 +462,28 @@ def _pairs(scores: Tensor, labels: Tensor, shift: int, ignored: str) -> _Terms:
     return _Terms(nll.masked_fill(~counts, 0.0), counts.double(), target.double())
 
 
+def _shifted(outputs: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Return the outputs at t - shift and the labels at t."""
+    T = labels.shape[1]
+    return outputs[:, max(0, -shift) : T - max(0, shift)], labels[:, max(0, shift) : T - max(0, -shift)]
+
+
 def _reduce(terms: _Terms, reduction: str, labels: Tensor) -> Tensor:
-    nll, weight, target = terms
-    total = nll.sum()
-    match reduction:
-        case "mean":
-            return total / weight.sum()
-        case "targets":
-            return total / target.sum()
-        case "sum":
-            return total
-        case "all":
-            return total / labels.numel()
-        case "all shifted":
-            return total / weight.numel()
-        case "rows":
-            return total / len(labels)
-        case "row means":
-            return (nll.sum(dim=1) / weight.sum(dim=1)).nanmean()
-    assert reduction == "unshifted"
-    return total / (labels != IGNORED).sum()
+    if reduction == "row means":
+        return (terms.nll.sum(dim=1) / terms.weight.sum(dim=1)).nanmean()
+    divisor: Tensor | float = dict(_divisors(terms, labels))[reduction]
+    return terms.nll.sum() / divisor
+
+
+def _divisors(terms: _Terms, labels: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each reduction that divides a sum, and its divisor."""
+    yield "mean", terms.weight.sum()
+    yield "sum", 1.0
+    yield "all", labels.numel()
+    yield "all shifted", terms.weight.numel()
+    yield "rows", len(labels)
+    yield "unshifted", (labels != IGNORED).sum()
+    yield "targets", terms.target.sum()
 
 
 def _close(value: float, expected: float) -> bool:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackwise.checks.probe.applicable import UnmeasuredError, needed
 from stackwise.checks.probe.call import real_inputs, refusals
-from stackwise.checks.probe.claimed import UnmeasuredError
 from stackwise.checks.probe.layers import residual_stream
+from stackwise.checks.probe.operations import Operations
 from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
 from stackwise.checks.subject import Subject
 
@@ -133,9 +133,7 @@ class Planted:
         Raises:
             UnmeasuredError: no layers were found.
         """
-        if not self.found:
-            raise UnmeasuredError("needs layers of one type that run one after the other")
-        return self.found
+        return needed(self.found, "layers of one type that run one after the other")
 
     def order(self, site: Site) -> list[int] | None:
         """Return the query heads of a site in the order of the product that they are parts of.
@@ -206,30 +204,31 @@ def planted(
         for p in model.parameters() if noise else ():
             p.data += noise * torch.randn(p.shape, generator=generator).to(p)
         call = Planted(real_inputs(subject, N_ROWS, length, model=model), length)
-        mode = _Plant(call, amplitude, even, only, part, subject.seed)
-
-        def run(model: Any = model, call: Planted = call) -> None:
-            call.logits = subject.spec.logits(model, call.inputs)
-
-        is_leaf = lambda _, module: not any(True for _ in module.children())  # noqa: E731
-        record = partial(recorded_calls, model, run, is_leaf)
-
-        def run_planted(record: Any = record, call: Planted = call, mode: Any = mode) -> None:
-            with mode:
-                call.leaves.extend(record())
-
+        generator = torch.Generator().manual_seed(subject.seed)
         try:
-            # Without gradients, torch's layers take a fused path without a visible softmax.
-            with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]):
-                if not subject.spec.per_position and (free := residual_stream(model, run)) is not None:
-                    call.length = free.first.shape[1]
-                stream = residual_stream(model, run_planted)
+            _call(subject, model, call, _Plant(call, generator, amplitude, even, only, part))
         except refusals():
             continue
-        call.logits = call.logits.detach()
-        call.found = [] if stream is None else [x.detach() for x in (stream.first, *stream.after)]
         return call
     raise UnmeasuredError("needs a model that runs with planted activations")
+
+
+def _call(subject: Subject, model: nn.Module, call: Planted, plant: _Plant) -> None:
+    """Call the model with planted products, and record the call."""
+
+    def run() -> None:
+        call.logits = subject.spec.logits(model, call.inputs).detach()
+
+    def run_planted() -> None:
+        with Operations(plant.record):
+            call.leaves = recorded_calls(model, run, lambda _, module: not [*module.children()])
+
+    # Without gradients, torch's layers take a fused path without a visible softmax.
+    with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]):
+        if not subject.spec.per_position and (free := residual_stream(model, run)) is not None:
+            call.length = free.first.shape[1]
+        stream = residual_stream(model, run_planted)
+    call.found = [] if stream is None else [x.detach() for x in (stream.first, *stream.after)]
 
 
 def by_row(x: Tensor) -> Tensor:
@@ -255,27 +254,20 @@ def fitted(target: Tensor, columns: list[Tensor]) -> list[float] | None:
     return [float(x) for x in solution] if is_explained else None
 
 
-class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replace and record products. See `planted`."""
+@dataclass
+class _Plant:
+    """Replace and record the products of a call. The attributes are those of `planted`."""
 
-    def __init__(
-        self,
-        call: Planted,
-        amplitude: float,
-        even: bool,
-        only: Collection[int] | None,
-        part: float,
-        seed: int,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.call, self.amplitude, self.even = call, amplitude, even
-        self.only, self.part = only, part
-        self.generator = torch.Generator().manual_seed(seed)
-        self.operands: tuple[Tensor, Tensor] | None = None
+    call: Planted
+    generator: torch.Generator
+    amplitude: float
+    even: bool
+    only: Collection[int] | None
+    part: float
+    operands: tuple[Tensor, Tensor] | None = None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
+    def record(self, name: str, args: Any, output: Any) -> None:
+        """Replace or record the result of an operation."""
         if name in ("mm", "addmm", "_grouped_mm") and output.is_floating_point():
             if name == "_grouped_mm" or len(output) != N_ROWS * self.call.length:
                 inputs = args[0] if name == "_grouped_mm" else args[-2]
@@ -287,18 +279,17 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name in ("bmm", "baddbmm"):
             self._multiply(args[-2], args[-1], output)
         elif name in ("_softmax", "_safe_softmax") and self.operands is not None:
-            self._score(self.operands, args[0], output)
+            self._score(*self.operands, args[0], output)
         elif name == "embedding":
             self.call.lookups.append((args[1], output.detach().clone()))
-        return output
 
     def _plant(self, inputs: Tensor, weight: Tensor, output: Tensor) -> None:
         signs = torch.randint(2, output.shape, generator=self.generator) * 2 - 1
         sizes = self.amplitude * (1 + torch.rand(len(output), 1, generator=self.generator) * (not self.even))
         is_planted = self.only is None or len(self.call.products) in self.only
         output.copy_(signs * sizes * is_planted)
-        tensors = (x.detach().clone() for x in (inputs, output))
-        self.call.products.append(Product(next(tensors), weight.detach(), next(tensors)))
+        product = Product(inputs.detach().clone(), weight.detach(), output.detach().clone())
+        self.call.products.append(product)
 
     def _multiply(self, one: Tensor, two: Tensor, output: Tensor) -> None:
         T, site = self.call.length, self.call.sites[-1] if self.call.sites else None
@@ -320,14 +311,12 @@ class _Plant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         site.used = nearest.flatten(0, 1).clone()
         site.values = values.repeat_interleave(n, dim=0)
 
-    def _score(self, operands: tuple[Tensor, Tensor], scores: Tensor, weights: Tensor) -> None:
-        (queries, keys), T = operands, self.call.length
+    def _score(self, queries: Tensor, keys: Tensor, scores: Tensor, weights: Tensor) -> None:
+        T = self.call.length
         n = queries.shape[1] // T
         shape = (n * len(queries), T, T)
         if scores.shape[-2:] == shape[1:] and scores.numel() == weights.numel() == shape[0] * T**2:
             queries, keys = queries.reshape(shape[0], T, -1), keys.repeat_interleave(n, dim=0)
-            of_site = (x.detach().reshape(shape).clone() for x in (scores, weights))
-            self.call.sites.append(
-                Site(queries, keys, next(of_site), next(of_site), len(self.call.products), n)
-            )
+            scores, weights = (x.detach().reshape(shape).clone() for x in (scores, weights))
+            self.call.sites.append(Site(queries, keys, scores, weights, len(self.call.products), n))
             self.operands = None

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.call import refusals
+from stackwise.checks.probe.operations import Operations
 from stackwise.checks.subject import Subject
 
 __all__ = ["LENGTH", "Rotation", "rotations_of"]
@@ -61,14 +61,12 @@ def rotations_of(subject: Subject) -> list[tuple[Rotation, ...]]:
     token = subject.inputs(1, 1)
     inputs = token.expand(1, length, *token.shape[2:]).contiguous()
     for dtype in _RESOLUTION:  # some kernels for mixtures of experts have no float64
-        mode = _Products(length)
         model = subject.model(dtype=dtype, fill_zeros=True)
         try:
-            with torch.enable_grad(), subject.fixed_randomness(), sdpa_kernel([SDPBackend.MATH]), mode:
-                subject.spec.logits(model, inputs)
+            products = _products(subject, model, inputs)
         except refusals():
             continue
-        return [tuple(rotation_of(x) for x in operands) for operands in mode.seen]
+        return [tuple(map(rotation_of, each)) for each in products]
     return []
 
 
@@ -114,24 +112,24 @@ def _angles(x: Tensor, y: Tensor) -> Tensor:
     return (vectors[1:] * vectors[:-1].conj()).angle()
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record queries and keys (N, T, D) of each product of scores (N, T, T), and the values."""
+def _products(subject: Subject, model: nn.Module, inputs: Tensor) -> list[list[Tensor]]:
+    """Return queries and keys (N, T, D) of each product of scores (N, T, T), and the values."""
+    square = (inputs.shape[1],) * 2
+    seen: list[list[Tensor]] = []
+    is_normalized = False  # linear attention has no softmax, and often no rotary embedding
 
-    def __init__(self, length: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = length
-        self.seen: list[list[Tensor]] = []
-        self.is_normalized = False  # linear attention has no softmax, and often no rotary embedding
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if name in ("bmm", "baddbmm") and output.shape[-2:] == (self.length, self.length):
+    def record(name: str, args: Any, output: Any) -> None:
+        nonlocal is_normalized
+        if name in ("bmm", "baddbmm") and output.shape[-2:] == square:
             queries, keys = args[-2:]
-            self.seen.append([queries.detach().clone(), keys.detach().mT.clone()])
-            self.is_normalized = False
-        elif "softmax" in name and output.shape[-2:] == (self.length, self.length):
-            self.is_normalized = True
-        elif name == "bmm" and self.is_normalized and args[0].shape[1:] == (self.length, self.length):
-            self.seen[-1][2:] = [args[1].detach().clone()]
-        return output
+            seen.append([queries.detach().clone(), keys.detach().mT.clone()])
+            is_normalized = False
+        elif "softmax" in name and output.shape[-2:] == square:
+            is_normalized = True
+        elif name == "bmm" and is_normalized and args[0].shape[1:] == square:
+            seen[-1][2:] = [args[1].detach().clone()]
+
+    kernel, operations = sdpa_kernel([SDPBackend.MATH]), Operations(record)
+    with torch.enable_grad(), subject.fixed_randomness(), kernel, operations:
+        subject.spec.logits(model, inputs)
+    return seen

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from stackwise.checks.probe.operations import Operations
 from stackwise.checks.subject import Subject
 from stackwise.support.system_errors import false_if_raised
 
@@ -24,10 +24,8 @@ def selects_positions(subject: Subject) -> bool:
     False if the model takes only inputs of another length.
     """
     length = min(_LENGTH, subject.spec.max_length or _LENGTH)
-    watch = _Ties()
-    with watch:
-        subject.logits(subject.model(), subject.inputs(1, length))
-    return length in watch.sizes
+    selections = _selections(lambda: subject.logits(subject.model(), subject.inputs(1, length)))
+    return any(size == length for size, _ in selections)
 
 
 def chooses_among_equals(call: Callable[[], object]) -> bool:
@@ -36,28 +34,21 @@ def chooses_among_equals(call: Callable[[], object]) -> bool:
     Which of them is taken depends on the algorithm, and so on the shape: neither order is wrong. Values at
     the bottom of their dtype are masked out, and their order is of no account.
     """
-    watch = _Ties()
-    with watch:
+    return any(is_tied for _, is_tied in _selections(call))
+
+
+def _selections(call: Callable[[], object]) -> list[tuple[int, bool]]:
+    """Return, for each top k, the number of its values, and True if it selects only some of equal values."""
+    selections = []
+
+    def record(name: str, args: Any, _: Any) -> None:
+        if name == "topk" and args[0].ndim:
+            values, k, dim = (*args, -1)[:3]
+            selections.append((values.shape[dim], _is_tied(values, k, dim)))
+
+    with Operations(record):
         call()
-    return watch.seen
-
-
-class _Ties(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that records if a top k selects only some of equal values, and the number of its values."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-        self.sizes: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.topk.default and args[0].ndim:
-            values, k = args[0], args[1]
-            dim = args[2] if len(args) > 2 else -1
-            self.seen = self.seen or _is_tied(values, k, dim)
-            self.sizes.add(values.shape[dim])
-        return output
+    return selections
 
 
 def _is_tied(values: Tensor, k: int, dim: int) -> bool:

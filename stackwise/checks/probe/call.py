@@ -91,33 +91,32 @@ def has_fixed_state(subject: Subject, inputs: Tensor) -> bool:
     """Return True if decoding rewrites a tensor in the cache that does not grow, as recurrent layers do.
 
     Memory that is allocated for later tokens does not grow either, but a token writes only its own place.
+    Counters of tokens are integers and do not count.
 
     Args:
         subject: the model, with or without a cache.
         inputs: (B, T), T > 1.
     """
-    return subject.once(f"fixed state of {inputs.shape[1]}", lambda: _rewrites_state(subject, inputs))
 
+    @torch.no_grad()
+    def rewrites_state() -> bool:
+        decode, model = subject.spec.decode, subject.model()
+        if decode is None:
+            return False
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        cache = None
+        for part in torch.split(inputs, 1, dim=1):  # a rolling cache may refuse several tokens at once
+            _, cache = decode(model, cast(part.clone(), model), cache)
+            before, after = after, [tensor.clone() for tensor in cache_tensors(cache)]
+        return any(
+            old.shape == new.shape
+            and new.is_floating_point()
+            and float((old != new).float().mean()) > _REWRITTEN
+            for old, new in zip(before, after, strict=False)
+        )
 
-@torch.no_grad()
-def _rewrites_state(subject: Subject, inputs: Tensor) -> bool:
-    decode, model = subject.spec.decode, subject.model()
-    if decode is None:
-        return False
-    before: list[Tensor] = []
-    after: list[Tensor] = []
-    cache = None
-    for part in torch.split(inputs, 1, dim=1):  # a rolling cache may refuse several tokens at once
-        _, cache = decode(model, cast(part.clone(), model), cache)
-        before, after = after, [tensor.clone() for tensor in cache_tensors(cache)]
-    return any(_is_rewritten(*pair) for pair in zip(before, after, strict=False))
-
-
-def _is_rewritten(before: Tensor, after: Tensor) -> bool:
-    """Return True if most elements of a state changed. Counters of tokens are integers and do not count."""
-    if before.shape != after.shape or not after.is_floating_point():
-        return False
-    return float((before != after).float().mean()) > _REWRITTEN
+    return subject.once(f"fixed state of {inputs.shape[1]}", rewrites_state)
 
 
 def leaves_state(subject: Subject, inputs: Tensor) -> bool:

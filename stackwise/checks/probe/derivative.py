@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,28 +99,25 @@ def compared(subject: Subject | TrainerSubject, model: nn.Module, function: _Fun
     probe = _Probe(subject, model, function)
     if not probe.has_gradient:
         return Comparison(1.0, has_gradient=False)
-    total, scale = sum(probe.slopes.values()), probe.scale
-    everything = list(probe.parameters)
-    best: tuple[float, float, float] | None = None  # noise, measured, size
-    for size in _SIZES:
-        (measured, _), (half, bend) = (probe.difference(everything, s) for s in (size, size / 2))
+    total, scale = sum(probe.slopes.values()), max(math.hypot(*probe.slopes.values()), 1e-300)
+    noise, measured, size = math.inf, 0.0, _SIZES[0]
+    for step in _SIZES:
+        (whole, _), (half, bend) = (probe.difference(probe.parameters, s) for s in (step, step / 2))
         # At a kink, such as relu at 0, the slopes on both sides differ.
-        noise = max(abs(measured - half), bend) / max(abs(half), scale)
-        if best is None or noise < best[0]:
-            best = (noise, half, size / 2)
+        noise, measured, size = min(
+            (noise, measured, size), (max(abs(whole - half), bend) / max(abs(half), scale), half, step / 2)
+        )
         if noise < _EXACT / 10:
             break
-    assert best is not None
-    noise, measured, size = best
     scale = max(abs(measured), scale)
     value, limit = abs(measured - total) / scale, max(_EXACT, 10 * noise)
     if not limit <= _VAGUE or value <= limit:
         return Comparison(value, limit)
-    if abs(probe.difference(everything, _CLOSER)[0] - measured) > _VAGUE * scale:
+    if abs(probe.difference(probe.parameters, _CLOSER)[0] - measured) > _VAGUE * scale:
         return Comparison(value, limit=torch.inf)
     watch, wrong = probe.watch, probe.wrong(size, limit * scale)
-    is_constant = all(abs(probe.difference(everything, s)[0]) <= 1e-9 * scale for s in _SIZES[2:])
-    surrogate = is_constant or watch.has_unit_factor
+    slopes = (probe.difference(probe.parameters, s)[0] for s in _SIZES[2:])
+    surrogate = watch.has_unit_factor or all(abs(slope) <= 1e-9 * scale for slope in slopes)
     return Comparison(value, limit, wrong, watch.uses_steps, watch.truncates, surrogate)
 
 
@@ -137,8 +134,9 @@ class _Probe:
     def __init__(self, subject: Subject | TrainerSubject, model: nn.Module, function: _Function) -> None:
         self._subject, self._model, self._function = subject, model, function
         self.parameters = trainable_parameters(subject, model)
-        self._directions = _directions(subject, model, self.parameters)
+        self._directions = directions = _directions(subject, model, self.parameters)
         self.watch = _Watch()
+        self.slopes: dict[str, float] = {}
         with torch.enable_grad(), self._comparable():
             with self.watch:
                 output = function(model)
@@ -147,20 +145,11 @@ class _Probe:
             weights = torch.randn(self._base.shape, generator=generator, dtype=torch.float64)
             self._weights = weights.to(self._base.device).masked_fill(~self._base.isfinite(), 0.0)
             self.has_gradient = output.requires_grad
-            self.slopes = self._slopes(output) if output.requires_grad else {}
-
-    @property
-    def scale(self) -> float:
-        """Return the norm of the slopes."""
-        return max(math.hypot(*self.slopes.values()), 1e-300)
-
-    def _slopes(self, output: Tensor) -> dict[str, float]:
-        finite = output.masked_fill(~self._base.isfinite(), 0.0)
-        gradients = gradients_at(finite, list(self.parameters.values()), self._weights.to(finite))
-        return {
-            name: 0.0 if g is None else float((g.double() * self._directions[name]).sum())
-            for name, g in zip(self.parameters, gradients, strict=True)
-        }
+            if self.has_gradient:
+                finite = output.masked_fill(~self._base.isfinite(), 0.0)
+                gradients = gradients_at(finite, [*self.parameters.values()], self._weights.to(finite))
+                for name, g in zip(self.parameters, gradients, strict=True):
+                    self.slopes[name] = 0.0 if g is None else float((g.double() * directions[name]).sum())
 
     @contextmanager
     def _comparable(self) -> Iterator[None]:
@@ -169,7 +158,7 @@ class _Probe:
             yield
 
     @torch.no_grad()
-    def difference(self, names: list[str], size: float) -> tuple[float, float]:
+    def difference(self, names: Iterable[str], size: float) -> tuple[float, float]:
         """Return the central difference along the directions of parameters, and the gap of both sides."""
         start = {name: self.parameters[name].clone() for name in names}
         values = []
@@ -185,12 +174,9 @@ class _Probe:
 
     def wrong(self, size: float, tolerance: float) -> tuple[tuple[str, float, float], ...]:
         """Return name, slope and difference of each parameter with a wrong slope."""
-        found = []
-        for name, slope in self.slopes.items():
-            measured, _ = self.difference([name], size)
-            if abs(measured - slope) > tolerance / len(self.slopes):
-                found.append((name, slope, measured))
-        return tuple(sorted(found, key=lambda item: (item[1] != 0, -abs(item[1] - item[2]))))
+        found = [(name, slope, self.difference([name], size)[0]) for name, slope in self.slopes.items()]
+        wrong = [each for each in found if abs(each[2] - each[1]) > tolerance / len(self.slopes)]
+        return tuple(sorted(wrong, key=lambda item: (item[1] != 0, -abs(item[1] - item[2]))))
 
 
 def _directions(

@@ -38,7 +38,6 @@ _PROBABILITY: dict[Callable[..., Any], int] = {
 }
 # The index depends on the overload. The probability is the only float.
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-_CHANGED = {*_DROPOUTS, *_PROBABILITY, *_RECURRENT, torch.native_dropout, torch.Tensor.backward}
 
 
 class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -46,8 +45,6 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function with a dropout probability of 0."""
-        if function not in _CHANGED:
-            return function(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -56,13 +53,17 @@ class WithoutDropout(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
                 return _backward(*args, **kwargs)
         if function is torch.native_dropout:
             args, kwargs = (*args[:2], False), {key: each for key, each in kwargs.items() if key != "train"}
-        elif function in _PROBABILITY:
-            place = _PROBABILITY[function]
-            args = tuple(0.0 if index == place else value for index, value in enumerate(args))
-            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        elif (place := _PROBABILITY.get(function)) is not None:
+            args = (*args[:place], *(0.0 for _ in args[place : place + 1]), *args[place + 1 :])
+            kwargs |= {key: 0.0 for key in kwargs if key == "dropout_p"}
         elif function in _RECURRENT:
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return function(*args, **kwargs)
+
+
+def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
+    """Run the backward pass from a gradient edge. With a tensor, torch would call this mode again."""
+    torch.autograd.backward(get_gradient_edge(output), gradient, **options)
 
 
 class EqualDraws(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
@@ -162,8 +163,3 @@ def dropout_rate(before: Tensor, after: Tensor, claim: float) -> float | None:
     if abs(share - rate) <= error:
         return rate if rate > 1e-4 else 0.0
     return max(rate, share, key=lambda x: abs(x - claim))
-
-
-def _backward(output: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
-    """Run the backward pass from a gradient edge. With a tensor, torch would call this mode again."""
-    torch.autograd.backward(get_gradient_edge(output), gradient, **options)

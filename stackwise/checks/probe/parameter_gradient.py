@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -79,27 +79,26 @@ def gradients_of(
             model.zero_grad(set_to_none=True)
             with around(), torch.enable_grad():
                 loss = subject.spec.loss_of(model if call is None else call, inputs)
-                forward = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+                forward = _copies(model.named_buffers())
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            gradients = {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-                for name, p in model.named_parameters()
-                if p.requires_grad
-            }
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            gradients = _copies((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained)
+            buffers = _copies(model.named_buffers())
             moved = tuple(
                 name
                 for name, buffer in buffers.items()
                 if name in forward and not torch.equal(buffer.nan_to_num(), forward[name].nan_to_num())
             )
             passes.append(Gradients(loss.item(), gradients, buffers, moved))
-            if shrink != 1.0:
-                with torch.no_grad():
-                    for tensor in (*model.parameters(), *model.buffers()):
-                        if tensor.is_floating_point() or tensor.is_complex():
-                            tensor.mul_(shrink)
+            for tensor in (*model.parameters(), *model.buffers()) if shrink != 1.0 else ():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.data.mul_(shrink)
     return passes
+
+
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def compare_gradients(plain: Sequence[Gradients], other: Sequence[Gradients]) -> GradientDifference:

@@ -5,7 +5,6 @@ Shapes: B rows of a batch; each rank gets a part of them.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stackwise.checks.probe.another_process import Recipe, run_in_processes
+from stackwise.checks.probe.applicable import UnmeasuredError, needed
 from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.batch import mapped, tensors_in
 from stackwise.checks.probe.dropout import WithoutDropout
@@ -59,7 +59,6 @@ class Record:
         accumulated: parameters after a further update from two micro-batches. {}: no `accumulate`.
         gradients: gradients at the optimizer in the first step.
         norm: `grad_norm` of the run after the first step, before clipping. None: the run has none.
-        losses: results of the steps. NaN for a step without a result.
         evaluation: `evaluate` of the first batch before all steps. None: the run has no such method.
         evaluation_set: `evaluate` without batches. None: the run cannot evaluate a set of its own.
         evaluated: the tokens of each row that the model reads in this evaluation.
@@ -73,7 +72,6 @@ class Record:
     accumulated: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     norm: float | None = None
-    losses: list[float] = field(default_factory=list)
     evaluation: float | None = None
     evaluation_set: float | None = None
     evaluated: list[tuple[Any, ...]] = field(default_factory=list)
@@ -102,6 +100,10 @@ class Ranks:
         """Return the index of the first collective that differs between ranks, or None."""
         return _disagreement(self.collectives)
 
+    def calls_at(self, place: int) -> str:
+        """Return the collective of each rank at an index, as text."""
+        return ", ".join(f"rank {rank}: {calls[place]}" for rank, calls in enumerate(self.collectives))
+
 
 def run_ranks(
     subject: TrainerSubject,
@@ -109,54 +111,48 @@ def run_ranks(
     unequal: bool = False,
     spoiled: bool = False,
     has_set: bool = False,
-) -> Ranks | str:
-    """Run two steps on two ranks, once for all checks. Return the reason if this is not possible.
+) -> Ranks:
+    """Run two steps on two ranks, once for all checks.
 
     Args:
         subject: the training run.
         unequal: the last rank has few targets, and the others have many.
         spoiled: in the last step, the first layer of the model of the last rank returns NaN.
         has_set: also evaluate the evaluation set of the run, which may be large.
+
+    Raises:
+        UnmeasuredError: this is not possible.
     """
-    if subject.spec.distributed is None:
-        return "needs TrainerSpec.distributed"
+    needed(subject.spec.distributed, "TrainerSpec.distributed")
     recipe = Recipe.of(subject.spec, "distributed")
-    if recipe is None:
-        return "needs TrainerSpec.factory, or a function distributed that can be pickled"
-    try:
-        _require_rows(whole_batch(subject, 0, unequal))
-    except ValueError as error:
-        return str(error)
+    recipe = needed(recipe, "TrainerSpec.factory, or a function distributed that can be pickled")
+    rows = {len(leaf) if leaf.ndim else 0 for leaf in tensors_in(whole_batch(subject, 0, unequal))}
+    is_divisible = len(rows) == 1 and min(rows) % N_RANKS == 0
+    needed(is_divisible, "batches whose tensors all have one row for each example")
     ranks = _run(subject, recipe, unequal, spoiled, has_set)
-    if not ranks.known:
-        return f"needs a run that a new process can set up; errors: {'; '.join(ranks.errors.values())}"
+    errors = "; ".join(ranks.errors.values())
+    needed(ranks.known, f"a run that a new process can set up; errors: {errors}")
     return ranks
 
 
 @lru_cache(maxsize=4)
 def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool, has_set: bool) -> Ranks:
-    batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
-    evaluates = _can_evaluate(subject)
+    common = {
+        "batches": [whole_batch(subject, number, unequal) for number in range(N_STEPS)],
+        "seed": subject.seed,
+        "evaluates": _can_evaluate(subject),
+        "has_set": has_set,
+        "accumulates": not spoiled,
+    }
     with TemporaryDirectory() as folder:
         logs = [Path(folder) / f"collectives-{rank}" for rank in range(N_RANKS)]
-        arguments = [
-            {
-                "rank": rank,
-                "folder": folder,
-                "batches": batches,
-                "seed": subject.seed,
-                "log": str(logs[rank]),
-                "evaluates": evaluates,
-                "has_set": has_set,
-                "accumulates": not spoiled,
-                "is_spoiled": spoiled and rank == N_RANKS - 1,
-            }
-            for rank in range(N_RANKS)
-        ]
         outcomes = run_in_processes(
             "stackwise.checks.probe.ranks:run_rank",
             recipe,
-            arguments,
+            [
+                {"rank": rank, "log": log, "is_spoiled": spoiled and rank == N_RANKS - 1, **common}
+                for rank, log in enumerate(logs)
+            ],
             seconds=_SECONDS,
             # Ranks in different collectives would wait for ever.
             stop=lambda: _disagreement([_read(log) for log in logs]) is not None,
@@ -168,25 +164,15 @@ def _run(subject: TrainerSubject, recipe: Recipe, unequal: bool, spoiled: bool, 
 
 
 def run_rank(
-    build: Callable[[], TrainingRun],
-    rank: int,
-    folder: str,
-    batches: list[Any],
-    seed: int,
-    log: str,
-    *,
-    evaluates: bool,
-    has_set: bool,
-    accumulates: bool,
-    is_spoiled: bool,
+    build: Callable[[], TrainingRun], rank: int, log: Path, batches: list[Any], seed: int, **options: bool
 ) -> Record:
-    """Run the steps of one rank, with an evaluation before and an accumulation after them."""
+    """Run the steps of one rank. The options are those of `observe`."""
     from torch import distributed
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/meeting",
+        init_method=f"file://{log.parent}/meeting",
         rank=rank,
         world_size=N_RANKS,
         timeout=timedelta(seconds=_SECONDS / 2),
@@ -197,15 +183,7 @@ def run_rank(
         index, count = run.data_part() if callable(getattr(run, "data_part", None)) else (rank, N_RANKS)
         parts = [_part(batch, index, count) for batch in batches]
         with seeded(seed + 1 + rank):
-            record = observe(
-                run,
-                parts,
-                _Collectives(Path(log)),
-                evaluates=evaluates,
-                has_set=has_set,
-                accumulates=accumulates,
-                is_spoiled=is_spoiled,
-            )
+            record = observe(run, parts, _Collectives(log), **options)
         record.n_parts = count
         # The first rank that leaves the barrier closes its connections. All records are complete by then.
         with suppress(RuntimeError):
@@ -217,7 +195,7 @@ def run_rank(
 
 def dense(subject: TrainerSubject, *, unequal: bool = False, has_set: bool = False) -> Record:
     """Run the same steps in one process, on the batches of all ranks."""
-    run = subject.run()
+    run: Any = subject.run()
     batches = [whole_batch(subject, number, unequal) for number in range(N_STEPS)]
     with seeded(subject.seed):
         norm = _gradient_norm(subject, batches[0]) if callable(getattr(run, "loss", None)) else None
@@ -266,7 +244,17 @@ def observe(
     accumulates: bool = False,
     is_spoiled: bool = False,
 ) -> Record:
-    """Run steps without dropout, which differs between ranks, and record them."""
+    """Record evaluations, then steps without dropout, which differs between ranks, then an accumulation.
+
+    Args:
+        run: the training run of a rank, or of one process.
+        batches: one batch for each step.
+        collectives: log of the collectives of a rank. None: one process.
+        evaluates: evaluate the first batch.
+        has_set: evaluate the evaluation set of the run.
+        accumulates: make an update from all batches after the steps.
+        is_spoiled: the first layer returns NaN in the last step.
+    """
     record = Record(initial=_parameters(run.model))
     with keep_random_states():
         if evaluates:
@@ -275,7 +263,9 @@ def observe(
             with _rows_read(run.model, record.evaluated):
                 record.evaluation_set = number_in(run.evaluate())
         with suppress(Exception):  # other checks report an epoch that raises
-            record.rows = _rows_of_epoch(run)
+            epoch = list(islice(run.epoch(0), _LONGEST_EPOCH + 1))
+            if len(epoch) <= _LONGEST_EPOCH:
+                record.rows = [row for batch in epoch for row in _rows_in(batch)]
 
     def keep(_: Any) -> None:
         if not record.gradients:
@@ -286,9 +276,7 @@ def observe(
         for number, batch in enumerate(batches):
             spoils = is_spoiled and number == len(batches) - 1
             with collectives or nullcontext(), _spoiled(run.model, record) if spoils else nullcontext():
-                loss = run.step(batch)
-            found = number_in(loss)
-            record.losses.append(math.nan if found is None else found)
+                run.step(batch)
             norm = getattr(run, "grad_norm", None)
             if number == 0 and norm is not None:
                 record.norm = float(norm)
@@ -315,13 +303,6 @@ def _spoiled(model: nn.Module, record: Record) -> Iterator[None]:
     layers = [module for module in model.modules() if not any(True for _ in module.children())]
     with temporary_hooks(layer.register_forward_hook(hook) for layer in layers):
         yield
-
-
-def _rows_of_epoch(run: Any) -> list[tuple[Any, ...]] | None:
-    batches = list(islice(run.epoch(0), _LONGEST_EPOCH + 1))
-    if len(batches) > _LONGEST_EPOCH:
-        return None
-    return [row for batch in batches for row in _rows_in(batch)]
 
 
 def _rows_in(batch: Any) -> list[tuple[Any, ...]]:
@@ -356,24 +337,17 @@ def whole_batch(subject: TrainerSubject, number: int, unequal: bool = False) -> 
     """Return batch `number` of all ranks together.
 
     Raises:
-        ValueError: `unequal`, and a batch has no labels that can be ignored.
+        UnmeasuredError: `unequal`, and a batch has no labels that can be ignored.
     """
     batch = subject.batch(number, batch_size=N_RANKS * subject.spec.batch_size)
+    labels, ignored = labels_in(batch), subject.spec.ignored_label
     if not unequal:
         return batch
-    labels, ignored = labels_in(batch), subject.spec.ignored_label
     if labels is None or ignored is None:
-        raise ValueError("needs batches with labels, and ignored_label")
+        raise UnmeasuredError("needs batches with labels, and ignored_label")
     labels = labels.clone()
     labels[-subject.spec.batch_size :, _FEW_TARGETS:] = ignored
     return with_labels(batch, labels)
-
-
-def _require_rows(batch: Any) -> None:
-    """Raise a ValueError if the rows of a batch cannot be divided between the ranks."""
-    rows = {len(leaf) if leaf.ndim else 0 for leaf in tensors_in(batch)}
-    if len(rows) != 1 or min(rows) % N_RANKS:
-        raise ValueError("needs batches whose tensors all have one row for each example")
 
 
 def _part(batch: Any, index: int, count: int) -> Any:
@@ -423,9 +397,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, _, name = function.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and not name.startswith(("send", "recv", "wait")):
             name = name.partition(".")[0].rstrip("_")
-            sizes = (
-                [list(leaf.shape) for leaf in tensors_in(list(args))] if name.startswith(_SAME_SIZE) else ""
-            )
-            self.log.write(f"{name}{json.dumps(sizes) if sizes else ''}\n")
+            sizes = [list(leaf.shape) for leaf in tensors_in(list(args))]
+            self.log.write(f"{name}{sizes if sizes and name.startswith(_SAME_SIZE) else ''}\n")
             self.log.flush()
         return function(*args, **(kwargs or {}))

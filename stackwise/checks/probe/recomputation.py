@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,9 @@ def switched(model: nn.Module, switch: Callable[[nn.Module], None]) -> None:
         warnings.simplefilter("ignore")
         switch(model)
     if "use_cache" in forward_parameters(model):
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {"use_cache": False, **kwargs}), with_kwargs=True
+        )
 
 
 def by_its_own_switch(model: nn.Module) -> None:
@@ -55,22 +58,9 @@ def by_wrapping_layers(model: nn.Module) -> None:
     # The outermost layers first: their parts may be repeated as well.
     for names in sorted(repeated_layers(model), key=lambda names: names[0].count(".")):
         layers = [model.get_submodule(name) for name in names]
-        if all(type(layer).forward is not nn.Module.forward for layer in layers) and not any(
-            isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers
-        ):
-            break
-    else:
-        raise NoSwitch
-    for layer in layers:
-        layer.forward = _recomputed(layer.forward)
-
-
-def _without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return args, {"use_cache": False, **kwargs}
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+        are_containers = any(isinstance(layer, nn.ModuleList | nn.ModuleDict) for layer in layers)
+        if not are_containers and all(type(layer).forward is not nn.Module.forward for layer in layers):
+            for layer in layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            return
+    raise NoSwitch

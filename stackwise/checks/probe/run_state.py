@@ -80,7 +80,8 @@ def _optimizer_state(run: TrainingRun, names: Mapping[int, str]) -> State:
     state: State = {}
     saved = run.optimizer.state_dict()
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
-    owners = dict(zip(_indices(saved), (names.get(id(p)) for p in trained), strict=False))
+    indices = [index for group in saved.get("param_groups", []) for index in group.get("params", [])]
+    owners = dict(zip(indices, (names.get(id(p)) for p in trained), strict=False))
     for index, values in saved.get("state", {}).items():
         state |= _flat(values, f"optimizer.{owners.get(index) or index}")
     if not saved.get("state"):  # a container of optimizers with another layout
@@ -102,12 +103,8 @@ def different(
     rounding: float = 0.0,
 ) -> list[str]:
     """Return the names whose values differ as in `is_close`, or that only one state has."""
-    names = dict.fromkeys([*wanted, *got])
-    return [
-        name
-        for name in names
-        if not is_close(wanted.get(name), got.get(name), near.get(name), rounding=rounding)
-    ]
+    triples = {name: (wanted.get(name), got.get(name), near.get(name)) for name in [*wanted, *got]}
+    return [name for name, values in triples.items() if not is_close(*values, rounding=rounding)]
 
 
 def is_close(a: Any, b: Any, near: Any = None, *, rounding: float = 0.0) -> bool:
@@ -129,16 +126,14 @@ def is_close(a: Any, b: Any, near: Any = None, *, rounding: float = 0.0) -> bool
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(is_close(a[key], b[key], rounding=rounding) for key in a)
     if isinstance(a, _LISTS):
-        pairs = zip(a, b, strict=False)
-        return len(a) == len(b) and all(is_close(x, y, rounding=rounding) for x, y in pairs)
+        return len(a) == len(b) and all(is_close(*pair, rounding=rounding) for pair in zip(a, b, strict=True))
     return a == b or (a != a and b != b) or _floats_are_close(a, b, near, rounding)
 
 
 def _floats_are_close(a: Any, b: Any, near: Any, rounding: float) -> bool:
-    if not (isinstance(a, float) and isinstance(b, float)):
-        return False
-    allowed = rounding * abs(a) + (_ROUNDINGS * abs(near - a) if isinstance(near, float) else 0.0)
-    return abs(a - b) <= allowed
+    near = near if isinstance(near, float) else a
+    is_float = isinstance(a, float) and isinstance(b, float)
+    return is_float and abs(a - b) <= rounding * abs(a) + _ROUNDINGS * abs(near - a)
 
 
 def _tensors_are_close(a: Tensor, b: Tensor, near: Any, rounding: float) -> bool:
@@ -165,34 +160,33 @@ def next_batches(run: TrainingRun) -> Iterator[Any] | None:
     seed when it starts.
     """
     can = all(callable(getattr(run, name, None)) for name in ("epoch", "position"))
-    if not can or _place(run) is None:
-        return None
-    return _own_batches(run)
+    return _own_batches(run) if can and _is_place(run.position()) else None  # type: ignore[attr-defined]
 
 
 def _own_batches(run: Any) -> Iterator[Any]:
     while True:
-        place = _place(run)
-        assert place is not None
+        place = run.position()
+        assert _is_place(place)
         with keep_random_states():
             batches = iter(run.epoch(place[0]))
             batch = next(batches, None)
-        for _ in range(place[1]):  # each fetch starts from the same random state as in a run that trains
+
+        def fetch(batches: Iterator[Any] = batches) -> Any:
+            # Each fetch starts from the same random state as in a run that trains.
             with keep_random_states():
-                batch = next(batches, None)
+                return next(batches, None)
+
+        for _ in range(place[1]):
+            batch = fetch()
         if batch is None:
             raise WrongPositionError(f"position() is {place}, but epoch({place[0]}) has no batch {place[1]}")
         while batch is not None:
             yield batch
-            with keep_random_states():
-                batch = next(batches, None)
+            batch = fetch()
 
 
-def _place(run: Any) -> tuple[int, int] | None:
-    place = run.position()
-    if isinstance(place, Sequence) and len(place) == 2 and all(type(part) is int for part in place):
-        return place[0], place[1]
-    return None
+def _is_place(place: Any) -> bool:
+    return isinstance(place, Sequence) and len(place) == 2 and all(type(part) is int for part in place)
 
 
 @dataclass
@@ -242,10 +236,9 @@ class Trace:
                 return f"batch {step}"
             if not close(self.losses[step], other.losses[step], near.losses[step]):
                 return f"the loss of step {step}: {other.losses[step]!r} instead of {self.losses[step]!r}"
-            if not close(self.rates[step], other.rates[step]):
-                return (
-                    f"the learning rate after step {step}: {other.rates[step]} instead of {self.rates[step]}"
-                )
+            rates, others = self.rates[step], other.rates[step]
+            if not close(rates, others):
+                return f"the learning rate after step {step}: {others} instead of {rates}"
         if len(self.batches) != len(other.batches):
             return f"batch {len(other.batches)}, which does not exist"
         if names := different(self.state, other.state, near.state, rounding=rounding):
@@ -264,7 +257,7 @@ def save(run: Any, folder: Path) -> None:
 
 def wait_for(saved: Any) -> None:
     """Wait for the future, or the list of futures, that an asynchronous `save` returns."""
-    if isinstance(saved, list | tuple):
+    if isinstance(saved, _LISTS):
         for each in saved:
             wait_for(each)
         return
@@ -306,22 +299,15 @@ def _change(saved: Any, loaded: Any) -> str:
     return f"it was {texts[0]}, and is {texts[1]}"
 
 
-def _indices(saved: Mapping[str, Any]) -> list[Any]:
-    return [index for group in saved.get("param_groups", []) for index in group.get("params", [])]
-
-
 def _flat(value: Any, name: str) -> State:
     """Return tensors and plain values by their path, without values of other types."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         return {name: value.detach().clone()}
-    if isinstance(value, np.ndarray):
-        return {name: torch.from_numpy(value.copy())}
     if isinstance(value, bool | int | float | str | None):
         return {name: value}
-    if isinstance(value, Mapping):
-        pairs: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple):
-        pairs = enumerate(value)
-    else:
-        return {}
+    if isinstance(value, _LISTS):
+        value = dict(enumerate(value))
+    pairs = value.items() if isinstance(value, Mapping) else ()
     return {path: leaf for key, part in pairs for path, leaf in _flat(part, f"{name}.{key}").items()}

@@ -179,32 +179,25 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: set[Any],
     ) -> None:
         """Store the shadow of each output. Measure the first one; the others are for the backward pass."""
-        kind = max((each for _, each in shadows), default=0)
-        if _KINDS[kind] == "parameter" and function._schema.name.partition("::")[2] in _MATRIX_PRODUCTS:
-            # A layer of a constant input, such as the embedding of a timestep, rounds like any layer.
-            kind = _KINDS.index("activation")
+        kind = _kind_of_result(function, shadows)
         any_inexact = any(_inexact(shadow) for shadow, _ in shadows)
         exacts: list[Tensor | None] = [each for each in _flat(exact) if isinstance(each, Tensor)]
         exacts = exacts or [None] * len(outputs)
         # A parameter that is only cast is stored in that dtype, which is not a loss of the computation.
-        is_stored = _KINDS[kind] == "parameter" and function._schema.name == "aten::_to_copy"
+        is_stored = _KINDS[kind] == "parameter" and _name(function) == "_to_copy"
         for index, (real, twin) in enumerate(zip(outputs, exacts, strict=False)):
             is_choice = any_inexact and not _inexact(real) and not _is_count(function, shadows)
             if twin is None or is_choice or is_stored:
                 twin = _wide(real)
-            if _key(real) not in storages:
+            key = _key(real)
+            if key not in storages:
                 self._keep(real, twin, kind)
-            else:
-                self._change(real, twin if exact is None else None, kind)
+            else:  # the operation changed a tensor in place, and its shadow as well if it has a result
+                if exact is None:
+                    self._shadow(real)[0].copy_(twin)
+                self._flat[key] = (self._flat[key][0], kind)
             if index == 0:
-                self._measure(function, real, kind, shadows)
-
-    def _change(self, real: Tensor, twin: Tensor | None, kind: int) -> None:
-        """Set the kind of a tensor that an operation changed in place, and its shadow, unless it is None."""
-        if twin is not None:
-            self._shadow(real)[0].copy_(twin)
-        key = _key(real)
-        self._flat[key] = (self._flat[key][0], kind)
+                self._measure(_name(function), real, kind, shadows)
 
     def _compute(self, function: Any, leaves: list[Any], shadows: list[Tensor], structure: Any) -> Any:
         """Return the result of the operation on shadows, or None if it has none."""
@@ -220,8 +213,9 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _shadow(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Return the shadow of `tensor`, a view of the shadow of its storage, and its kind."""
-        known = self._flat.get(_key(tensor))
-        if known is not None:
+        view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        kind = 0
+        if (known := self._flat.get(_key(tensor))) is not None:
             flat, kind = known
             if flat.is_complex() and not tensor.is_complex():
                 flat = torch.view_as_real(flat).flatten()
@@ -229,11 +223,9 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flat = torch.view_as_complex(flat.view(-1, 2))
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             if flat.dtype == _wide_dtype(tensor.dtype) and flat.numel() == size:
-                return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), kind
-        kind = 0 if known is None else known[1]
+                return flat.as_strided(*view), kind
         self._keep(tensor, _wide(tensor), kind)
-        flat = self._flat[_key(tensor)][0]
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), kind
+        return self._flat[_key(tensor)][0].as_strided(*view), kind
 
     def _keep(self, tensor: Tensor, exact: Tensor, kind: int) -> None:
         self._calls += 1
@@ -259,8 +251,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(exact)
         self._flat[_key(tensor)] = (flat, kind)
 
-    def _measure(self, function: Any, real: Tensor, kind: int, operands: list[tuple[Tensor, int]]) -> None:
-        name = function._schema.name.partition("::")[2]
+    def _measure(self, name: str, real: Tensor, kind: int, operands: list[tuple[Tensor, int]]) -> None:
         if not _inexact(real) or real.numel() == 0 or name.startswith(_NOT_MEASURED):
             return
         exact = self._shadow(real)[0]
@@ -297,18 +288,27 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_uncast(self, function: Any, tensors: list[Tensor]) -> None:
-        name = function._schema.name.partition("::")[2].rstrip("_")
-        if name not in _MATRIX_PRODUCTS:
-            return
-        if self._calls_of_user.autocasts and all(tensor.dtype == torch.float32 for tensor in tensors):
+        is_product = _name(function).rstrip("_") in _MATRIX_PRODUCTS and self._calls_of_user.autocasts
+        if is_product and all(tensor.dtype == torch.float32 for tensor in tensors):
             self.uncast.append(place_in_code(self._names))
+
+
+def _name(function: Any) -> str:
+    return str(function._schema.name.partition("::")[2])
+
+
+def _kind_of_result(function: Any, shadows: list[tuple[Tensor, int]]) -> int:
+    kind = max((each for _, each in shadows), default=0)
+    if _KINDS[kind] == "parameter" and _name(function) in _MATRIX_PRODUCTS:
+        # A layer of a constant input, such as the embedding of a timestep, rounds like any layer.
+        return _KINDS.index("activation")
+    return kind
 
 
 def _spread(exact: Tensor, kind: Kind) -> Tensor:
     """Return the norm of an activation. For weights and tables, return that of the distance from the mean."""
-    spread: Tensor = exact.norm()
-    if kind != "activation" and exact.numel() > 1 and exact.std() > 0:
-        spread = exact.std() * exact.numel() ** 0.5
+    is_activation = kind == "activation" or exact.numel() < 2 or not exact.std() > 0
+    spread: Tensor = exact.norm() if is_activation else exact.std() * exact.numel() ** 0.5
     return spread
 
 
@@ -340,11 +340,9 @@ def _inexact(tensor: Tensor) -> bool:
 
 
 def _wide_dtype(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        if value.is_floating_point:
-            return torch.float64
-        return torch.complex128 if value.is_complex else value
-    return value
+    if not isinstance(value, torch.dtype):
+        return value
+    return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -368,7 +366,7 @@ def _without_worst(real: Tensor, exact: Tensor, n_positions: int) -> float:
 
 def _is_count(function: Any, shadows: list[tuple[Tensor, int]]) -> bool:
     """Return True if whole numbers in floating point are cast to integers. This is not a choice."""
-    if function._schema.name != "aten::_to_copy":
+    if _name(function) != "_to_copy":
         return False
     value = shadows[0][0]
     return not value.is_complex() and bool((value == value.round()).all())

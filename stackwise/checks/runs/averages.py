@@ -153,11 +153,7 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
     seen = {id(each) for each in run.model.modules()}
     found: dict[str, Tensor] = {}
     parameters = list(run.model.parameters())
-    shapes = [
-        Counter(p.shape for p in each)
-        for each in (parameters, [p for p in parameters if p.requires_grad])
-        if each
-    ]
+    groups = (parameters, [p for p in parameters if p.requires_grad])
     # The optimizer may update tensors outside the model, such as float32 master weights.
     trained = [p for group in run.optimizer.param_groups for p in group["params"]]
     own = {p.data_ptr() for p in (*parameters, *trained)}
@@ -166,20 +162,19 @@ def averages_in(run: TrainingRun) -> dict[str, Tensor]:
         if id(value) in seen or depth > _DEPTH:
             return
         seen.add(id(value))
-        items = list(_items_of(value))
+        items = {f"{path}.{name}".removeprefix("."): each for name, each in _items_of(value)}
         # A module that averages often contains the model as well.
         tensors = {
-            f"{path}.{name}": each
-            for name, each in items
+            name: each
+            for name, each in items.items()
             if isinstance(each, Tensor) and each.data_ptr() not in own
         }
-        if isinstance(value, nn.Module | Mapping | list | tuple) and any(
-            _covers(tensors.values(), each) for each in shapes
-        ):
+        is_collection = isinstance(value, nn.Module | Mapping | list | tuple)
+        if is_collection and any(_covers(tensors.values(), each) for each in groups):
             found.update(tensors)
         if not isinstance(value, nn.Module):
-            for name, each in items:
-                collect(each, f"{path}.{name}".removeprefix("."), depth + 1)
+            for name, each in items.items():
+                collect(each, name, depth + 1)
 
     collect(run.run if isinstance(run, JoinedRun) else run, "", 0)
     return found
@@ -189,7 +184,13 @@ def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return the tensors of a module, the items of a collection, or the attributes of another object."""
     if isinstance(value, nn.Module):
         saved: dict[str, Any] = value.state_dict(keep_vars=True)
-        return [*saved.items(), *_plain_tensors(value).items()]
+        plain = (  # neither parameters nor buffers
+            (f"{name}.{key}".removeprefix("."), each)
+            for name, module in value.named_modules()
+            for key, each in vars(module).items()
+            if isinstance(each, Tensor)
+        )
+        return [*saved.items(), *plain]
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple):
@@ -200,17 +201,8 @@ def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return [*vars(value).items()]
 
 
-def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return tensors that are neither parameters nor buffers, by path."""
-    return {
-        f"{name}.{key}".removeprefix("."): value
-        for name, each in module.named_modules()
-        for key, value in vars(each).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _covers(tensors: Iterable[Tensor], shapes: Counter[torch.Size]) -> bool:
-    """Return True if tensors have at least half of the shapes."""
+def _covers(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
+    """Return True if tensors have at least half of the shapes of some parameters."""
     mine = Counter(each.shape for each in tensors if each.is_floating_point())
-    return sum((mine & shapes).values()) >= max(1, _SHARE * sum(shapes.values()))
+    shapes = Counter(p.shape for p in parameters)
+    return bool(shapes) and (mine & shapes).total() >= max(1, _SHARE * shapes.total())

@@ -13,6 +13,7 @@ from stackwise.checks import check_trainer
 from stackwise.checks.check import select_checks
 from stackwise.checks.probe import ranks as probe
 from stackwise.checks.probe.another_process import Recipe
+from stackwise.checks.probe.applicable import UnmeasuredError
 from stackwise.checks.probe.ranks import Ranks, _part, _plain, assembled, dense, whole_batch
 from stackwise.checks.trainer import distributed as checks
 from stackwise.checks.trainer_subject import TrainerSubject
@@ -312,9 +313,8 @@ def test_few_targets_of_one_rank():
 def test_unequal_targets_need_labels():
     spec = replace(ranked(Undivided), ignored_label=None)
 
-    reason = probe.run_ranks(TrainerSubject(spec, torch.device("cpu"), 0), unequal=True)
-
-    assert reason == "needs batches with labels, and ignored_label"
+    with pytest.raises(UnmeasuredError, match="needs batches with labels, and ignored_label"):
+        probe.run_ranks(TrainerSubject(spec, torch.device("cpu"), 0), unequal=True)
 
 
 def test_unequal_targets_of_equal_gradients(monkeypatch):

@@ -44,13 +44,7 @@ def growth_result(subject: Examined, calls: Mapping[str, Callable[[], object]]) 
 
 
 def _rises(calls: Sequence[Callable[[], object]], earlier: Earlier, *, warmup: int) -> dict[str, Trend]:
-    """Return the numbers of live objects that continue to rise over equal rounds of calls.
-
-    Args:
-        calls: the calls of a round.
-        earlier: what existed before, and is frozen.
-        warmup: number of rounds before the first measured one.
-    """
+    """Return the numbers of live objects that continue to rise over equal rounds of calls."""
     series: dict[str, list[int]] = {name: [] for name in (_TENSORS, _BYTES, _NODES, _HOOKS)}
     for index in range(warmup + _MEASURED):
         for call in calls:
@@ -79,6 +73,5 @@ def _reported(subject: Examined, rises: Mapping[str, Trend], noun: str) -> Check
         where=noun,
         meaning=f"Each {noun} leaves {' and '.join(texts)} in memory, also after {_LATE} equal ones.",
         advice="Look for a sum of losses without detach() or item(), for outputs that are appended to a "
-        "list, and for hooks that are registered in each call. stackwise.benchmark.memory.memory_growth "
-        "lists lines of code that allocate.",
+        "list, and for hooks of each call. stackwise.benchmark.memory.memory_growth lists allocations.",
     )

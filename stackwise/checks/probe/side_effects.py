@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,13 @@ __all__ = [
     "watched_call",
 ]
 
+# Name, function that returns the state.
+_GENERATORS: tuple[tuple[str, Callable[[], object]], ...] = (
+    ("torch", lambda: torch.get_rng_state().numpy().tobytes()),
+    ("NumPy", lambda: [np.random.get_state()[1].tobytes(), np.random.get_state()[2]]),  # type: ignore[index] # noqa: NPY002
+    ("Python", random.getstate),
+    ("CUDA", lambda: torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""),
+)
 # Parts of the names of arguments that are not a cache. A call may write into its cache.
 _NO_CACHES = ("ids", "mask", "embeds")
 
@@ -85,15 +92,17 @@ def watched_call(
         decodes: the model writes into a cache, so only arguments that are not a cache are compared.
     """
     effects = SideEffects()
-    copies, modes, settings = _copies(given), _modes(model), settings_now()
+    copies = [(name, x, x.detach().clone()) for name, x in given.items() if x is not None]
+    modes = _modes(model)
+    settings = settings_now()
     with warnings.catch_warnings(), _watched_arguments(model, effects, decodes):
         warnings.filterwarnings("ignore", message=".*")  # the model sets no filter that is equal to this one
         filters = list(warnings.filters)
-        effects.before = _generators()
+        effects.before = {name: state() for name, state in _GENERATORS}
         try:
             yield effects
         finally:
-            effects.after = _generators()
+            effects.after = {name: state() for name, state in _GENERATORS}
             effects.found += [
                 SideEffect(f"The call changes the {name} from {value} to {now}.")
                 for name, value, now in restore_settings(settings)
@@ -102,33 +111,12 @@ def watched_call(
             reason = "the call changes on purpose which warnings the caller sees"
             effects.found.append(SideEffect("The call changes the warnings filters.", reason))
     if not effects.found:
-        effects.found += _changed(copies)
+        effects.found += [_changed(name) for name, x, copy in copies if not same_bits(x, copy)]
     effects.found += _changed_modes(modes, _modes(model))
 
 
-def _generators() -> dict[str, object]:
-    """Return the state of each global random generator."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "NumPy": (numpy_state[1].tobytes(), numpy_state[2]),
-        "Python": random.getstate(),
-        "CUDA": torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b"",
-    }
-
-
-# Name, tensor, and a copy of its values.
-_Copies = list[tuple[str, Tensor, Tensor]]
-
-
-def _copies(values: Mapping[str, Any]) -> _Copies:
-    return [(name, x, x.detach().clone()) for name, x in values.items() if isinstance(x, Tensor)]
-
-
-def _changed(copies: _Copies) -> Iterator[SideEffect]:
-    for name, x, copy in copies:
-        if not same_bits(x, copy):
-            yield SideEffect(f"The call changes its argument {name} in place.")
+def _changed(name: str) -> SideEffect:
+    return SideEffect(f"The call changes its argument {name} in place.")
 
 
 @contextmanager
@@ -138,19 +126,23 @@ def _watched_arguments(model: nn.Module, effects: SideEffects, decodes: bool) ->
         yield
         return
     names = list(forward_parameters(model))
-    stack: list[_Copies] = []
+    stack: list[list[tuple[str, Tensor, Tensor]]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = dict(zip(names, args, strict=False)) | kwargs
         if args and isinstance(args[0], Mapping):
             named |= args[0]
-        if decodes:
-            kept = (n for n in named if n == names[0] or any(word in n for word in _NO_CACHES))
-            named = {name: named[name] for name in kept}
-        stack.append(_copies(named))
+        stack.append(
+            [
+                (name, x, x.detach().clone())
+                for name, x in named.items()
+                if isinstance(x, Tensor)
+                and (not decodes or name == names[0] or any(word in name for word in _NO_CACHES))
+            ]
+        )
 
     def after(*_: object) -> None:
-        effects.found += _changed(stack.pop())
+        effects.found += [_changed(name) for name, x, copy in stack.pop() if not same_bits(x, copy)]
 
     with (
         model.register_forward_pre_hook(before, with_kwargs=True),

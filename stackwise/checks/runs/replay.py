@@ -90,7 +90,7 @@ class Recording:
                 raise ValueError(f"the optimizer keeps tensors in the attribute {name}")
         optimizer = type(self.optimizer).__new__(type(self.optimizer))
         parameter = nn.Parameter(start.clone())
-        vars(optimizer).update(_copied(self.attributes))
+        vars(optimizer).update({name: _copy_of(value) for name, value in self.attributes.items()})
         vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
         optimizer.state, optimizer.param_groups = defaultdict(dict), [{"params": [parameter]}]
         return optimizer, parameter
@@ -226,23 +226,15 @@ def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return copies of attributes that an isolated optimizer needs."""
     # A scheduler replaces `step` by a function that counts its calls.
     skipped = ("param_groups", "state", "step", *_HOOKS)
-    named = ((name, value) for name, value in vars(optimizer).items() if name not in skipped)
-    return _copied({name: value for name, value in named if not _has_tensors(value)})
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of the collections, which a step may change."""
-    return {
-        name: _copy_of(value) if isinstance(value, dict | list | set) else value
-        for name, value in attributes.items()
-    }
+    named = vars(optimizer).items()
+    return {name: _copy_of(x) for name, x in named if name not in skipped and not _has_tensors(x)}
 
 
 def _copy_of(value: Any) -> Any:
-    """Return a deep copy, or the object if it cannot be copied, such as a lock or a file."""
+    """Return a deep copy of a collection or a tensor, which a step may change. Others stay unchanged."""
     try:
-        return copy.deepcopy(value)
-    except Exception as error:
+        return copy.deepcopy(value) if isinstance(value, dict | list | set | tuple | Tensor) else value
+    except Exception as error:  # it contains a lock or a file
         reraise_if_out_of_memory(error)
         return value
 

@@ -62,13 +62,7 @@ OPERATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "evaluate": (("evaluate",), "the run is evaluated"),
     "save": (("save",), "the run is saved"),
     "resume": (("save", "load"), "the run is saved, and a new run loads the checkpoint and continues"),
-    "resume later": (
-        ("save", "load"),
-        (
-            "the run is saved, makes a step, is saved in a different folder, makes a step, and a new run "
-            "loads the first checkpoint and continues"
-        ),
-    ),
+    "resume later": (("save", "load"), "a new run loads the older one of two checkpoints and continues"),
     "rewind": (("save", "load"), "the run is saved, makes two more steps, and loads the checkpoint"),
 }
 INTERRUPTIONS = ("resume", "resume later", "rewind")
@@ -287,13 +281,7 @@ class Sequences:
     def _executed(
         self, sequence: Operations, *, rounded: bool = False, keeps_randomness: bool = False
     ) -> Trace:
-        """Execute a sequence on a new run.
-
-        Args:
-            sequence: the operations.
-            rounded: change the first weights by rounding.
-            keeps_randomness: restore the random states of the save after each load.
-        """
+        """Execute a sequence on a new run, whose first weights may be changed by rounding."""
         subject = self.subject
         run: Any = subject.run()
         if rounded:

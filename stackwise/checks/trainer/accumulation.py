@@ -161,11 +161,9 @@ def _compared(subject: TrainerSubject, micro_batches: list[Any], where: str) -> 
 
 
 def _adds_up(subject: TrainerSubject, value: float) -> bool:
-    """Return True if the gradient of a batch is the mean of the gradients of its parts in separate steps.
+    """Return True if the gradient of a batch is the mean of those of its parts in separate steps.
 
-    Args:
-        value: relative error of the accumulation. The mean may differ from the gradient by a small fraction
-            of this error.
+    The mean may differ from the gradient by a small fraction of `value`, the error of the accumulation.
     """
     micro_batches = _micro_batches(subject)
     whole, _ = _gradient(subject, joined(micro_batches, _ROWS))

@@ -59,8 +59,7 @@ def average_share(subject: TrainerSubject) -> CheckResult:
             1.0,
             0.0,
             where=name,
-            meaning="In the model, this buffer has norm 1, as vectors of spectral normalization do. In the "
-            "average, its norm is different.",
+            meaning="This buffer has norm 1 in the model, as in spectral normalization; in the average, not.",
             advice="Copy buffers to the average: the mean of unit vectors does not have norm 1.",
         )
     if subject.spec.average_decay is not None:
@@ -135,8 +134,7 @@ def _uneven(subject: TrainerSubject, updates: list[_Update]) -> CheckResult | No
         _LIMIT,
         where=listed(never),
         meaning="These tensors of the average never move, but the other tensors do.",
-        advice="Look for parameters that were frozen when the average was created, and for a filter of "
-        "names.",
+        advice="Look for parameters that were frozen when the average was created, and for a filter.",
     )
 
 
@@ -156,8 +154,7 @@ def _uneven_in(subject: TrainerSubject, update: _Update) -> CheckResult | None:
             meaning="These tensors of the average do not move towards their weights; the others do."
             if own
             else "These tensors of the average move as if they were updated twice in a step.",
-            advice="Look for pairs of tensors in a different order, and for an update of tied weights "
-            "under each of their names.",
+            advice="Look for pairs in a different order, and for tied weights that are updated twice.",
         )
     if different := [path for path in wrong if shares[path] and shares[path] < _COPY]:
         return subject.warned(

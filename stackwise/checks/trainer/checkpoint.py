@@ -41,7 +41,9 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
                     meaning=f"The newest checkpoint was removed immediately. Kept: {kept or 'none'}.",
                     advice="Look for an order by name: sort by the number of the step, not by text.",
                 )
-            found = _found(run, folder, paths)
+            latest = run.latest(folder)
+            places = {path.resolve(): number for number, path in paths.items()}
+            found = None if latest is None else places.get(Path(latest).resolve())
             if found != step:
                 return subject.failed(
                     -1.0 if found is None else float(found),
@@ -73,13 +75,6 @@ def newest_checkpoint(subject: TrainerSubject) -> CheckResult:
     return subject.passed(float(step), float(step), meaning=f"Kept checkpoints: {len(kept)}.")
 
 
-def _found(run: Any, folder: Path, paths: dict[int, Path]) -> int | None:
-    latest = run.latest(folder)
-    if latest is None:
-        return None
-    return next((step for step in paths if paths[step].resolve() == Path(latest).resolve()), None)
-
-
 @trainer_check
 def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
     """Is an incomplete checkpoint refused?"""
@@ -105,8 +100,7 @@ def damaged_checkpoint(subject: TrainerSubject) -> CheckResult:
                     0.0,
                     where=f"{path.relative_to(whole)}, cut in half: {listed(lost)}",
                     meaning="An incomplete checkpoint was loaded without an error.",
-                    advice="Do not catch the exception of a damaged file. Write the file under a temporary "
-                    "name, and rename it when it is complete.",
+                    advice="Do not catch the exception. Write a file under another name, then rename it.",
                 )
     return subject.passed(0.0, 0.0, meaning=f"{len(files)} files, each truncated.")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.dropout import WithoutDropout
@@ -29,8 +29,7 @@ _TURNED = 0.01
 def clipped_norm(subject: TrainerSubject) -> CheckResult:
     """Does clipping limit the gradient to the declared norm, and leave smaller gradients unchanged?"""
     max_norm = needed(subject.spec.max_norm, "max_norm, the norm to which the step clips")
-    seen, run = _step_at(subject, _ABOVE * max_norm)
-    small, _ = _step_at(subject, _BELOW * max_norm)
+    (seen, run), (small, _) = _scaled(subject, (_ABOVE * max_norm, _BELOW * max_norm))
     gradients, tolerance = seen.updates[0].gradients, _tolerance(run)
     value, limit = norm(gradients.values()), max_norm * (1 + tolerance)
     if not value <= limit:
@@ -44,8 +43,7 @@ def clipped_norm(subject: TrainerSubject) -> CheckResult:
             where=max(gradients, key=lambda name: norm([gradients[name]])),
             meaning=f"A gradient of norm {whole:.3g} reached the optimizer with norm {value:.3g}"
             + (", and its parts were divided by different numbers." if apart else "."),
-            advice="Each tensor or each group is clipped separately: pass all parameters to clip_grad_norm_ "
-            "in one call."
+            advice="Each tensor or group is clipped separately: call clip_grad_norm_ once for all of them."
             if apart
             else "Look for clipping that is skipped or comes after the update, and for an iterator that is "
             "exhausted, such as a stored model.parameters().",
@@ -102,12 +100,11 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
     """Is the sum of several micro-batch gradients clipped, without a change of its direction?"""
     max_norm = needed(subject.spec.max_norm, "max_norm, the norm to which the step clips")
     needed(subject.has(run := subject.run(), "accumulate"), "accumulate(batches)")
-    free, clipped = _windows(subject, _MICRO_BATCHES, max_norm)
-    value, tolerance = _turned(free, clipped), _tolerance(run)
-    size, where = norm(clipped.values()), f"an update from {_MICRO_BATCHES} micro-batches"
+    value, size = _turned(subject, _MICRO_BATCHES, max_norm)
+    tolerance, where = _tolerance(run), f"an update from {_MICRO_BATCHES} micro-batches"
     limit = max(_TURNED, 2 * tolerance)
     if value > limit:
-        single = _turned(*_windows(subject, 1, max_norm))
+        single, _ = _turned(subject, 1, max_norm)
         needed(single <= limit, "a step that divides all gradients of one batch by the same number")
         return subject.failed(
             value,
@@ -129,46 +126,38 @@ def clipped_window(subject: TrainerSubject) -> CheckResult:
     return subject.passed(value, limit)
 
 
-def _step_at(subject: TrainerSubject, size: float) -> tuple[Observation, TrainingRun]:
-    """Return a step whose gradient has a norm of `size`, and its run."""
-    need = "an update with a finite gradient in the first step"
-
-    def step(factor: float) -> tuple[Observation, TrainingRun]:
-        run = subject.run()
-        with WithoutDropout():
-            return train(subject, run, 1, factor=factor), run
-
-    seen, run = step(1.0)
-    unscaled = norm(seen.raw.values()) / _scale_of(run)
-    needed(bool(seen.updates) and 0 < unscaled < math.inf, need)
-    seen, run = step(size / unscaled)
-    needed(seen.updates, need)
-    return seen, run
+def _turned(subject: TrainerSubject, n: int, max_norm: float) -> tuple[float, float]:
+    """Return the change of the direction of n summed gradients by clipping, and their norm after it."""
+    steps = _scaled(subject, (_ABOVE * max_norm, _BELOW**2 * max_norm), n)
+    gradients = [seen.updates[-1].gradients for seen, _ in steps]
+    lengths = [norm(each.values()) for each in gradients]
+    pairs = zip(gradients, lengths, strict=True)
+    units = [{name: g.double() / (length or 1.0) for name, g in each.items()} for each, length in pairs]
+    return distance(*units), lengths[0]
 
 
-def _windows(subject: TrainerSubject, n: int, max_norm: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradient of n micro-batches far below and far above the limit."""
-    gradients, factor = list[dict[str, Tensor]](), 1.0
-    for multiple in (1.0, _BELOW**2, _ABOVE):
+def _scaled(
+    subject: TrainerSubject, sizes: Sequence[float], n_micro_batches: int = 0
+) -> list[tuple[Observation, TrainingRun]]:
+    """Return a step for each size, which is the norm of its gradient before clipping, and its run.
+
+    If `n_micro_batches` is above 0, the gradient is the sum over this number of micro-batches.
+    """
+    need = f"an update with a finite gradient in the first {'accumulate()' if n_micro_batches else 'step'}"
+    unscaled, steps = 0.0, []
+    for size in (0.0, *sizes):
         run: Any = subject.run()
-        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=factor * multiple) as seen:
-            run.accumulate([subject.batch(number) for number in range(n)])
-        size = norm(seen.raw.values())
-        is_finite = bool(seen.updates) and 0 < size < math.inf
-        needed(is_finite, "an update with a finite gradient in the first accumulate()")
-        if not gradients:
-            factor = max_norm * _scale_of(run) / size
-        gradients.append(seen.updates[-1].gradients)
-    return gradients[1], gradients[2]
-
-
-def _turned(free: dict[str, Tensor], clipped: dict[str, Tensor]) -> float:
-    """Return the distance of two gradients after scaling both to length 1."""
-    units = []
-    for gradients in (clipped, free):
-        length = norm(gradients.values())
-        units.append({name: g.double() / length if length else g.double() for name, g in gradients.items()})
-    return distance(*units)
+        factor = size / unscaled if unscaled else 1.0
+        with WithoutDropout(), subject.fixed_randomness(), observed(run, factor=factor) as seen:
+            if n_micro_batches:
+                run.accumulate([subject.batch(number) for number in range(n_micro_batches)])
+            else:
+                run.step(subject.batch())
+        raw = norm(seen.raw.values())
+        needed(bool(seen.updates) and 0 < raw < math.inf, need)
+        unscaled = unscaled or raw / _scale_of(run)
+        steps.append((seen, run))
+    return steps[1:]
 
 
 def _scale_of(run: TrainingRun) -> float:

@@ -61,8 +61,7 @@ def epoch_order(subject: TrainerSubject) -> CheckResult:
         1.0,
         where="epochs 0 and 1",
         meaning="Every example keeps its place from one epoch to the next.",
-        advice="Call set_epoch(epoch) of the sampler before each epoch, and let the seed of the "
-        "order depend on the epoch.",
+        advice="Call set_epoch(epoch) of the sampler, and let the seed of the order depend on the epoch.",
     )
 
 
@@ -192,8 +191,7 @@ def batch_rows(subject: TrainerSubject) -> CheckResult:
         0.0,
         where=", ".join(stuck),
         meaning="This part of a batch contains data, but has the same shape for 6 examples as for 2.",
-        advice="Look in the collate function for a squeeze(), an index [0], or a list that is joined to "
-        "one row.",
+        advice="Look in the collate function for a squeeze(), an index [0], or a list that is joined.",
     )
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stackwise.checks.probe.applicable import needed, trainer_check
 from stackwise.checks.probe.batch import joined, rows_of
@@ -20,6 +19,7 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.recorded_calls import recorded_calls
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
+from stackwise.model.mode import evaluating
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
 
 _ROWS = 4
@@ -193,7 +193,7 @@ def exact_loss(run: TrainingRun, batches: Iterable[Any], ignored: int | None) ->
     """
     ignored = padding_label(ignored)
     total, count = 0.0, 0
-    with _eval_mode(run.model):
+    with evaluating(run.model):
         for batch in batches:
             logits = _logits(run, batch)
             if logits is None or _sees_ahead(run, batch, logits):
@@ -227,7 +227,7 @@ def _trained_losses(run: Any, batches: Iterable[Any]) -> list[float] | None:
     if getattr(run, "loss", None) is None:
         return None
     losses = []
-    with _eval_mode(run.model):
+    with evaluating(run.model):
         for batch in batches:
             try:
                 output = run.model(**batch)
@@ -270,14 +270,3 @@ def rounding_of(run: TrainingRun, *outputs: Any) -> float:
     """Return the largest difference of losses by rounding. 16 bits of weights or outputs increase it."""
     dtypes = {x.dtype for x in (*run.model.parameters(), *outputs) if isinstance(x, Tensor)}
     return _NARROW if dtypes & {torch.bfloat16, torch.float16} else _EXACT
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

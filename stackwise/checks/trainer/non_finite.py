@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -238,19 +238,12 @@ def _nan_gradients(run: TrainingRun) -> Iterator[set[str]]:
     """Set each gradient to NaN, and yield the names of the parameters with such a gradient."""
     names: set[str] = set()
 
-    def hook_of(name: str) -> Callable[[Tensor], Tensor]:
-        def hook(gradient: Tensor) -> Tensor:
-            names.add(name)
-            return gradient * math.nan
+    def hook(name: str, gradient: Tensor) -> Tensor:
+        names.add(name)
+        return gradient * math.nan
 
-        return hook
-
-    handles = (
-        p.register_hook(hook_of(name))  # type: ignore[no-untyped-call]
-        for name, p in run.model.named_parameters()
-        if p.requires_grad
-    )
-    with temporary_hooks(handles):
+    trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    with temporary_hooks(p.register_hook(partial(hook, name)) for name, p in trained):  # type: ignore[no-untyped-call]
         yield names
 
 

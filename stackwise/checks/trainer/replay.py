@@ -76,23 +76,17 @@ def separate_updates(subject: TrainerSubject) -> CheckResult:
             if stale
             else "Each of these steps changes them."
         ),
-        advice="Skip parameters whose grad is None. Look for a copy of gradients that zero_grad() does not "
-        "clear.",
+        advice="Skip parameters whose grad is None. Look for gradients that zero_grad() does not clear.",
     )
 
 
 def _changed_while_frozen(
     subject: TrainerSubject, *, zero_gradients: bool = False
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return the parameters that change in each step in which they are frozen and have no gradient.
+    """Return the parameters that change in each step in which they are frozen.
 
-    Args:
-        subject: the training run.
-        zero_gradients: give them a gradient of zero just before each call of `optimizer.step`.
-
-    Returns:
-        The change that `optimizer.step` makes in the first of these steps, for each parameter that it changes
-        in all of them; and the names of the parameters that any part of the step changes.
+    These are the changes by `optimizer.step` in the first of these steps, and the names of the parameters
+    that any part of each step changes. See `_frozen` for `zero_gradients`.
     """
     run = subject.run()
     changes, by_step = list[dict[str, torch.Tensor]](), list[set[str]]()
@@ -146,8 +140,7 @@ def step_counters(subject: TrainerSubject) -> CheckResult:
         where=listed(still),
         meaning=f"The step counter of these parameters is {before[still[0]]:g} after the first step and "
         f"after {_COUNTED_STEPS} steps.",
-        advice="Increase the counter in each update. Otherwise a bias correction that uses the "
-        "counter is always that of the first step.",
+        advice="Increase the counter in each update: the bias correction depends on it.",
     )
 
 
@@ -171,8 +164,7 @@ def option_effects(subject: TrainerSubject) -> CheckResult:
                 0.0,
                 where=f"{recording.kind}: {', '.join(ignored)}",
                 meaning=f"The updates of {recording.kind} are the same with half of the {ignored[0]}.",
-                advice="Look for a state that each step creates or clears, and for an option that the "
-                "update does not read.",
+                advice="Look for a state that each step clears, and for an option that is not read.",
             )
     return subject.passed()
 
@@ -246,8 +238,7 @@ def _reported(
         where=where,
         meaning=f"{len(wrong)} of {len(found)} parameters get a different update than {kind} makes if it "
         f"contains only this parameter. The update of {worst.name} is {worst.length:.3g} times as long.",
-        advice="Keep a counter and moments for each parameter. Shared ones are wrong after one parameter "
-        "had no gradient.",
+        advice="Keep a counter and moments for each parameter, which may have no gradient in a step.",
     )
 
 

@@ -154,8 +154,7 @@ def scheduler_order(subject: TrainerSubject) -> CheckResult:
             _ROUNDING,
             where="update 0",
             meaning=f"The scheduler begins at {planned[0]:.6g}, but the first update used {rates[0]:.6g}.",
-            advice="Call scheduler.step() after optimizer.step(). Otherwise the first learning rate is never "
-            "used.",
+            advice="Call scheduler.step() after optimizer.step(), or the first learning rate is not used.",
         )
     if not any(rates):
         return subject.warned(
@@ -198,8 +197,7 @@ def group_rates(subject: TrainerSubject) -> CheckResult:
         where=f"update {number}: {new}",
         meaning=f"The groups were created with the rates {old}. The ratio of groups {first} and {index} "
         "changes.",
-        advice="Multiply the rate of each group by the factor of the schedule, instead of using the "
-        "same rate for all groups.",
+        advice="Multiply the rate of each group by the factor of the schedule.",
     )
 
 

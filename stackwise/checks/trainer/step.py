@@ -38,8 +38,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
         return failed(
             moved,
             meaning=f"Frozen parameters that changed in {_STEPS} steps: {len(moved)}.",
-            advice="Set requires_grad before the optimizer is created, and do not pass frozen parameters to "
-            "it: its weight decay changes them.",
+            advice="Do not pass frozen parameters to the optimizer: its weight decay changes them.",
         )
     needed(seen.updates, f"an update in {_STEPS} steps; the optimizer was not called")
     if not any(update.has_rate for update in seen.updates):
@@ -62,8 +61,7 @@ def parameters_change(subject: TrainerSubject) -> CheckResult:
     if left_out and subject.spec.frozen is not None:
         return failed(
             left_out,
-            meaning=f"{len(left_out)} of {len(now)} parameters do not require gradients, and are not "
-            "declared frozen.",
+            meaning=f"Frozen parameters that are not declared frozen: {len(left_out)} of {len(now)}.",
             advice="Freeze by full names: a pattern may match too many parameters.",
         )
     silent = len(now.keys() - without - seen.reached)
@@ -126,8 +124,7 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                     float(repeated),
                     0.0,
                     where="optimizer.step()",
-                    meaning=f"A step makes {len(seen.updates)} updates, one of them with the same gradient "
-                    "as the previous one.",
+                    meaning=f"Of {len(seen.updates)} updates of a step, one repeats the previous gradient.",
                     advice="Look for a second optimizer.step() without a backward pass between the calls. It "
                     "makes the update about twice as large, and adds each gradient to the moments twice.",
                 )
@@ -144,8 +141,7 @@ def fresh_gradients(subject: TrainerSubject) -> CheckResult:
                 value,
                 _STALE,
                 where=max(gaps, key=lambda name: gaps[name], default=""),
-                meaning=f"The gradient of step {number} differs from that of the same batch after the "
-                "gradients were cleared.",
+                meaning=f"The gradient of step {number} is different after gradients are cleared before it.",
                 advice="The gradient contains gradients of earlier steps: zero_grad is missing, depends on a "
                 "condition, or clears other parameters than those of the backward pass.",
             )

@@ -87,7 +87,7 @@ def test_updates_of_a_step():
 
     result = ask(loop_spec_of(Again), "fresh_gradients")
     assert (result.status, result.value, result.limit) == ("failed", 1, 0)
-    assert "the same gradient as the previous one" in result.meaning
+    assert "repeats the previous gradient" in result.meaning
 
 
 def test_a_step_that_clears_first():

@@ -15,11 +15,6 @@ from stackwise.checks.runs.sequence import INTERRUPTIONS, OPERATIONS, Finding, S
 from stackwise.checks.trainer_subject import TrainerSubject
 
 _OTHERS = tuple(name for name in OPERATIONS if name not in INTERRUPTIONS)
-_PLACE = (
-    "Save the position in the data (the epoch and the number of batches used in it), and pass the epoch to "
-    "the sampler (set_epoch). If the global generator draws the order, save its state at the start "
-    "of the epoch."
-)
 
 
 @trainer_check
@@ -115,7 +110,10 @@ def _advice(finding: Finding) -> str:
             "numpy's): dropout and augmentation draw from them."
         )
     if finding.difference.startswith(("batch", "position()")):
-        return _PLACE
+        return (
+            "Save the position in the data (epoch and used batches), and pass the epoch to the sampler "
+            "(set_epoch). If the global generator draws the order, save its state at the start of the epoch."
+        )
     if finding.difference.startswith("the learning rate"):
         return "Save and load the step number, because the learning rate depends on it."
     if finding.difference.startswith("the sequence raises"):
@@ -141,10 +139,7 @@ def _advice_on_lost(name: str, saved: Any, loaded: Any, *, is_used: bool) -> str
         return "Save and load the GradScaler's state_dict; without it the first steps overflow."
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if saved.dtype != loaded.dtype:
-            return (
-                "The dtype changed. Optimizer.load_state_dict casts state to its parameter's dtype: cast it "
-                "back if its dtype was wider."
-            )
+            return "The dtype changed. Optimizer.load_state_dict casts state to that of its parameter."
         if saved.shape == loaded.shape and torch.equal(saved.bfloat16(), loaded.bfloat16()):
             return "The values are rounded to 16 bits: save them in the dtype in which the run trains."
     if part == "optimizer":

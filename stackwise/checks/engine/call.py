@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.checks.engine.question import Call, Part, Transform
+from stackwise.checks.engine.question import Call, Transform
 from stackwise.checks.engine.variation import Refused
 from stackwise.subject.call_form import forward_parameters
 from stackwise.subject.inference import cast, logits_of
@@ -27,37 +27,27 @@ __all__ = ["accepts", "changed_calls", "decode_takes_mask", "execute", "loss_of"
 
 def execute(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     """Return the logits (B, W, V), or (B, V) per row."""
-    return call.restored(_executed(spec, model, call.ordered()))
-
-
-def _executed(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
-    if call.parts:
-        return _in_parts(spec, model, call)
-    inputs = cast(call.inputs, model)
-    arguments = dict(call.arguments)
-    if call.documents is not None:
-        function: Callable[..., Any] = _needed(spec.packed)
-        given: tuple[Any, ...] = (call.documents,)
-        if call.keep is not None:
-            arguments = _recorded(spec, model, inputs, _needed(spec.masked), call.keep) | arguments
-    elif call.keep is not None:
-        function, given = _needed(spec.masked), (call.keep,)
-    else:
-        function, given = spec.forward, ()
-    with changed_calls(model, arguments, call.transforms, inputs.shape[1]):
-        return logits_of(function(model, inputs, *given))
+    ordered = call.ordered()
+    run = _in_parts if call.parts else _at_once
+    return call.restored(logits_of(run(spec, model, ordered)))
 
 
 def loss_of(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
     """Return the model's own loss of the labels of a call, a scalar."""
-    inputs = cast(call.inputs, model)
-    arguments: dict[str, Any] = {}
-    for function, given in ((spec.masked, call.keep), (spec.packed, call.documents)):
-        if given is not None:
-            arguments |= _recorded(spec, model, inputs, _needed(function), given)
-    with changed_calls(model, arguments | call.arguments, call.transforms, inputs.shape[1]):
-        loss: Tensor = _needed(spec.labelled_loss)(model, inputs, call.labels)
+    loss: Tensor = _at_once(spec, model, call)
     return loss
+
+
+def _at_once(spec: ModelSpec, model: nn.Module, call: Call) -> Any:
+    """Return the output of one function of the spec, which also gets the arguments of the other ones."""
+    inputs = cast(call.inputs, model)
+    functions = (spec.labelled_loss, call.labels), (spec.packed, call.documents), (spec.masked, call.keep)
+    needed = [(_needed(function), given) for function, given in functions if given is not None]
+    arguments: dict[str, Any] = {}
+    for function, given in reversed(needed[1:]):
+        arguments |= _recorded(spec, model, inputs, function, given)
+    with changed_calls(model, arguments | call.arguments, call.transforms, inputs.shape[1]):
+        return needed[0][0](model, inputs, needed[0][1]) if needed else spec.forward(model, inputs)
 
 
 def decode_takes_mask(spec: ModelSpec) -> bool:
@@ -85,20 +75,20 @@ def passes(spec: ModelSpec, model: nn.Module, inputs: Tensor, name: str) -> bool
 
 
 def _in_parts(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
-    cache, other_cache = None if call.first_cache is None else call.first_cache(model), None
+    """Return the logits of parts that pass through the cache."""
+    question = call.question
+    cache, other_cache = None if question.first_cache is None else question.first_cache(model), None
     end, outputs = 0, []
     if call.keep is not None and not decode_takes_mask(spec):
         raise Refused("decode takes no mask")
     for index, size in enumerate(call.parts):
-        start, end = end, end + size
-        shift = len(call.parts) - 1 - index if call.turns_rows else 0
-        decode = partial(_decoded, spec, model, call, slice(start, end), shift)
-        if call.operation is not None:
-            assert call.others is not None
-            cache = call.operation(cache, Part(start, size, call.others, decode))
+        columns, end = slice(end, end + size), end + size
+        shift = len(call.parts) - 1 - index if question.turns_rows else 0
+        decode = partial(_decoded, spec, model, call, columns, shift)
+        if question.operation is not None:
+            cache = question.operation(cache, call, columns, decode)
         output, cache = decode(call.inputs, cache)
-        if call.in_turns:
-            assert call.others is not None
+        if question.in_turns:
             _, other_cache = decode(call.others, other_cache)
         outputs.append(logits_of(output).roll(-shift, dims=0))
         if outputs[-1].shape[1] != size:
@@ -107,9 +97,16 @@ def _in_parts(spec: ModelSpec, model: nn.Module, call: Call) -> Tensor:
 
 
 def _decoded(
-    spec: ModelSpec, model: nn.Module, call: Call, columns: slice, shift: int, inputs: Tensor, cache: Any
+    spec: ModelSpec,
+    model: nn.Module,
+    call: Call,
+    columns: slice,
+    shift: int,
+    inputs: Tensor | None,
+    cache: Any,
 ) -> tuple[Any, Any]:
     """Decode columns of the inputs, with the rows rolled by `shift`. Return the output and the cache."""
+    assert inputs is not None
 
     def part_of(x: Tensor, columns: slice) -> Tensor:
         return (x.roll(shift, dims=0) if shift else x)[:, columns].contiguous()

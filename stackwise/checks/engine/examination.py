@@ -348,6 +348,13 @@ class Examination:
             for answer, row in pairs
         )
 
+    @false_if_raised
+    @torch.no_grad()
+    def runs(self, call: Call) -> bool:
+        """Return True if the model takes a call."""
+        execute(self.spec, self.model(), call)
+        return True
+
     def row(self, output: Tensor, place: Place) -> Tensor:
         """Return the output at a place of a batch, of the shape of an answer."""
         if not self.spec.per_position:

@@ -338,32 +338,14 @@ def _arranged(question: Question, exam: Examination) -> Call:
                 parts.append(exam.padding(*shape)[row, start:end])
                 keep[row, start:end] = False
         rows.append(torch.cat(parts))
-    call = Call(torch.stack(rows).to(device), places)
-    if question.mask:
-        call.keep = keep
-    if question.documents:
-        call.documents = documents
-    if question.parts:
-        call.parts = _filled(question.parts, question.width)
-        call.first_cache = question.first_cache
-        call.operation, call.turns_rows = question.operation, question.turns_rows
-        call.in_turns = question.in_turns
-        if question.in_turns or question.operation is not None:
-            call.others = exam.filler(*shape)
+    call = Call(torch.stack(rows).to(device), places, question=question)
+    call.keep = keep if question.mask else None
+    call.documents = documents if question.documents else None
+    if question.in_turns or question.operation is not None:
+        call.others = exam.filler(*shape)
     if question.ignored is not None:
         call.labels = _labels(call, question.ignored, exam)
     return call
-
-
-def _filled(sizes: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Return sizes that add up to `width`. The last size repeats."""
-    parts: list[int] = []
-    left = width
-    while left > 0:
-        size = min(left, sizes[min(len(parts), len(sizes) - 1)])
-        parts.append(size)
-        left -= size
-    return tuple(parts)
 
 
 def _labels(call: Call, ignored: float, exam: Examination) -> Tensor:

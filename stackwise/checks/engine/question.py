@@ -12,13 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["REST", "Call", "Part", "Place", "Precision", "Question", "Segment", "Transform"]
+__all__ = ["REST", "Call", "Operation", "Place", "Precision", "Question", "Segment", "Transform"]
 
 # Dtype of the weights and inputs. "own": that of the model itself. "autocast": the same, under autocast.
 Precision = torch.dtype | Literal["own", "autocast"]
 
 # Size of a part that contains all columns that are left.
 REST = 999
+
+# Changes a cache before a part: (cache, call, columns of the part, decode) -> cache. `decode` takes inputs
+# (B, W) and a cache, decodes these columns, and returns the output and the cache.
+Operation = Callable[[Any, "Call", slice, Callable[[Tensor, Any], tuple[Any, Any]]], Any]
 
 # Returns the arguments of one call of the model, by name, with some of them changed. Takes the arguments and
 # the number of columns of this call.
@@ -41,27 +45,6 @@ class Segment:
     number: int | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """Columns of a call that are decoded next.
-
-    Attributes:
-        start: first column.
-        size: number of columns.
-        others: other inputs (B, W).
-        decode: (inputs, cache) -> (output, cache), which decodes these columns of inputs (B, W).
-    """
-
-    start: int
-    size: int
-    others: Tensor
-    decode: Callable[[Tensor, Any], tuple[Any, Any]]
-
-    def decode_others(self, cache: Any) -> Any:
-        """Decode other inputs in place of these columns, and return the cache."""
-        return self.decode(self.others, cache)[1]
-
-
 @dataclass
 class Question:
     """Question about sequences. Each variation of a composition changes it.
@@ -74,7 +57,7 @@ class Question:
         parts: sizes of the parts that are passed through the cache. The last one repeats. (): one call.
         first_cache: returns the cache of the first part for a model. None: the model creates it.
         in_turns: decode other rows in turns with these, with a cache of their own.
-        operation: (cache, part) -> cache, called before each part.
+        operation: called before each part.
         turns_rows: pass the rows in another order in each part, rolled by one row from part to part.
         train: ask in train mode.
         dtype: dtype of the model. None: that of the examination.
@@ -89,7 +72,7 @@ class Question:
     parts: tuple[int, ...] = ()
     first_cache: Callable[[nn.Module], Any] | None = None
     in_turns: bool = False
-    operation: Callable[[Any, Part], Any] | None = None
+    operation: Operation | None = None
     turns_rows: bool = False
     train: bool = False
     dtype: Precision | None = None
@@ -139,11 +122,8 @@ class Call:
         keep: True at real positions (B, W). None: no mask is passed.
         documents: document of each position (B, W). None: not passed.
         labels: (B, W), not shifted, -100 ignored. None: the outputs are asked.
-        parts: sizes of the parts that are passed through the cache, W in all. (): one call.
-        first_cache: as in the question.
-        others: other inputs, of the same shape. None: none are needed.
-        in_turns: decode the others in turns with the inputs.
-        operation, turns_rows: as in the question.
+        question: the question, for its use of the cache.
+        others: other inputs to decode, of the same shape. None: none are needed.
         order: column of `inputs` at each column of the call (B, W). None: the same one.
         arguments: further keyword arguments. Tensors have W columns.
         transforms: change the arguments of each call of the model.
@@ -155,16 +135,20 @@ class Call:
     keep: Tensor | None = None
     documents: Tensor | None = None
     labels: Tensor | None = None
-    parts: tuple[int, ...] = ()
-    first_cache: Callable[[nn.Module], Any] | None = None
+    question: Question = field(default_factory=lambda: Question([]))
     others: Tensor | None = None
-    in_turns: bool = False
-    operation: Callable[[Any, Part], Any] | None = None
-    turns_rows: bool = False
     order: Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     transforms: list[Transform] = field(default_factory=list)
     compared: Tensor | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Sizes of the parts that are passed through the cache, W in all. []: one call."""
+        parts, sizes = list[int](), self.question.parts
+        while sizes and (left := self.inputs.shape[1] - sum(parts)) > 0:
+            parts.append(min(left, sizes[min(len(parts), len(sizes) - 1)]))
+        return parts
 
     def compare_only(self, place: Place, positions: Tensor) -> None:
         """Restrict the comparison of a sequence to a mask of positions (T,), and to earlier masks."""

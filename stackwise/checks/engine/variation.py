@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -14,13 +15,59 @@ from stackwise.checks.engine.question import Call, Question
 if TYPE_CHECKING:
     from stackwise.checks.engine.examination import Examination
 
-__all__ = ["Refused", "Suite", "Switch", "Variation"]
+__all__ = [
+    "DECODE",
+    "MASKED",
+    "PADDING_SIDES",
+    "PER_POSITION",
+    "POSITIONS",
+    "TRAIN_MODE",
+    "Need",
+    "Refused",
+    "Suite",
+    "Switch",
+    "Variation",
+]
 
 Suite = Literal["fast", "full"]
 
 
 class Refused(Exception):  # noqa: N818  not for users
     """The model, or a rule of a variation, does not allow a composition. The text says why."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Condition on the model.
+
+    Attributes:
+        reason: why the variation does not apply to other models.
+        holds: returns a true value if a model meets the condition.
+    """
+
+    reason: str
+    holds: Callable[[Examination], object]
+
+
+MASKED = Need(
+    "needs masked: (model, inputs, keep) -> output, of a batch with padding",
+    lambda exam: exam.spec.masked is not None,
+)
+PADDING_SIDES = Need(
+    "needs padding_sides: the model claims no side on which padding may be",
+    lambda exam: exam.spec.padding_sides,
+)
+PER_POSITION = Need("needs an output per position", lambda exam: exam.spec.per_position)
+DECODE = Need(
+    "needs a causal model with decode", lambda exam: exam.spec.decode is not None and exam.spec.causal
+)
+POSITIONS = Need(
+    "needs a parameter position_ids that forward= does not pass", lambda exam: exam.takes_positions
+)
+TRAIN_MODE = Need(
+    "needs a train mode that is random only by dropout, and without batch statistics",
+    lambda exam: exam.has_train_mode,
+)
 
 
 class Variation:
@@ -46,6 +93,12 @@ class Variation:
             difference, because it describes it better.
         compares_less: True if it compares only NaN and infinity. Sets for other pairs do not contain it.
         advice: common causes of a difference.
+        needs: conditions on the model, the first of which that does not hold is reported.
+        choices: values to draw from.
+        simplest: value that is tried in place of each other one. None: there is none.
+        words: the variation in words, as the end of "The output changes if ...". {} is the value. Otherwise a
+            table of values.
+        sets: attributes of the question, with their new values.
     """
 
     name: ClassVar[str]
@@ -60,14 +113,19 @@ class Variation:
     single_checks: ClassVar[tuple[str, ...]] = ()
     compares_less: ClassVar[bool] = False
     advice: ClassVar[str]
+    needs: ClassVar[tuple[Need, ...]] = ()
+    choices: ClassVar[Sequence[Any]] = ()
+    simplest: ClassVar[Any] = None
+    words: ClassVar[str | Mapping[str, str]]
+    sets: ClassVar[Mapping[str, bool]] = {}
 
     def missing(self, exam: Examination) -> str:
         """Return why the variation does not apply to a model, or ""."""
-        return ""
+        return next((need.reason for need in self.needs if not need.holds(exam)), "")
 
     def draw(self, exam: Examination, rng: random.Random) -> Any:
         """Return a random value."""
-        raise NotImplementedError
+        return rng.choice(self.choices)
 
     def suspects(self, exam: Examination) -> Iterator[Any]:
         """Yield values that a quick test finds suspicious. They are executed first."""
@@ -75,11 +133,12 @@ class Variation:
 
     def simpler(self, value: Any) -> Iterator[Any]:
         """Yield values that are simpler than `value`, the simplest first."""
-        yield from ()
+        if self.simplest is not None and value != self.simplest:
+            yield self.simplest
 
     def text(self, value: Any) -> str:
-        """Return the variation in words, as the end of "The output changes if ..."."""
-        raise NotImplementedError
+        """Return the variation in words."""
+        return self.words.format(value) if isinstance(self.words, str) else self.words[value]
 
     def correct_if(self, exam: Examination, value: Any) -> str | None:
         """Return the condition under which a difference is correct (a WARN), or None (a FAIL)."""
@@ -95,6 +154,8 @@ class Variation:
         Raises:
             Refused: this question cannot be changed so.
         """
+        for name, new in self.sets.items():
+            setattr(question, name, new)
 
     def edit(self, call: Call, value: Any, exam: Examination) -> None:
         """Change the tensors of a call, such as `call.inputs`.
@@ -120,18 +181,6 @@ class Variation:
 
 
 class Switch(Variation):
-    """Variation that is either applied or not, without other values.
+    """Variation that is either applied or not, without other values."""
 
-    Attributes:
-        words: the variation in words, as in `text`.
-    """
-
-    words: ClassVar[str]
-
-    def draw(self, exam: Examination, rng: random.Random) -> bool:
-        """Return True."""
-        return True
-
-    def text(self, value: Any) -> str:
-        """Return `words`."""
-        return self.words
+    choices = (True,)

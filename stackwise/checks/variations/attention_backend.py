@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.variation import Need, Refused, Variation
 
 
 class AttentionBackend(Variation):
@@ -28,24 +28,18 @@ class AttentionBackend(Variation):
     check, family = "backend_gradients", "backend"
     question = "Are output and gradients the same with another attention backend?"
     rank = 52
+    words = "attention uses the {} backend"
+    needs = (Need("needs a call of scaled_dot_product_attention", lambda exam: _calls_attention(exam)),)
     explained_by = frozenset({"later_tokens"})
     advice = (
         "Look for branches on the backend: a mask or a window that one of them drops, is_causal plus "
         "a mask, and a different scale."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require a call of scaled_dot_product_attention."""
-        return "" if _calls_attention(exam) else "needs a call of scaled_dot_product_attention"
-
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a backend."""
         backends = ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
         return rng.choice(backends)
-
-    def text(self, value: str) -> str:
-        """Return the backend."""
-        return f"attention uses the {value} backend"
 
     def change(self, question: Question, value: str, exam: Examination) -> None:
         """Allow for the softmax of eager attention, which transformers computes in float32."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Part, Question, Segment
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.question import REST, Call, Question, Segment
+from stackwise.checks.engine.variation import DECODE, Need, Refused, Variation
 from stackwise.subject.cached_call import cache_tensors
-from stackwise.support.system_errors import false_if_raised
 
 # In the order in which they are executed. The last two decode rows in the order of the next part.
 _TEXTS = {
@@ -34,6 +32,7 @@ class CacheOperations(Variation):
     family = "cache"
     question = "Is the output the same if the cache is copied, cropped, reordered, repeated or reset?"
     rank = 37
+    needs = DECODE, Need("needs decode to return a cache that can be copied", lambda exam: _operations(exam))
     explained_by = frozenset({"later_tokens", "hidden_tokens", "turns"})
     includes = frozenset({"cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
@@ -41,12 +40,6 @@ class CacheOperations(Variation):
         "Look for a part of the cache that the operation does not change, such as a length, positions or a "
         "state, and for tensors that a copy shares with its original."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require `decode`, a causal model, and a cache that can be copied at least."""
-        if exam.spec.decode is None or not exam.spec.causal:
-            return "needs a causal model with decode"
-        return "" if _operations(exam) else "needs decode to return a cache that can be copied"
 
     def draw(self, exam: Examination, rng: random.Random) -> list[str]:
         """Draw one or two operations, or all of them."""
@@ -73,14 +66,16 @@ class CacheOperations(Variation):
             question.rows.append([Segment("sequence", exam.longest)])
 
 
-def _operated(cache: Any, part: Part, *, names: list[str]) -> Any:
+def _operated(
+    cache: Any, call: Call, columns: slice, decode: Callable[..., tuple[Any, Any]], *, names: list[str]
+) -> Any:
     """Return the cache after the operations."""
-    n_rows, device = len(part.others), part.others.device
+    n_rows, device = len(call.inputs), call.inputs.device
     for name in names:
-        if name == "reset" and not part.start:
-            cache = part.decode_others(cache)
+        if name == "reset" and not columns.start:
+            _, cache = decode(call.others, cache)
             cache.reset()
-        elif not part.start:
+        elif not columns.start:
             continue
         elif name == "reorder_cache":
             cache.reorder_cache(torch.arange(n_rows, device=device).roll(-1))
@@ -88,13 +83,13 @@ def _operated(cache: Any, part: Part, *, names: list[str]) -> Any:
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.arange(1, 2 * n_rows, 2, device=device))
         elif name == "crop":
-            cache = part.decode_others(cache)
-            cache.crop(-part.size)
+            _, cache = decode(call.others, cache)
+            cache.crop(columns.start - columns.stop)
         elif name == "copy":
             if not any(True for _ in cache_tensors(cache)):
                 raise Refused("the model keeps the cache in a module")
             original, cache = cache, copy.deepcopy(cache)
-            part.decode_others(original)
+            decode(call.others, original)
     return cache
 
 
@@ -103,11 +98,7 @@ def _operations(exam: Examination) -> list[str]:
     return exam.once("cache_operations", lambda: [name for name in _TEXTS if _runs(exam, name)])
 
 
-@false_if_raised
-@torch.no_grad()
 def _runs(exam: Examination, name: str) -> bool:
     inputs = torch.stack([exam.sequence(number, exam.lengths[-1]) for number in range(2)])
-    operation = partial(_operated, names=[name])
-    call = Call(inputs, parts=(1, inputs.shape[1] - 1), others=inputs, operation=operation)
-    execute(exam.spec, exam.model(), call)
-    return True
+    question = Question([], parts=(1, REST), operation=partial(_operated, names=[name]))
+    return exam.runs(Call(inputs, question=question, others=inputs))

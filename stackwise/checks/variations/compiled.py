@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
 from stackwise.checks.engine.variation import Switch
 from stackwise.checks.probe.compiler import BACKEND, counting_backend, fresh_compiler
 
@@ -21,6 +21,7 @@ class Compiled(Switch):
     question = "Is the output the same under torch.compile?"
     words = "the model is compiled"
     rank = 95
+    sets: ClassVar[dict[str, bool]] = {"gradients": False}
     excludes = frozenset({"train_mode", "recomputation", "half_precision"})
     explained_by = frozenset({"later_tokens"})
     advice = (
@@ -34,10 +35,6 @@ class Compiled(Switch):
         with fresh_compiler(), torch.no_grad():
             exam.plain(_compiled(exam.model(), graphs), sequence)
         return "" if graphs else "needs a part that torch.compile compiles"
-
-    def change(self, question: Question, value: bool, exam: Examination) -> None:
-        """Compare no gradients."""
-        question.gradients = False
 
     def prepare(self, model: nn.Module, value: bool, exam: Examination) -> nn.Module:
         """Compile the model."""

@@ -8,7 +8,7 @@ import io
 import pickle
 import random
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,13 @@ class Copies(Variation):
     name = "copies"
     question = "Does a copy of the model give the same output?"
     rank = 65
+    words: ClassVar[dict[str, str]] = {
+        "state_dict": "the state_dict of the model is loaded into a new model",
+        "deepcopy": "the model is copied with deepcopy",
+        "pickle": "the model is copied with pickle",
+        "save_pretrained": "the model is saved by save_pretrained and loaded by from_pretrained",
+        "train mode": "the state_dict of eval mode is loaded into a new model in train mode, before eval()",
+    }
     single_checks = ("load_round_trip",)
     advice = (
         "Look for tensors that are neither parameters nor buffers, and for references to the first model."
@@ -41,16 +48,6 @@ class Copies(Variation):
         if exam.once("weights of eval mode", lambda: _changes_in_eval_mode(exam.model())):
             ways.append("train mode")
         return rng.choice(ways)
-
-    def text(self, value: str) -> str:
-        """Return the variation in words."""
-        if value == "state_dict":
-            return "the state_dict of the model is loaded into a new model"
-        if value == "train mode":
-            return "the state_dict of eval mode is loaded into a new model in train mode, before eval()"
-        if value == "save_pretrained":
-            return "the model is saved by save_pretrained and loaded by from_pretrained"
-        return f"the model is copied with {value}"
 
     def correct_if(self, exam: Examination, value: str) -> str | None:
         """Return a condition for a model that is only saved in train mode, as loralib demands."""

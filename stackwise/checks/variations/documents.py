@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Need, Variation
 
 
 class Documents(Variation):
@@ -18,18 +18,19 @@ class Documents(Variation):
     check, family = "packing_alone", "packing"
     question = "Does a document give the same output in a packed row as in a row of its own?"
     rank = 20
+    needs = (
+        Need(
+            "needs packed: (model, inputs, documents) -> output, of rows of several documents",
+            lambda exam: exam.spec.packed is not None,
+        ),
+        Need("needs at least 4 positions", lambda exam: exam.longest >= 4),
+    )
     explained_by = frozenset({"later_tokens"})
     excludes = frozenset({"padded_rows", "cache_parts"})
     advice = (
         "Look for a mask that does not separate documents, an argument that overrides it, positions that do "
         "not restart at each document, and convolutions or states that cross the border."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require `packed`."""
-        if exam.spec.packed is None:
-            return "needs packed: (model, inputs, documents) -> output, of rows of several documents"
-        return "" if exam.longest >= 4 else "needs at least 4 positions"
 
     def correct_if(self, exam: Examination, value: list[int]) -> str | None:
         """Return a condition if the argument was inferred and separates documents only partly."""

@@ -10,7 +10,7 @@ from torch import nn
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
-from stackwise.checks.engine.variation import Switch
+from stackwise.checks.engine.variation import Need, Switch
 
 
 class Embeddings(Switch):
@@ -20,14 +20,17 @@ class Embeddings(Switch):
     question = "Do inputs_embeds give the same output as ids?"
     words = "inputs_embeds are passed in place of the ids"
     rank = 47
+    needs = (
+        Need(
+            "needs a parameter inputs_embeds",
+            lambda exam: exam.spec.inputs == "tokens" and accepts(exam.base, "inputs_embeds"),
+        ),
+        Need(
+            "needs get_input_embeddings(), which returns the embedding",
+            lambda exam: hasattr(exam.base, "get_input_embeddings"),
+        ),
+    )
     advice = "Look for a scale, a position or a dtype that only one of the two ways gets."
-
-    def missing(self, exam: Examination) -> str:
-        """Require a parameter `inputs_embeds` and `get_input_embeddings`."""
-        if exam.spec.inputs != "tokens" or not accepts(exam.base, "inputs_embeds"):
-            return "needs a parameter inputs_embeds"
-        has = hasattr(exam.base, "get_input_embeddings")
-        return "" if has else "needs get_input_embeddings(), which returns the embedding"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the vectors."""

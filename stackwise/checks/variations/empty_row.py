@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
-from stackwise.checks.engine.variation import Switch
+from stackwise.checks.engine.variation import MASKED, PADDING_SIDES, PER_POSITION, Switch
 
 
 class EmptyRow(Switch):
@@ -15,20 +15,13 @@ class EmptyRow(Switch):
     question = "Are the other rows and all gradients the same if one row is only padding?"
     words = "one row of the batch is only padding"
     rank = 38
+    needs = MASKED, PADDING_SIDES, PER_POSITION  # an empty row has no mean and no last token
     includes = frozenset({"mask_of_ones"})  # it passes a mask
     advice = (
         "If all keys of a query are masked, its softmax is NaN. Let padded queries attend to themselves, or "
         "mask with a finite number and add it once: finfo.min added twice is -inf. A NaN times a weight of 0 "
         "is still NaN in the backward pass."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require `masked` and an output per position, because an empty row has no mean and no last token."""
-        if exam.spec.masked is None:
-            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
-        if not exam.spec.padding_sides:
-            return "needs padding_sides: the model claims no side on which padding may be"
-        return "" if exam.spec.per_position else "needs an output per position"
 
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Add the row."""

@@ -11,7 +11,7 @@ from torch import nn
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Need, Variation
 
 _SWITCHES = ("use_cache", "output_hidden_states", "output_attentions")
 
@@ -22,14 +22,11 @@ class ExtraOutputs(Variation):
     name = "extra_outputs"
     question = "Is the output the same if a cache, hidden states or attention weights are returned too?"
     rank = 50
+    needs = (Need(f"needs a parameter {', '.join(_SWITCHES)}", lambda exam: _switches(exam)),)
     excludes = frozenset({"cache_parts"})
     advice = (
         "Look for another attention function or another branch if weights, states or a cache are returned."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require a switch."""
-        return "" if _switches(exam) else f"needs a parameter {', '.join(_SWITCHES)}"
 
     def draw(self, exam: Examination, rng: random.Random) -> dict[str, bool]:
         """Draw one or more switches."""

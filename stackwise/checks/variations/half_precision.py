@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 from stackwise.checks.engine.examination import HALF_PRECISION, Examination
 from stackwise.checks.engine.question import Precision, Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Need, Variation
 
 
 class HalfPrecision(Variation):
@@ -19,29 +20,26 @@ class HalfPrecision(Variation):
     question = "In bfloat16, float16 and autocast, is each result finite if it is finite in a plain call?"
     family = "finiteness"
     rank = 90
+    needs = (
+        Need(
+            "needs a model with a finite output in bfloat16, in float16 or under autocast",
+            lambda exam: _names(exam),
+        ),
+    )
+    words: ClassVar[dict[str, str]] = {
+        "bfloat16": "the model is in bfloat16",
+        "float16": "the model is in float16",
+        "autocast": "the model runs under autocast to bfloat16",
+    }
     compares_less = True
     advice = (
         "Look for masks of finfo.min that are added twice (their sum is -inf), for a softmax with all keys "
         "masked, and for a NaN that is multiplied by 0."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require a model that runs in a half precision."""
-        return (
-            ""
-            if _names(exam)
-            else "needs a model with a finite output in bfloat16, in float16 or under autocast"
-        )
-
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a precision."""
         return rng.choice(_names(exam))
-
-    def text(self, value: str) -> str:
-        """Return the precision."""
-        return (
-            "the model runs under autocast to bfloat16" if value == "autocast" else f"the model is in {value}"
-        )
 
     def change(self, question: Question, value: str, exam: Examination) -> None:
         """Choose the precision."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import PER_POSITION, Need, Variation
 
 
 class HiddenTokens(Variation):
@@ -21,26 +22,18 @@ class HiddenTokens(Variation):
     name = "hidden_tokens"
     question = "Does an input change only the outputs of positions that may see it?"
     rank = 28
+    needs = (
+        PER_POSITION,
+        Need("needs visible=: inputs -> bool (T, T)", lambda exam: exam.spec.visible is not None),
+    )
+    words = "inputs that are hidden from a position are replaced"
+    sets: ClassVar[dict[str, bool]] = {"gradients": False}  # those of replaced inputs differ
     excludes = frozenset({"labels", "recomputation"})
     advice = "Look for a mask that shows too much, and for norms, convolutions and pooling over positions."
-
-    def missing(self, exam: Examination) -> str:
-        """Require `visible`."""
-        if not exam.spec.per_position:
-            return "needs an output per position"
-        return "" if exam.spec.visible is not None else "needs visible=: inputs -> bool (T, T)"
 
     def draw(self, exam: Examination, rng: random.Random) -> float:
         """Draw a place."""
         return round(rng.random(), 2)
-
-    def text(self, value: float) -> str:
-        """Return the variation in words."""
-        return "inputs that are hidden from a position are replaced"
-
-    def change(self, question: Question, value: float, exam: Examination) -> None:
-        """Compare outputs only, because replaced inputs have other gradients."""
-        question.gradients = False
 
     def edit(self, call: Call, value: float, exam: Examination) -> None:
         """Replace the inputs."""

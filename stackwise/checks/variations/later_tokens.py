@@ -10,7 +10,7 @@ import torch
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Question, Segment
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.variation import PER_POSITION, Need, Refused, Variation
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.ties import chooses_among_equals
 from stackwise.subject.inference.causality import CALL_READS_AHEAD, READS_AHEAD
@@ -25,21 +25,17 @@ class LaterTokens(Variation):
     check, family = "causality", "causality"
     question = "Does each output stay the same if later tokens change or are missing?"
     rank = 30
+    needs = (
+        Need("needs the claim: causal=True", lambda exam: exam.spec.causal is not None),
+        Need("the model claims no causality", lambda exam: exam.spec.causal),
+        PER_POSITION,
+        Need("needs at least 2 positions", lambda exam: exam.longest > 1),
+    )
     advice = (
         "Look for a missing or shifted causal mask (tril(diagonal=1)), a mask that padding or eval mode "
         "replaces, view() where transpose() is meant, positions that are counted from the end, and any mean, "
         "norm or convolution over positions."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require a causal model of at least 2 positions."""
-        if exam.spec.causal is None:
-            return "needs the claim: causal=True"
-        if not exam.spec.causal:
-            return "the model claims no causality"
-        if not exam.spec.per_position:
-            return "needs an output per position"
-        return "" if exam.longest > 1 else "needs at least 2 positions"
 
     def draw(self, exam: Examination, rng: random.Random) -> _Value:
         """Draw a number from 1 to 6."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +10,8 @@ from torch import Tensor, nn
 
 from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import Need, Variation
 
 _NAMES = ("logits_to_keep", "num_logits_to_keep")
 
@@ -24,38 +22,19 @@ class LogitsToKeep(Variation):
     name = "logits_to_keep"
     question = "Are the last outputs the same if only these are computed?"
     rank = 49
+    needs = (
+        Need(f"needs a parameter {_NAMES[0]}", lambda exam: bool(_name(exam)) and exam.spec.per_position),
+    )
+    choices, simplest = (1, 2, 3, 4), 1
+    words = "only the last logits are computed: logits_to_keep={}"
+    sets: ClassVar[dict[str, bool]] = {"gradients": False}  # those of other outputs differ
     # Each part of a cached call would have its own last outputs.
-    excludes = frozenset({"cache_parts", "static_cache", "turns", "cache_operations", "padded_prompt"}) | {
-        "labels",
-        "recomputation",
-    }
+    excludes = frozenset({"cache_parts", "static_cache", "turns", "cache_operations", "padded_prompt"})
+    excludes |= {"labels", "recomputation"}
     advice = (
         "Look for a slice of the hidden states at the wrong end, or of the wrong length, and for an argument "
         "that has no effect."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require a parameter."""
-        return "" if _name(exam) and exam.spec.per_position else f"needs a parameter {_NAMES[0]}"
-
-    def draw(self, exam: Examination, rng: random.Random) -> int:
-        """Draw a number from 1 to 4."""
-        return rng.randint(1, 4)
-
-    def simpler(self, value: int) -> Iterator[int]:
-        """Yield one output."""
-        if value > 1:
-            yield 1
-
-    def text(self, value: int) -> str:
-        """Return the number of outputs."""
-        return (
-            f"only the last {value} outputs are computed" if value > 1 else "only the last output is computed"
-        )
-
-    def change(self, question: Question, value: int, exam: Examination) -> None:
-        """Compare outputs only, because the gradients are those of other outputs."""
-        question.gradients = False
 
     def arguments(self, call: Call, model: nn.Module, value: int, exam: Examination) -> dict[str, Any]:
         """Ask for the last outputs, and compare them alone."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Place, Question, Transform
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.question import Call, Place, Transform
+from stackwise.checks.engine.variation import MASKED, Need, Refused, Variation
 from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.support.system_errors import false_if_raised
@@ -23,13 +23,6 @@ from stackwise.support.system_errors import false_if_raised
 _NAME = "attention_mask"
 # Largest difference between two forms of a mask, relative to the effect of the mask.
 _EXPLAINED = 0.01
-_TEXTS = {
-    "bool": "a tensor of bool",
-    "int64": "a tensor of int64",
-    "float32": "a tensor of float32, 0 or 1",
-    "4d bool": "a tensor (B, 1, T, S) of bool",
-    "4d additive": "a tensor (B, 1, T, S) that is added to the scores",
-}
 
 
 class MaskForms(Variation):
@@ -41,6 +34,19 @@ class MaskForms(Variation):
     name = "mask_forms"
     question = "Is the output the same with a padding mask of another dtype, or of four dimensions?"
     rank = 41
+    needs = (
+        MASKED,
+        Need(f"needs a parameter {_NAME}", lambda exam: accepts(exam.base, _NAME)),
+        Need("the model takes only one form of the padding mask", lambda exam: _forms(exam)),
+    )
+    words: ClassVar[dict[str, str]] = {
+        "bool": "the padding mask is a tensor of bool",
+        "int64": "the padding mask is a tensor of int64",
+        "float32": "the padding mask is a tensor of float32, 0 or 1",
+        "4d bool": "the padding mask is a tensor (B, 1, T, S) of bool",
+        "4d additive": "the padding mask is a tensor (B, 1, T, S) that is added to the scores",
+    }
+    sets: ClassVar[dict[str, bool]] = {"mask": True}
     includes = frozenset({"mask_of_ones"})
     # Backends differ in the forms that they take, and attention weights need another backend.
     excludes = frozenset({"attention_backend", "extra_outputs"})
@@ -49,25 +55,9 @@ class MaskForms(Variation):
         "opposite of an integer mask."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require `masked`, and a model that takes another form."""
-        if exam.spec.masked is None:
-            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
-        if not accepts(exam.base, _NAME):
-            return f"needs a parameter {_NAME}"
-        return "" if _forms(exam) else "the model takes only one form of the padding mask"
-
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw a form."""
         return rng.choice(_forms(exam))
-
-    def text(self, value: str) -> str:
-        """Return the form."""
-        return f"the padding mask is {_TEXTS[value]}"
-
-    def change(self, question: Question, value: str, exam: Examination) -> None:
-        """Pass a mask."""
-        question.mask = True
 
     def edit(self, call: Call, value: str, exam: Examination) -> None:
         """Convert the mask of each call."""
@@ -99,7 +89,7 @@ def _converted(arguments: dict[str, Any], width: int, *, form: str, exam: Examin
 
 def _forms(exam: Examination) -> list[str]:
     """Return the forms that the model takes, other than the one that `masked` passes."""
-    return exam.once("mask_forms", lambda: [form for form in _TEXTS if _takes(exam, form)])
+    return exam.once("mask_forms", lambda: [form for form in MaskForms.words if _takes(exam, form)])
 
 
 @false_if_raised

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Switch
+from typing import ClassVar
+
+from stackwise.checks.engine.variation import MASKED, Switch
 
 
 class MaskOfOnes(Switch):
@@ -14,17 +14,9 @@ class MaskOfOnes(Switch):
     question = "Is the output the same with a padding mask of ones as without a mask?"
     words = "a mask of ones is passed"
     rank = 35
+    needs = (MASKED,)
+    sets: ClassVar[dict[str, bool]] = {"mask": True}
     excludes = frozenset({"padded_rows"})  # it passes a mask already
     advice = (
         "Look for a branch that is taken if a mask is given, and that drops or replaces another argument."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Return why the variation does not apply: the spec has no `masked`."""
-        if exam.spec.masked is None:
-            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
-        return ""
-
-    def change(self, question: Question, value: bool, exam: Examination) -> None:
-        """Pass the mask. The value is always True."""
-        question.mask = True

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from stackwise.checks.engine.call import accepts, execute
+from stackwise.checks.engine.call import accepts
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Call, Question
-from stackwise.checks.engine.variation import Refused, Switch
-from stackwise.support.system_errors import false_if_raised
+from stackwise.checks.engine.question import Call
+from stackwise.checks.engine.variation import MASKED, Need, Refused, Switch
 
 
 class MaskWithoutPositions(Switch):
@@ -24,21 +23,17 @@ class MaskWithoutPositions(Switch):
     question = "Is the output the same if a padding mask is passed without position_ids?"
     words = "a padding mask is passed without position_ids"
     rank = 42
+    needs = (
+        MASKED,
+        Need(
+            "needs a masked that passes position_ids, and a model that also counts them",
+            lambda exam: accepts(exam.base, "position_ids") and _passes_positions(exam),
+        ),
+    )
+    sets: ClassVar[dict[str, bool]] = {"mask": True}
     includes = frozenset({"mask_of_ones"})
     excludes = frozenset({"positions", "shifted_positions"})
     advice = "Look for the code that counts positions from the mask, also from a mask that covers the cache."
-
-    def missing(self, exam: Examination) -> str:
-        """Require a `masked` that passes `position_ids`, and a model that does not need them."""
-        if exam.spec.masked is None:
-            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
-        if accepts(exam.base, "position_ids") and _passes_positions(exam):
-            return ""
-        return "needs a masked that passes position_ids, and a model that also counts them"
-
-    def change(self, question: Question, value: bool, exam: Examination) -> None:
-        """Pass a mask."""
-        question.mask = True
 
     def edit(self, call: Call, value: bool, exam: Examination) -> None:
         """Remove the positions of each call."""
@@ -58,10 +53,7 @@ def _without_positions(arguments: dict[str, Any], _: int) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name != "position_ids"}
 
 
-@false_if_raised
 def _passes_positions(exam: Examination) -> bool:
     inputs = exam.sequence(0, exam.lengths[-1])[None]
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    with torch.no_grad():
-        execute(exam.spec, exam.model(), Call(inputs, keep=keep, transforms=[_without_positions]))
-    return True
+    return exam.runs(Call(inputs, keep=keep, transforms=[_without_positions]))

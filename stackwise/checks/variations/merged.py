@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Need, Variation
 
 
 class Merged(Variation):
@@ -18,36 +18,27 @@ class Merged(Variation):
     name = "merged"
     question = "Is the output the same if adapters are merged into the weights?"
     rank = 58
+    needs = (
+        Need(
+            "needs merge_adapter() and unmerge_adapter(), or layers with merge() and unmerge()",
+            lambda exam: any(_functions(exam.base, "merge")),
+        ),
+    )
+    simplest = "merge"
+    words: ClassVar[dict[str, str]] = {
+        "merge": "adapters are merged",
+        "unmerge": "adapters are merged and unmerged again",
+    }
+    sets: ClassVar[dict[str, bool]] = {"gradients": False}  # merged weights have others
     excludes = frozenset({"copies", "train_mode", "recomputation"})
     advice = (
         "Look for a scale or bias that only one of the two ways applies, and for a norm or product that is "
         "computed from weights that another adapter has changed already."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require merge_adapter() of the model, or merge() and unmerge() of its layers."""
-        has = any(True for _ in _functions(exam.base, "merge"))
-        return (
-            "" if has else "needs merge_adapter() and unmerge_adapter(), or layers with merge() and unmerge()"
-        )
-
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Draw whether to undo it."""
-        ways = [way for way in ("merge", "unmerge") if any(True for _ in _functions(exam.base, way))]
-        return rng.choice(ways)
-
-    def simpler(self, value: str) -> Iterator[str]:
-        """Yield merging alone."""
-        if value == "unmerge":
-            yield "merge"
-
-    def text(self, value: str) -> str:
-        """Return the variation in words."""
-        return "adapters are merged" + (" and unmerged again" if value == "unmerge" else "")
-
-    def change(self, question: Question, value: str, exam: Examination) -> None:
-        """Compare no gradients, because merged weights have others."""
-        question.gradients = False
+        return rng.choice([way for way in self.words if any(_functions(exam.base, way))])
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Merge them, and undo it if this is the value."""

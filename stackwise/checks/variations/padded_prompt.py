@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Place, Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Need, Variation
 from stackwise.checks.probe.call import has_fixed_state
 from stackwise.checks.variations.padding import add_padding
 
@@ -22,6 +19,22 @@ class PaddedPrompt(Variation):
     family = "padding"
     question = "Does a row continue in the same way after a prompt with padding on the right?"
     rank = 39
+    needs = (
+        Need(
+            "needs a causal model with masked and decode",
+            lambda exam: exam.spec.masked is not None and exam.spec.decode is not None and exam.spec.causal,
+        ),
+        Need(
+            "needs padding_sides with 'right', and several lengths",
+            lambda exam: "right" in exam.spec.padding_sides and len(exam.lengths) > 1,
+        ),
+        Need(
+            "needs a model that takes padding before further tokens of a row",
+            lambda exam: _is_recurrent(exam) or _allowed_inside(exam),
+        ),
+    )
+    choices, simplest = range(1, 7), 1
+    words = "the prompt has padding on the right"
     includes = frozenset({"cache_parts"})
     explained_by = frozenset({"later_tokens", "hidden_tokens", "padded_rows", "cache_parts", "turns"})
     excludes = frozenset({"padded_rows", "documents", "labels", "train_mode", "recomputation"})
@@ -29,29 +42,6 @@ class PaddedPrompt(Variation):
         "Look for a recurrent state or a convolution that includes the padding after the prompt. Check that "
         "positions and masks of the next tokens do not count the padding."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require `masked`, `decode`, padding on the right, and a model that can skip it."""
-        if exam.spec.masked is None or exam.spec.decode is None or not exam.spec.causal:
-            return "needs a causal model with masked and decode"
-        if "right" not in exam.spec.padding_sides or len(exam.lengths) < 2:
-            return "needs padding_sides with 'right', and several lengths"
-        if _is_recurrent(exam) or _allowed_inside(exam):
-            return ""
-        return "needs a model that takes padding before further tokens of a row"
-
-    def draw(self, exam: Examination, rng: random.Random) -> int:
-        """Draw an amount."""
-        return rng.randint(1, 6)
-
-    def simpler(self, value: int) -> Iterator[int]:
-        """Yield less padding."""
-        if value > 1:
-            yield 1
-
-    def text(self, value: int) -> str:
-        """Return the variation in words."""
-        return "the prompt has padding on the right"
 
     def correct_if(self, exam: Examination, value: int) -> str | None:
         """Return a condition for a recurrent model whose padding on the right is only assumed."""

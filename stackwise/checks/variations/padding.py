@@ -9,7 +9,7 @@ from typing import Any
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question, Segment
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.variation import MASKED, PADDING_SIDES, Need, Refused, Variation
 from stackwise.checks.probe.call import reads_padding_by_a_state
 
 
@@ -20,19 +20,17 @@ class Padding(Variation):
     check, family = "padding_amount", "padding"
     question = "Does a row give the same output with padding?"
     rank = 40
+    needs = (
+        MASKED,
+        PADDING_SIDES,
+        Need("needs a model that takes several lengths", lambda exam: len(exam.lengths) > 1),
+    )
+    words = "there is padding on the {[side]}"
     explained_by = frozenset({"later_tokens", "hidden_tokens"})
     advice = (
         "Look for attention without the mask, positions that count padding, a state or convolution that "
         "reads padding, and pooling at an index that is counted from the other side."
     )
-
-    def missing(self, exam: Examination) -> str:
-        """Require `masked`, a side and several lengths."""
-        if exam.spec.masked is None:
-            return "needs masked: (model, inputs, keep) -> output, of a batch with padding"
-        if not exam.spec.padding_sides:
-            return "needs padding_sides: the model claims no side on which padding may be"
-        return "" if len(exam.lengths) > 1 else "needs a model that takes several lengths"
 
     def draw(self, exam: Examination, rng: random.Random) -> dict[str, Any]:
         """Draw a side and an amount. Outputs of causal models can read padding only on their left."""
@@ -45,10 +43,6 @@ class Padding(Variation):
         """Yield less padding."""
         if value["amount"] > 1:
             yield {**value, "amount": 1}
-
-    def text(self, value: dict[str, Any]) -> str:
-        """Return the side."""
-        return f"there is padding on the {value['side']}"
 
     def correct_if(self, exam: Examination, value: dict[str, Any]) -> str | None:
         """Return a condition for a recurrent model whose padding on the left is only assumed."""

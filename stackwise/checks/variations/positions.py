@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
-from stackwise.checks.engine.variation import Switch
+from stackwise.checks.engine.variation import POSITIONS, Switch
 
 
 class Positions(Switch):
@@ -19,11 +19,8 @@ class Positions(Switch):
     question = "Do position_ids give the same output as the positions that the model counts?"
     words = "position_ids are passed"
     rank = 45
+    needs = (POSITIONS,)
     advice = "Look for a part of the model that ignores position_ids and counts positions itself."
-
-    def missing(self, exam: Examination) -> str:
-        """Require a parameter `position_ids` that the call leaves free."""
-        return "" if exam.takes_positions else "needs a parameter position_ids that forward= does not pass"
 
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the positions."""

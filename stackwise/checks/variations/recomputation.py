@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Refused, Variation
+from stackwise.checks.engine.variation import TRAIN_MODE, Need, Refused, Variation
 from stackwise.checks.probe.recomputation import NoSwitch, by_its_own_switch, by_wrapping_layers, switched
 
 
@@ -18,6 +18,15 @@ class Recomputation(Variation):
     name = "recomputation"
     question = "Are output and gradients the same if activations are recomputed?"
     rank = 70
+    needs = (
+        TRAIN_MODE,
+        Need("needs gradient_checkpointing_enable(), or layers that are called", lambda exam: _way(exam)),
+    )
+    words: ClassVar[dict[str, str]] = {
+        "switch": "the model recomputes activations (by its own switch)",
+        "layers": "the model recomputes activations (by torch.utils.checkpoint around each layer)",
+    }
+    sets: ClassVar[dict[str, bool]] = {"train": True, "gradients": True}
     single_checks = ("recompute_gradients",)
     excludes = includes = frozenset({"train_mode"})
     advice = (
@@ -25,28 +34,13 @@ class Recomputation(Variation):
         "are left out, and for state that each call changes (counters, caches)."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require a switch or layers, and a model that repeats itself in train mode."""
-        if not exam.has_train_mode:
-            return "needs a train mode that is random only by dropout, and without batch statistics"
-        return "" if _way(exam) else "needs gradient_checkpointing_enable(), or layers that are called"
-
     def draw(self, exam: Examination, rng: random.Random) -> str:
         """Return the model's own switch if it has one."""
         return _way(exam)
 
-    def text(self, value: str) -> str:
-        """Return the variation in words."""
-        how = "by its own switch" if value == "switch" else "by torch.utils.checkpoint around each layer"
-        return f"the model recomputes activations ({how})"
-
     def correct_if(self, exam: Examination, value: str) -> str | None:
         """Only a model with its own switch promises that it works."""
         return None if value == "switch" else "the model is never trained with recomputation"
-
-    def change(self, question: Question, value: str, exam: Examination) -> None:
-        """Ask in train mode with gradients."""
-        question.train = question.gradients = True
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Switch it on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import POSITIONS, Need, Variation
 from stackwise.checks.variations.positions import counted_positions
 
 _SHIFTS = (1, 5, 16, 37)
@@ -26,34 +25,25 @@ class ShiftedPositions(Variation):
     name = "shifted_positions"
     question = "Is the output of a model with relative positions the same if position_ids are shifted?"
     rank = 46
+    needs = (
+        POSITIONS,
+        Need("needs a model that takes longer sequences", lambda exam: _shifts(exam)),
+        Need(
+            "the model has absolute positions: a shift changes its output",
+            lambda exam: all(exam.agrees_at(exam.first_position + shift) for shift in _shifts(exam)),
+        ),
+    )
+    simplest = 1
+    words = "all position_ids are larger by {}"
     explained_by = frozenset({"positions"})
     advice = (
         "Look for a part of the model that counts positions itself although position_ids are passed, such as "
         "the length of the cache, and for a mask that is computed from position_ids."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require relative positions: a plain call gives the same output with shifted `position_ids`."""
-        if not exam.takes_positions:
-            return "needs a parameter position_ids that forward= does not pass"
-        shifts = _shifts(exam)
-        if not shifts:
-            return "needs a model that takes longer sequences"
-        is_relative = all(exam.agrees_at(exam.first_position + shift) for shift in shifts)
-        return "" if is_relative else "the model has absolute positions: a shift changes its output"
-
     def draw(self, exam: Examination, rng: random.Random) -> int:
         """Draw a shift."""
         return rng.choice(_shifts(exam))
-
-    def simpler(self, value: int) -> Iterator[int]:
-        """Yield a shift by one."""
-        if value > 1:
-            yield 1
-
-    def text(self, value: int) -> str:
-        """Return the shift."""
-        return f"all position_ids are larger by {value}"
 
     def edit(self, call: Call, value: int, exam: Examination) -> None:
         """Shift the positions, whether this variation or a function of the spec passes them."""

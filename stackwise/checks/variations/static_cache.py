@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,8 @@ class StaticCache(Variation):
     name = "static_cache"
     question = "Does a static cache give the same output as no cache?"
     rank = 34
+    choices, simplest = (0, 1, 8), 0
+    words = "a StaticCache is passed"
     explained_by = frozenset({"later_tokens", "hidden_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation", "extra_outputs"})
     advice = "Look for a mask with the length of the tokens so far. It needs the length of the cache."
@@ -33,19 +33,6 @@ class StaticCache(Variation):
             return "needs a causal model of transformers with a cache"
         # transformers sets this attribute for models that accept a static cache.
         return "" if getattr(exam.base, "_can_compile_fullgraph", True) else "the model has no static cache"
-
-    def draw(self, exam: Examination, rng: random.Random) -> int:
-        """Draw a room."""
-        return rng.choice((0, 1, 8))
-
-    def simpler(self, value: int) -> Iterator[int]:
-        """Yield no room."""
-        if value:
-            yield 0
-
-    def text(self, value: int) -> str:
-        """Return the variation in words."""
-        return "a StaticCache is passed"
 
     def change(self, question: Question, value: int, exam: Examination) -> None:
         """Pass the cache, and two parts if the row is not divided yet."""

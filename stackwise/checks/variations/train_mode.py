@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Switch
+from typing import ClassVar
+
+from stackwise.checks.engine.variation import TRAIN_MODE, Switch
 
 
 class TrainMode(Switch):
@@ -14,14 +14,6 @@ class TrainMode(Switch):
     question = "Is the output the same in train mode, apart from dropout?"
     words = "the model is in train mode (dropout off)"
     rank = 55
+    needs = (TRAIN_MODE,)
+    sets: ClassVar[dict[str, bool]] = {"train": True}
     advice = "Look for branches on self.training, and for weights that train() and eval() change."
-
-    def missing(self, exam: Examination) -> str:
-        """Require a model that repeats itself in train mode."""
-        if exam.has_train_mode:
-            return ""
-        return "needs a train mode that is random only by dropout, and without batch statistics"
-
-    def change(self, question: Question, value: bool, exam: Examination) -> None:
-        """Switch to train mode."""
-        question.train = True

@@ -6,7 +6,7 @@ import torch
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Switch
+from stackwise.checks.engine.variation import DECODE, Need, Switch
 from stackwise.subject.cached_call import cache_tensors
 
 
@@ -18,6 +18,13 @@ class Turns(Switch):
     question = "Is the output the same if another sequence, with another cache, is decoded in between?"
     words = "another sequence is decoded between the parts"
     rank = 36
+    needs = (
+        DECODE,
+        Need(
+            "needs decode to return the cache; this model keeps it in a module",
+            lambda exam: _returns_cache(exam),
+        ),
+    )
     includes = frozenset({"cache_parts"})
     explained_by = frozenset({"later_tokens", "cache_parts"})
     excludes = frozenset({"documents", "labels", "train_mode", "recomputation"})
@@ -26,16 +33,14 @@ class Turns(Switch):
         "the tokens of every sequence, and is wrong for the cache of another one."
     )
 
-    def missing(self, exam: Examination) -> str:
-        """Require `decode`, a causal model, and a cache that contains tensors."""
-        if exam.spec.decode is None or not exam.spec.causal:
-            return "needs a causal model with decode"
-        with torch.no_grad():
-            _, cache = exam.spec.decode(exam.model(), exam.sequence(0, exam.lengths[0])[None], None)
-        has_tensors = any(True for _ in cache_tensors(cache))
-        return "" if has_tensors else "needs decode to return the cache; this model keeps it in a module"
-
     def change(self, question: Question, value: bool, exam: Examination) -> None:
         """Divide the row into parts, if it is not divided yet."""
         question.parts = question.parts or question.prompt_and_tokens(2)
         question.gradients, question.in_turns = False, True
+
+
+def _returns_cache(exam: Examination) -> bool:
+    assert exam.spec.decode is not None
+    with torch.no_grad():
+        _, cache = exam.spec.decode(exam.model(), exam.sequence(0, exam.lengths[0])[None], None)
+    return any(True for _ in cache_tensors(cache))

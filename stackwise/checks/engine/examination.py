@@ -100,7 +100,7 @@ class Examination:
     random_norms: bool = True
     settings: list[Any] = field(default_factory=settings_now)
     _results: dict[str, Any] = field(default_factory=dict)
-    _gradients: dict[str, None] = field(default_factory=dict)
+    _gradients: dict[tuple[Any, ...], Gradients] = field(default_factory=dict)
 
     @classmethod
     def of(cls, subject: Subject) -> Examination:
@@ -174,9 +174,9 @@ class Examination:
         return self.once("longest", self._longest)
 
     def _longest(self) -> int:
-        most = self.most
-        if isinstance(self.spec.window, int) and self.spec.window <= _LONGEST_WINDOW:
-            most = max(most, 2 * self.spec.window + 3)  # a cache of this window rolls
+        most, window = self.most, self.spec.window
+        if isinstance(window, int) and window <= _LONGEST_WINDOW:
+            most = max(most, 2 * window + 3)  # a cache of this window rolls
         most = min(most, self.spec.max_length or most)
         lengths = {most, most // 2, most // 4, self.subject.seq_len, 8, 4}
         taken = (n for n in sorted(lengths, reverse=True) if 0 < n <= most and self._takes(n))
@@ -191,10 +191,8 @@ class Examination:
         return self.once("shortest", self._shortest)
 
     def _shortest(self) -> int:
-        for length in (1, 2, 4, 8, 16):
-            if length <= self.longest and self._takes(length) and (length < 8 or self._takes(length + 1)):
-                return length
-        return self.subject.seq_len
+        lengths = (n for n in (1, 2, 4, 8, 16) if n <= self.longest and self._takes(n))
+        return next((n for n in lengths if n < 8 or self._takes(n + 1)), self.subject.seq_len)
 
     @cached_property
     def lengths(self) -> range:
@@ -294,19 +292,15 @@ class Examination:
 
     def answer_gradients(self, number: int, length: int) -> Gradients:
         """Return the gradients of the projection of the plain answer."""
-
-        def trial() -> Gradients:
+        key, stored = (number, length, self.dtype), self._gradients
+        if key not in stored:
             model = self.model().train(self.gradients_in_train_mode)
-            return self._plain_gradients(model, number, length)
-
-        key = f"gradients {number} of {length} in {self.dtype}"
-        found = self.once(key, trial)
-        self._gradients[key] = self._gradients.pop(key, None)  # the last one is the most recent
+            stored[key] = self._plain_gradients(model, number, length)
+        stored[key] = stored.pop(key)  # the last one is the most recent
         size = sum(8 * p.numel() for p in self.base.parameters() if p.requires_grad)
-        while len(self._gradients) > max(_GRADIENT_BYTES // max(size, 1), 4):
-            oldest = next(iter(self._gradients))
-            del self._gradients[oldest], self._results[oldest]
-        return found
+        while len(stored) > max(_GRADIENT_BYTES // max(size, 1), 4):
+            del stored[next(iter(stored))]
+        return stored[key]
 
     def reference_loss(
         self, labels: list[tuple[int, int, Tensor]], shift: int
@@ -371,10 +365,7 @@ class Examination:
     @cached_property
     def first_position(self) -> int:
         """Return the position of the first token: 0, or more if the model reserves some (RoBERTa)."""
-        for first in (0, 1, 2):
-            if self.agrees_at(first):
-                return first
-        return 0
+        return next((first for first in (0, 1, 2) if self.agrees_at(first)), 0)
 
     def agrees_at(self, first: int) -> bool:
         """Return True if a plain call gives the same answer with `position_ids` that start at `first`."""
@@ -586,14 +577,10 @@ def _make_gradient_contiguous(_: nn.Module, __: Any, output: Tensor) -> None:
 
 def _randomize_constants(model: nn.Module, seed: int, *, norms: bool) -> None:
     """Make weights and buffers random that are constant. Without `norms`, those of norms stay constant."""
-    kept = {
-        id(buffer)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.instancenorm._InstanceNorm)
-        for buffer in module.buffers(recurse=False)
-    }
+    layers, statistics = list(model.modules()), (nn.modules.batchnorm._NormBase,)
+    kept = {id(b) for each in layers if isinstance(each, statistics) for b in each.buffers(recurse=False)}
     if not norms:
-        of_norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
+        of_norms = (each for each in layers if "norm" in type(each).__name__.lower())
         kept |= {id(p) for each in of_norms for p in each.parameters(recurse=False)}
     saved = model.state_dict().keys()
     buffers = (b for name, b in model.named_buffers() if name in saved and b.numel() > 1)

@@ -30,11 +30,7 @@ from stackwise.checks.engine.variation import Refused
 from stackwise.checks.probe.call import reason_of
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.checks.probe.dropout import WithoutDropout
-from stackwise.checks.probe.side_effects import (
-    SideEffects,
-    same_generators,
-    watched_call,
-)
+from stackwise.checks.probe.side_effects import SideEffects, same_generators, watched_call
 from stackwise.subject.inference import logits_of
 from stackwise.support.global_settings import restore_settings
 from stackwise.support.random_state import seeded
@@ -135,39 +131,32 @@ class Execution:
 
     def compare(self) -> Iterator[Difference]:
         """Execute the call, and yield the difference of each observable."""
-        question, exam = self.question, self.exam
+        question, exam, call = self.question, self.exam, self.call
         restore_settings(exam.settings)
+        given = {"inputs": call.inputs, "mask": call.keep, "documents": call.documents, "labels": call.labels}
         with ExitStack() as around:
             if question.train:
                 around.enter_context(WithoutDropout())
             for variation, value in self._variations:
                 around.enter_context(variation.around(value))
-                self.call.arguments |= variation.arguments(self.call, self.model, value, exam)
+                call.arguments |= variation.arguments(call, self.model, value, exam)
             around.enter_context(seeded(exam.subject.seed + _SEED * self._start, exam.subject.device))
             around.enter_context(exam.precision())
             around.enter_context(torch.set_grad_enabled(question.gradients))
-            given = {
-                "inputs": self.call.inputs,
-                "mask": self.call.keep,
-                "documents": self.call.documents,
-                "labels": self.call.labels,
-            }
-            self.effects = around.enter_context(
-                watched_call(self.model, given, decodes=bool(self.call.parts))
-            )
-            if question.ignored is not None:
-                yield from self._of_loss()
+            self.effects = around.enter_context(watched_call(self.model, given, decodes=bool(call.parts)))
+            if call.labels is not None:
+                yield from self._of_loss(call.labels)
                 return
-            output = execute(exam.spec, self.model, self.call)
+            output = execute(exam.spec, self.model, call)
             for variation, value in self._variations:
-                output = variation.restore(output, self.call, value)
+                output = variation.restore(output, call, value)
             if self._compares_gradients and output.requires_grad:
-                rows = ((exam.row(output, place), place.number) for place in self.call.places)
+                rows = ((exam.row(output, place), place.number) for place in call.places)
                 total = torch.stack([(row * projection(row, number)).sum() for row, number in rows]).sum()
                 total.backward()  # type: ignore[no-untyped-call]
         yield self._of_outputs(output.detach())
         if self._compares_gradients and output.requires_grad:
-            each = [exam.answer_gradients(*place.sequence) for place in self.call.places]
+            each = [exam.answer_gradients(*place.sequence) for place in call.places]
             yield self._of_gradients(_summed(each), gradients_in(self.model))
 
     @property
@@ -187,7 +176,9 @@ class Execution:
         except Exception as error:  # a new model takes this call
             reraise_if_out_of_memory(error)
             return Difference(NEXT_CALL, math.inf, self._limit, reason_of(error))
-        return Difference(NEXT_CALL, _gap(answer, output), self._limit)
+        has_shape = output.shape == answer.shape
+        gap = float(relative_difference(answer, output).max()) if has_shape else math.inf
+        return Difference(NEXT_CALL, gap, self._limit)
 
     @property
     def _limit(self) -> float:
@@ -195,8 +186,8 @@ class Execution:
         return max(self.exam.limit, NARROW_LIMIT if self.question.computes_in_float32 else 0.0)
 
     def _of_outputs(self, output: Tensor) -> Difference:
-        usual = self._limit
-        worst, where, limit = 0.0, "", usual
+        usual = limit = self._limit
+        worst, where = 0.0, ""
         for place in self.call.places:
             answer, row = self.exam.answer(*place.sequence), self.exam.row(output, place)
             if row.shape != answer.shape:
@@ -222,11 +213,8 @@ class Execution:
 
     def _of_gradients(self, expected: Gradients, found: Gradients) -> Difference:
         if not self.exam.compares_values:
-            bad = [
-                name
-                for name, gradient in found.items()
-                if not gradient.isfinite().all() and name in expected and expected[name].isfinite().all()
-            ]
+            finite = [name for name, gradient in expected.items() if gradient.isfinite().all()]
+            bad = [name for name in finite if name in found and not found[name].isfinite().all()]
             return Difference("gradient", math.inf if bad else 0.0, 0.0, bad[0] if bad else "")
         floor, limit = self.exam.gradient_floor, self.exam.gradient_limit
         if self.question.computes_in_float32:
@@ -234,72 +222,65 @@ class Execution:
         value, where = largest_gap(expected, found, floor)
         return Difference("gradient", value, limit, where)
 
-    def _of_loss(self) -> Iterator[Difference]:
+    def _of_loss(self, labels: Tensor) -> Iterator[Difference]:
         """Compare the own loss, its gradients, and the outputs that it trains."""
-        assert self.call.labels is not None
         outputs: list[Any] = []
-        labels = self.call.labels.clone()  # a copy: the originals are compared later
+        call = replace(self.call, labels=labels.clone())  # a copy: the originals are compared later
         with self.model.register_forward_hook(lambda *call: outputs.append(call[-1])):
-            loss = loss_of(self.exam.spec, self.model, replace(self.call, labels=labels))
-        logits = _logits_in_graph(outputs, self.call)
+            loss = loss_of(self.exam.spec, self.model, call)
+        logits = _logits_in_graph(outputs, call)
         if self.question.gradients and loss.requires_grad:
             if logits is not None:
                 logits.retain_grad()
             loss.backward()  # type: ignore[no-untyped-call]
         found = gradients_in(self.model)
-        expected_loss, gradients, count = self._expected_loss()
+        expected, gradients, count = self._expected_loss(labels)
         if logits is not None and logits.grad is not None:
-            yield from self._of_targets(logits.grad)
+            yield from self._of_targets(logits.grad, labels)
         if not count:
-            # Other terms have a gradient without labels.
-            has_others = self.model.training and self.exam.adds_gradients
-            if self.exam.loss_shift is not None and not has_others:
-                # A mean over no labels is NaN in torch; the check empty_loss reports it.
-                largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
-                yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
-            return
-        value, expected = float(loss.detach()), float(expected_loss)
-        if not self.exam.compares_values:
-            is_bad = math.isfinite(expected) and not math.isfinite(value)
+            yield from self._without_labels(found)
+        elif not self.exam.compares_values:
+            is_bad = bool(expected.isfinite()) and not loss.isfinite()
             yield Difference("loss", math.inf if is_bad else 0.0, 0.0)
-        elif math.isfinite(expected):  # it is not for heads for later tokens, in a sequence that has none
-            gap = abs(value - expected) / max(abs(expected), 1e-9)
+        elif expected.isfinite():  # it is not for heads for later tokens, in a sequence that has none
+            gap = abs(float(loss.detach()) - float(expected)) / max(abs(float(expected)), 1e-9)
             yield Difference("loss", gap, max(LOSS_LIMIT, self.exam.limit))
             if self._compares_gradients:
                 yield self._of_gradients(gradients, found)
 
-    def _expected_loss(self) -> tuple[Tensor, Gradients, int]:
+    def _without_labels(self, found: Gradients) -> Iterator[Difference]:
+        """Yield the size of the gradients of a loss without labels, unless other terms have a gradient."""
+        has_others = self.model.training and self.exam.adds_gradients
+        if self.exam.loss_shift is not None and not has_others:
+            # A mean over no labels is NaN in torch; the check empty_loss reports it.
+            largest = max((float(g.nan_to_num().abs().max()) for g in found.values()), default=0.0)
+            yield Difference(WITHOUT_ANY_LABEL, largest, 0.0)
+
+    def _expected_loss(self, labels: Tensor) -> tuple[Tensor, Gradients, int]:
         """Return the expected loss, its gradients and the number of labels.
 
         They are those of the mean negative log likelihood, if this is the formula of the own loss. Otherwise
         they are those of the own loss of a new model, with the same labels and no further arguments.
         """
-        labels = self.call.labels
-        assert labels is not None
+        exam, shift = self.exam, self.exam.loss_shift
         each = [(*place.sequence, labels[place.row, place.start : place.end]) for place in self.call.places]
-        shift = self.exam.loss_shift
-        expected = self.exam.reference_loss(
-            each, int(bool(self.exam.spec.causal)) if shift is None else shift
-        )
+        expected = exam.reference_loss(each, int(bool(exam.spec.causal)) if shift is None else shift)
         if shift is not None or not expected[2]:
             return expected
-        segments = [segment for row in self.question.rows for segment in row]
-        if len(segments) > len(self.question.rows) or any(each.kind != "sequence" for each in segments):
+        if any([segment.kind for segment in row] != ["sequence"] for row in self.question.rows):
             raise Refused("the own loss is no mean negative log likelihood, so its value is not known")
-        model = self.exam.model().train(self.question.train)
+        model = exam.model().train(self.question.train)
         with torch.enable_grad():
-            loss = loss_of(self.exam.spec, model, Call(self.call.inputs, labels=labels))
+            loss = loss_of(exam.spec, model, Call(self.call.inputs, labels=labels))
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), gradients_in(model), expected[2]
 
-    def _of_targets(self, gradient: Tensor) -> Iterator[Difference]:
+    def _of_targets(self, gradient: Tensor, labels: Tensor) -> Iterator[Difference]:
         """Yield outputs that have no label and are trained to predict a token nevertheless.
 
         The gradient of a cross-entropy has one negative entry, that of the target, and sum 0. Other terms of
         a loss, such as a z-loss, may reach every output.
         """
-        labels = self.call.labels
-        assert labels is not None
         sizes = gradient.abs().amax(dim=-1)
         sums = gradient.double().sum(dim=-1).abs()
         is_target = ((gradient < 0).sum(dim=-1) == 1) & (sums < 1e-3 * sizes)
@@ -332,11 +313,10 @@ def _arranged(question: Question, exam: Examination) -> Call:
                 places.append(Place(row, start, end, number))
                 parts.append(exam.sequence(number, segment.length))
                 documents[row, start:] += start > 0
-            elif segment.kind == "later":
-                parts.append(exam.filler(*shape)[row, start:end])
             else:
-                parts.append(exam.padding(*shape)[row, start:end])
-                keep[row, start:end] = False
+                fill = exam.padding if segment.kind == "padding" else exam.filler
+                parts.append(fill(*shape)[row, start:end])
+                keep[row, start:end] = segment.kind != "padding"
         rows.append(torch.cat(parts))
     call = Call(torch.stack(rows).to(device), places, question=question)
     call.keep = keep if question.mask else None
@@ -375,11 +355,6 @@ def _logits_in_graph(outputs: list[Any], call: Call) -> Tensor | None:
 
 def _summed(gradients: list[Gradients]) -> Gradients:
     total: dict[str, Tensor] = {}
-    for each in gradients:
-        for name, gradient in each.items():
-            total[name] = total[name] + gradient if name in total else gradient
+    for name, gradient in (item for each in gradients for item in each.items()):
+        total[name] = total[name] + gradient if name in total else gradient
     return total
-
-
-def _gap(a: Tensor, b: Tensor) -> float:
-    return float(relative_difference(a, b).max()) if a.shape == b.shape else float("inf")

@@ -467,13 +467,15 @@ def _side_effect(composition: Composition, effect: Difference, exam: Examination
 
 def _code_of(composition: Composition, exam: Examination) -> str:
     """Return Python code that repeats a composition; `model` is the subject."""
-    arguments: dict[str, Any] = {"length": composition.length}
-    arguments |= {"gradients": True} if composition.gradients else {}
-    arguments |= {"after": True} if composition.after else {}
-    arguments |= {} if exam.most == LONGEST else {"longest": exam.most}
-    arguments |= {"seed": exam.subject.seed} if exam.subject.seed else {}
-    arguments |= {"own_dtype": True} if exam.dtype == "own" else {}
-    device = str(exam.subject.device)
-    arguments |= {} if device == "cpu" else {"device": device}
-    text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    subject, device = exam.subject, str(exam.subject.device)
+    arguments: dict[str, Any] = {
+        "length": composition.length,
+        "gradients": composition.gradients,
+        "after": composition.after,
+        "longest": exam.most if exam.most != LONGEST else None,
+        "seed": subject.seed,
+        "own_dtype": exam.dtype == "own",
+        "device": device if device != "cpu" else None,
+    }
+    text = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value)
     return f"compare(model, {dict(composition.values)}, {text})"

@@ -49,7 +49,8 @@ def _differs(execution: Execution, parts: list[Tensor], plain: list[Tensor]) -> 
         parts: outputs of its calls, one for each part of the sequence.
         plain: outputs (1, T, ...) of the plain calls.
     """
-    if parts[0].ndim == 3 and _is_last(parts[0], execution.question.width):
+    # Positions may be the last dimension (B, C, T), as after a convolution.
+    if parts[0].ndim == 3 and parts[0].shape[1] != execution.question.width == parts[0].shape[2]:
         parts, plain = ([each.transpose(1, 2) for each in outputs] for outputs in (parts, plain))
     found = torch.cat(parts, dim=1)
     if found.shape[:2] != execution.call.inputs.shape[:2]:
@@ -62,11 +63,6 @@ def _differs(execution: Execution, parts: list[Tensor], plain: list[Tensor]) -> 
         if not float(execution.gaps(place, expected[0], row[0]).max()) <= execution.exam.limit:
             return True
     return False
-
-
-def _is_last(output: Tensor, width: int) -> bool:
-    """Return True if positions are the last dimension of (B, C, T), as after a convolution."""
-    return output.shape[1] != width == output.shape[2]
 
 
 @contextmanager

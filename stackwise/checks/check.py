@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from stackwise.checks.engine.variation import Suite
-from stackwise.checks.result import CheckResult
+from stackwise.checks.result import CheckResult, Examined
 from stackwise.checks.subject import Subject
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.spec import ModelSpec
@@ -95,11 +95,8 @@ class Check:
         Raises:
             Exception: any exception of the subject or of the check, unchanged.
         """
-        subject: Subject | TrainerSubject
-        if isinstance(spec, TrainerSpec):
-            subject = TrainerSubject(spec, torch.device(device), seed)
-        else:
-            subject = Subject(spec, torch.device(device), seed)
+        kind: type[Examined] = TrainerSubject if isinstance(spec, TrainerSpec) else Subject
+        subject = kind(spec, torch.device(device), seed)
         start = time.perf_counter()
         with threads_for(spec.n_parameters), kept_settings():
             result = self.function(subject)
@@ -179,10 +176,7 @@ def refuse_unknown(names: Iterable[str], *, asks: Kind | None = None) -> None:
 
 
 def select_checks(
-    names: Iterable[str] | None = None,
-    *,
-    suite: Suite = "fast",
-    asks: Kind = "model",
+    names: Iterable[str] | None = None, *, suite: Suite = "fast", asks: Kind = "model"
 ) -> list[Check]:
     """Return the checks of a suite, in registry order.
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+
+from stackwise.support.random_state import seeded
 
 __all__ = ["CheckResult", "Examined", "Status", "listed"]
 
@@ -69,13 +74,29 @@ class _Text(TypedDict, total=False):
     advice: str
 
 
+@dataclass(frozen=True)
 class Examined:
-    """Base of the objects that checks examine: the ways to build a result."""
+    """Base of the objects that checks examine: a description, and the ways to build a result.
+
+    Attributes:
+        spec: description of the object.
+        device: device of its model.
+        seed: seed of weights, inputs and dropout.
+    """
+
+    spec: Any
+    device: torch.device
+    seed: int = 0
 
     @property
     def name(self) -> str:
         """Name of the object in results."""
-        raise NotImplementedError
+        name: str = self.spec.name
+        return name
+
+    def fixed_randomness(self) -> AbstractContextManager[None]:
+        """Return a context in which random choices start from the seed. It restores random states."""
+        return seeded(self.seed, self.device)
 
     def passed(
         self, value: float | None = None, limit: float | None = None, **text: Unpack[_Text]

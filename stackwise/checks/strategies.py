@@ -212,23 +212,12 @@ def faults(
     require(bool(targets), "targets", targets, "at least one target of NanInjection")
 
     def lasting(step: int) -> st.SearchStrategy[Fault]:
-        duration = st.integers(1, min(max_duration, steps - step))
-        return st.one_of(
-            st.builds(
-                NanInjection,
-                step=st.just(step),
-                duration=duration,
-                target=st.sampled_from(targets),
-                kind=st.sampled_from(("nan", "inf")),
-            ),
-            # From the smallest factor that a detector by median and MAD must find, to overflow in float16.
-            st.builds(
-                GradientExplosion,
-                step=st.just(step),
-                duration=duration,
-                factor=st.sampled_from((10.0, 100.0, 1e3, 1e6)),
-            ),
-        )
+        when = {"step": st.just(step), "duration": st.integers(1, min(max_duration, steps - step))}
+        target, kind = st.sampled_from(targets), st.sampled_from(("nan", "inf"))
+        # From the smallest factor that a detector by median and MAD must find, to overflow in float16.
+        factor = st.sampled_from((10.0, 100.0, 1e3, 1e6))
+        nan = st.builds(NanInjection, **when, target=target, kind=kind)
+        return nan | st.builds(GradientExplosion, **when, factor=factor)
 
     return st.integers(0, steps - 1).flatmap(lasting)
 
@@ -329,15 +318,8 @@ def _sections(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
 def _latents() -> st.SearchStrategy[dict[str, Any]]:
     """Return a strategy for the section `latent` of a configuration."""
     sizes = st.sampled_from((2, 4, 8))
-    return st.fixed_dictionaries(
-        {
-            "kv_lora_rank": sizes,
-            "q_lora_rank": st.none() | sizes,
-            "qk_nope_head_dim": sizes,
-            "qk_rope_head_dim": sizes,
-            "v_head_dim": sizes,
-        }
-    )
+    names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return st.fixed_dictionaries(dict.fromkeys(names, sizes) | {"q_lora_rank": st.none() | sizes})
 
 
 def _kernels(feature_map: str) -> st.SearchStrategy[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from stackwise.checks.engine.template import Template
 from stackwise.checks.result import Examined
 from stackwise.subject.inference import logits_of
 from stackwise.subject.spec import ModelSpec
-from stackwise.support.random_state import seeded
 
 __all__ = ["LARGE", "Subject", "forget_results", "kept_buffers"]
 
@@ -28,17 +27,9 @@ LARGE = 20_000_000
 
 @dataclass(frozen=True)
 class Subject(Examined):
-    """Model under examination.
-
-    Attributes:
-        spec: description of the model.
-        device: device of the model.
-        seed: seed of weights, inputs and dropout.
-    """
+    """Model under examination, with a device and a seed."""
 
     spec: ModelSpec
-    device: torch.device
-    seed: int = 0
 
     def once(self, key: str, trial: Callable[[], T]) -> T:
         """Return the result of a trial, which runs only once for this spec, device and seed.
@@ -52,11 +43,6 @@ class Subject(Examined):
             results[place] = trial()
         result: T = results[place]
         return result
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.spec.name
 
     def model(
         self, *, train: bool = False, dtype: torch.dtype | None = None, fill_zeros: bool = False
@@ -121,10 +107,6 @@ class Subject(Examined):
         """
         with kept_buffers(model), self.fixed_randomness():
             return logits_of(function())
-
-    def fixed_randomness(self) -> AbstractContextManager[None]:
-        """Return a context in which random choices start from the seed. It restores random states."""
-        return seeded(self.seed, self.device)
 
 
 _results: list[tuple[ModelSpec, dict[tuple[str, torch.device, int], Any]]] = []

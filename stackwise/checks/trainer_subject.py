@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from stackwise.checks.result import Examined
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 from stackwise.support.random_state import seeded
@@ -17,22 +15,9 @@ __all__ = ["TrainerSubject"]
 
 @dataclass(frozen=True)
 class TrainerSubject(Examined):
-    """Training step under examination, with a device and a seed.
-
-    Attributes:
-        spec: the training step.
-        device: device of the model.
-        seed: seed of weights, batches and dropout.
-    """
+    """Training step under examination, with a device and a seed."""
 
     spec: TrainerSpec
-    device: torch.device
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        """Return the name of the training step."""
-        return self.spec.name
 
     def run(self) -> TrainingRun:
         """Return a new run, always with the same weights."""
@@ -58,10 +43,6 @@ class TrainerSubject(Examined):
         """Return True if a parameter is declared frozen."""
         prefixes = self.spec.frozen or ()
         return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
-
-    def fixed_randomness(self) -> AbstractContextManager[None]:
-        """Return a context in which random numbers start from the seed. It restores the random state."""
-        return self.under_seed(0)
 
     def under_seed(self, number: int) -> AbstractContextManager[None]:
         """Return `fixed_randomness` with another seed for each number."""

@@ -52,12 +52,7 @@ def _at_once(spec: ModelSpec, model: nn.Module, call: Call) -> Any:
 
 def decode_takes_mask(spec: ModelSpec) -> bool:
     """Return True if `decode` has a fourth parameter, the mask of all tokens so far."""
-    if spec.decode is None:
-        return False
-    try:
-        parameters = inspect.signature(spec.decode).parameters.values()
-    except (TypeError, ValueError):
-        return False
+    parameters = inspect.signature(_needed(spec.decode)).parameters.values()
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 3
 
 

@@ -48,14 +48,14 @@ class Composition:
     @property
     def variations(self) -> list[tuple[Variation, Any]]:
         """Return the variations with their values, in ascending order of their rank."""
-        known = known_variations()
-        return [(known[name], self.values[name]) for name in sorted(self.values, key=_rank)]
+        known = known_variations().items()
+        return [(variation, self.values[name]) for name, variation in known if name in self.values]
 
     def simpler(self, exam: Examination) -> Iterator[Composition]:
         """Yield simpler compositions: without a variation, with a simpler value, with a shorter sequence."""
         if len(self.values) > 1:
-            for name in sorted(self.values, key=_rank, reverse=True):
-                others = {each: value for each, value in self.values.items() if each != name}
+            for variation, _ in reversed(self.variations):
+                others = {name: value for name, value in self.values.items() if name != variation.name}
                 yield replace(self, values=others)
         if self.gradients:
             yield replace(self, gradients=False)
@@ -89,16 +89,12 @@ class Plan:
     def draw(self, exam: Examination, attempt: int = 0) -> Composition:
         """Return a composition with random values. Each attempt gives other values."""
         words = (exam.subject.seed, self.label, attempt)
-        ordered = sorted(self.names, key=_rank)
-        values = {name: known_variations()[name].draw(exam, stream(name, *words)) for name in ordered}
+        known = ((name, each) for name, each in known_variations().items() if name in self.names)
+        values = {name: variation.draw(exam, stream(name, *words)) for name, variation in known}
         # The longer of two, because more can go wrong in a long sequence.
         length = max(stream("length", number, *words).choice(exam.drawn_lengths) for number in range(2))
         gradients = bool(values) and stream("gradients", *words).random() < _WITH_GRADIENTS
         return Composition(values, length, gradients)
-
-
-def _rank(name: str) -> int:
-    return known_variations()[name].rank
 
 
 def plans(names: list[str], seed: int, count: int, asked: Counter[frozenset[str]]) -> Iterator[Plan]:

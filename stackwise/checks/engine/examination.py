@@ -121,7 +121,7 @@ class Examination:
     def _cast_to(self) -> torch.dtype | None:
         """Return the dtype to which a new model is cast. None: it stays as it is."""
         if self.dtype is None:
-            return torch.float64 if self._runs(torch.float64) else None
+            return torch.float64 if self._runs_in(torch.float64) else None
         return self.dtype if isinstance(self.dtype, torch.dtype) else None
 
     def precision(self) -> AbstractContextManager[object]:
@@ -245,7 +245,7 @@ class Examination:
 
     @false_if_raised
     @torch.no_grad()
-    def _runs(self, dtype: torch.dtype) -> bool:
+    def _runs_in(self, dtype: torch.dtype) -> bool:
         """Return True if a model of this dtype gives an output with finite values."""
         return bool(self.spec.logits(self._built(dtype), self.subject.inputs(1)).isfinite().any())
 

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from dis import get_instructions
 from itertools import combinations
@@ -25,8 +25,8 @@ from stackwise.checks.engine.execution import (
     WITHOUT_LABEL,
     Difference,
     differences,
+    first_difference,
 )
-from stackwise.checks.engine.location import first_difference
 from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of, reason_of
 from stackwise.checks.probe.difference import NOT_REPEATED
@@ -40,8 +40,6 @@ __all__ = ["Crash", "Exploration", "Explorer", "Finding", "compare"]
 
 # Executions that the search for a simpler composition may take.
 _SHRINKING = 60
-# Variations that choose a dtype themselves.
-_NOT_IN_OWN_DTYPE = ("half_precision",)
 # Draws of the values of a pair, until the model takes them.
 _ATTEMPTS, _ATTEMPTS_OF_A_SET = 4, 3
 # Number of parameters above which no call is compared: copies in float64 need too much time and memory.
@@ -120,21 +118,18 @@ class Exploration:
 
     def crashes(self) -> list[Crash]:
         """Return the crashes of variations, and those of pairs that never ran although their parts did."""
-        singles = {names for names in self.raised if len(names) == 1}
-        parts = {pair: {frozenset({name}) for name in pair} for pair in self.raised.keys() - singles}
-        pairs = {
-            pair
-            for pair, each in parts.items()
-            if not self.asked[pair] and singles.isdisjoint(each) and all(self.asked[part] for part in each)
-        }
-        return [crash for names, crash in self.raised.items() if names in singles | pairs]
+
+        def counts(names: frozenset[str]) -> bool:
+            parts = [frozenset({name}) for name in names]
+            runs_apart = all(self.asked[part] and part not in self.raised for part in parts)
+            return len(names) == 1 or (runs_apart and not self.asked[names])
+
+        return [crash for names, crash in self.raised.items() if counts(names)]
 
     def combined(self, name: str) -> dict[str, int]:
         """Return the number of compositions of a variation with each other one."""
-        pairs = (
-            (pair - {name}, count) for pair, count in self.asked.items() if name in pair and len(pair) == 2
-        )
-        return {other: count for (other,), count in pairs}
+        pairs = ((pair - {name}, count) for pair, count in self.asked.items() if name in pair)
+        return {other: count for others, count in pairs for other in others}
 
 
 class Explorer:
@@ -185,7 +180,10 @@ class Explorer:
                 names = self._applicable()
                 self._ask_alone(names)
                 self._names = names
-            for plan in self._plans(self._names):
+            planned = plans(self._names, self._exam.subject.seed, self._count, result.asked)
+            if self._is_large:
+                planned = (Plan((name,), f"{name} 0") for name in self._names)
+            for plan in planned:
                 is_chosen = only is None or len(plan.names) == 1 or not only.isdisjoint(plan.names)
                 if is_chosen and plan.label not in self._executed:
                     self._execute(plan)
@@ -198,19 +196,10 @@ class Explorer:
 
     def _applicable(self) -> list[str]:
         """Return the variations that apply, after a plain call, and record why the others do not."""
-        size = self._exam.spec.n_parameters
-        if size > _TOO_LARGE:
-            gigabytes = 4 * 8 * size / 1e9
-            most = _TOO_LARGE / 1e6
-            return self._none(
-                f"needs a model of at most {most:.0f} million parameters: copies of this one in float64 need "
-                f"{gigabytes:.0f} GB. Check a model with fewer layers and less width"
-            )
         exam, result = self._exam, self.result
-        if not exam.is_repeatable:
-            return self._none(NOT_REPEATED)
-        if not exam.answer(0, exam.lengths[-1]).isfinite().any():
-            return self._none("needs a finite output; see finite_logits")
+        if reason := _unsuitable(exam):
+            result.missing = dict.fromkeys(self._variations, reason)
+            return []
         result.limit = exam.limit
         reasons = {name: _missing(known_variations()[name], exam) for name in self._variations}
         result.missing |= {name: reason for name, reason in reasons.items() if reason}
@@ -219,10 +208,6 @@ class Explorer:
             return []  # a plain call leaves traces, so that no comparison means much
         return [name for name, reason in reasons.items() if not reason]
 
-    def _none(self, reason: str) -> list[str]:
-        self.result.missing = dict.fromkeys(self._variations, reason)
-        return []
-
     def _ask_alone(self, names: list[str]) -> None:
         """Execute the suspects of variations, and each variation alone in the own dtype of the model."""
         self._ask_suspects(names, self._exam)
@@ -230,7 +215,8 @@ class Explorer:
             return
         own = self._exam.in_dtype("own")  # it may choose other code
         if dtype_of(own.base) != torch.float64 and own.is_measurable and own.is_repeatable:
-            names = [name for name in names if name not in _NOT_IN_OWN_DTYPE]
+            # Those that compare less choose a dtype themselves.
+            names = [name for name in names if not known_variations()[name].compares_less]
             self._ask_suspects(names, own)
             for name in names:
                 self._ask(Plan((name,), f"{name} own").draw(own), own)
@@ -245,11 +231,6 @@ class Explorer:
                 continue
             for value in values:
                 self._ask(Composition({name: value}, exam.longest), exam)
-
-    def _plans(self, names: list[str]) -> Iterator[Plan]:
-        if self._is_large:
-            return (Plan((name,), f"{name} 0") for name in names)
-        return plans(names, self._exam.subject.seed, self._count, self.result.asked)
 
     def _execute(self, plan: Plan) -> None:
         """Draw values until the model takes them: those of a pair may exclude each other."""
@@ -272,7 +253,11 @@ class Explorer:
             self._record_refusal(composition, error, exam)
             worst = None
         else:
-            self._record(composition, found, exam)
+            effects = [each for each in found if each.observable == SIDE_EFFECT]
+            result.effects += [_side_effect(composition, each, exam) for each in effects]
+            result.executed += 1
+            drawn = sorted(composition.names)
+            result.asked.update(frozenset(some) for n in (1, 2) for some in combinations(drawn, n))
             worst = _worst(found, composition, exam)
         if worst is not None and worst.is_real:
             composition, worst = _shrunk(composition, worst, exam)
@@ -284,13 +269,6 @@ class Explorer:
             share = (time.perf_counter() - start) / len(composition.names)
             result.seconds[name] = result.seconds.get(name, 0.0) + share
         return worst is not None
-
-    def _record(self, composition: Composition, found: list[Difference], exam: Examination) -> None:
-        effects = [each for each in found if each.observable == SIDE_EFFECT]
-        self.result.effects += [_side_effect(composition, each, exam) for each in effects]
-        self.result.executed += 1
-        names = sorted(composition.names)
-        self.result.asked.update(frozenset(some) for n in (1, 2) for some in combinations(names, n))
 
     def _record_refusal(self, composition: Composition, error: Exception, exam: Examination) -> None:
         names = composition.names
@@ -340,6 +318,20 @@ def compare(
     return differences(Composition(values, length, gradients, after), exam)
 
 
+def _unsuitable(exam: Examination) -> str:
+    """Return why no variation applies to a model, or ""."""
+    size = exam.spec.n_parameters
+    if size > _TOO_LARGE:
+        return (
+            f"needs a model of at most {_TOO_LARGE / 1e6:.0f} million parameters: copies of this one in "
+            f"float64 need {4 * 8 * size / 1e9:.0f} GB. Check a model with fewer layers and less width"
+        )
+    if not exam.is_repeatable:
+        return NOT_REPEATED
+    is_finite = exam.answer(0, exam.lengths[-1]).isfinite().any()
+    return "" if is_finite else "needs a finite output; see finite_logits"
+
+
 def _missing(variation: Variation, exam: Examination) -> str:
     """Return why a variation does not apply, also if the calls that find out raise an exception."""
     try:
@@ -384,19 +376,10 @@ def _is_refusal(error: Exception) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    is_library = any(Path(code.co_filename).is_relative_to(folder) for folder in _libraries())
-    position = last.tb_lasti
-    raises = any(
-        each.offset == position and each.opname == "RAISE_VARARGS" for each in get_instructions(code)
-    )
-    return raises and not is_library
-
-
-def _libraries() -> list[Path]:
-    """Return the folders of libraries whose errors mean wrong sizes."""
-    return [
-        Path(sys.modules[name].__file__ or "").parent for name in ("torch", "einops") if name in sys.modules
-    ]
+    libraries = [sys.modules[name].__file__ or "" for name in ("torch", "einops") if name in sys.modules]
+    is_library = any(Path(code.co_filename).is_relative_to(Path(file).parent) for file in libraries)
+    raising = (each.offset for each in get_instructions(code) if each.opname == "RAISE_VARARGS")
+    return last.tb_lasti in raising and not is_library
 
 
 def _shrunk(composition: Composition, worst: Difference, exam: Examination) -> tuple[Composition, Difference]:

@@ -94,7 +94,8 @@ class Variation:
         compares_less: True if it compares only NaN and infinity. Sets for other pairs do not contain it.
         advice: common causes of a difference.
         needs: conditions on the model, the first of which that does not hold is reported.
-        choices: values to draw from.
+        choices: values to draw from, if they are the same for all models.
+        no_values: why the variation does not apply to a model that takes no value.
         simplest: value that is tried in place of each other one. None: there is none.
         words: the variation in words, as the end of "The output changes if ...". {} is the value. Otherwise a
             table of values.
@@ -115,17 +116,23 @@ class Variation:
     advice: ClassVar[str]
     needs: ClassVar[tuple[Need, ...]] = ()
     choices: ClassVar[Sequence[Any]] = ()
+    no_values: ClassVar[str] = ""
     simplest: ClassVar[Any] = None
     words: ClassVar[str | Mapping[str, str]]
     sets: ClassVar[Mapping[str, bool]] = {}
 
     def missing(self, exam: Examination) -> str:
         """Return why the variation does not apply to a model, or ""."""
-        return next((need.reason for need in self.needs if not need.holds(exam)), "")
+        reason = next((need.reason for need in self.needs if not need.holds(exam)), "")
+        return reason or ("" if self.values(exam) else self.no_values)
+
+    def values(self, exam: Examination) -> Sequence[Any]:
+        """Return the values to draw from, which the model takes."""
+        return self.choices
 
     def draw(self, exam: Examination, rng: random.Random) -> Any:
         """Return a random value."""
-        return rng.choice(self.choices)
+        return rng.choice(self.values(exam))
 
     def suspects(self, exam: Examination) -> Iterator[Any]:
         """Yield values that a quick test finds suspicious. They are executed first."""

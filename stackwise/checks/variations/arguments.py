@@ -41,8 +41,7 @@ class Embeddings(Switch):
     def arguments(self, call: Call, model: nn.Module, value: bool, exam: Examination) -> dict[str, Any]:
         """Return the vectors."""
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            return {"inputs_embeds": embedding(call.inputs)}
+        return {"inputs_embeds": embedding(call.inputs)}
 
 
 class LogitsToKeep(Variation):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -37,10 +36,9 @@ class AttentionBackend(Variation):
         "a mask, and a different scale."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
-        """Draw a backend."""
-        backends = ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
-        return rng.choice(backends)
+    def values(self, exam: Examination) -> list[str]:
+        """Return the backends."""
+        return ["math", "eager"] if hasattr(exam.base, "set_attn_implementation") else ["math"]
 
     def change(self, question: Question, value: str, exam: Examination) -> None:
         """Allow for the softmax of eager attention, which transformers computes in float32."""
@@ -49,9 +47,8 @@ class AttentionBackend(Variation):
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Choose the implementation of a transformers model."""
         if value == "eager":
-            choose: Any = getattr(model, "set_attn_implementation", None)
             try:
-                choose("eager")
+                model.set_attn_implementation("eager")  # type: ignore[operator]
             except (ValueError, TypeError, AttributeError) as error:
                 raise Refused("the model has no eager attention") from error
         return model
@@ -88,12 +85,7 @@ class HalfPrecision(Variation):
     question = "In bfloat16, float16 and autocast, is each result finite if it is finite in a plain call?"
     family = "finiteness"
     rank = 90
-    needs = (
-        Need(
-            "needs a model with a finite output in bfloat16, in float16 or under autocast",
-            lambda exam: _names(exam),
-        ),
-    )
+    no_values = "needs a model with a finite output in bfloat16, in float16 or under autocast"
     words: ClassVar[dict[str, str]] = {
         "bfloat16": "the model is in bfloat16",
         "float16": "the model is in float16",
@@ -105,17 +97,13 @@ class HalfPrecision(Variation):
         "masked, and for a NaN that is multiplied by 0."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
-        """Draw a precision."""
-        return rng.choice(_names(exam))
+    def values(self, exam: Examination) -> list[str]:
+        """Return the precisions with a finite plain answer."""
+        return [_name(each) for each in HALF_PRECISION if exam.in_dtype(each).is_finite]
 
     def change(self, question: Question, value: str, exam: Examination) -> None:
         """Choose the precision."""
         question.dtype = next(each for each in HALF_PRECISION if _name(each) == value)
-
-
-def _names(exam: Examination) -> list[str]:
-    return [_name(each) for each in HALF_PRECISION if exam.in_dtype(each).is_finite]
 
 
 def _name(precision: Precision) -> str:

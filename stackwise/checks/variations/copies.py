@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import pickle
-import random
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -15,8 +14,9 @@ import torch
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.variation import Need, Refused, Variation
+from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.call import dtype_of
+from stackwise.support.system_errors import reraise_if_out_of_memory
 
 
 class Copies(Variation):
@@ -41,14 +41,14 @@ class Copies(Variation):
         "Look for tensors that are neither parameters nor buffers, and for references to the first model."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
-        """Draw a way."""
+    def values(self, exam: Examination) -> list[str]:
+        """Return the ways that the model has."""
         ways = ["state_dict", "deepcopy", "pickle"]
         if all(hasattr(exam.base, name) for name in ("save_pretrained", "from_pretrained")):
             ways.append("save_pretrained")
         if exam.once("weights of eval mode", lambda: _changes_in_eval_mode(exam.model())):
             ways.append("train mode")
-        return rng.choice(ways)
+        return ways
 
     def correct_if(self, exam: Examination, value: str) -> str | None:
         """Return a condition for a model that is only saved in train mode, as loralib demands."""
@@ -56,17 +56,12 @@ class Copies(Variation):
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Copy the model."""
-        if value == "deepcopy":
-            return copy.deepcopy(model)
-        if value == "pickle":
+        if value in _WAYS:
             try:
-                data = pickle.dumps(model)
+                return _WAYS[value](model)
             except Exception as error:
-                raise Refused("the model cannot be pickled") from error
-            other: nn.Module = pickle.loads(data)  # noqa: S301  made in the line above
-            return other
-        if value == "save_pretrained":
-            return _saved_and_loaded(model)
+                reraise_if_out_of_memory(error)
+                raise Refused(f"the model cannot be copied with {value}") from error
         # Built with another seed, so that a weight that is not saved differs.
         other = exam.other_model().train(value == "train mode")
         other.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -83,12 +78,16 @@ def _saved_and_loaded(model: Any) -> nn.Module:
     """Return a transformers model that was written to files and read again."""
     # Progress bars go to stderr.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        try:
-            model.save_pretrained(folder)
-            other: nn.Module = type(model).from_pretrained(folder, dtype=dtype_of(model))
-        except Exception as error:
-            raise Refused("the model cannot be saved and loaded") from error
+        model.save_pretrained(folder)
+        other: nn.Module = type(model).from_pretrained(folder, dtype=dtype_of(model))
     return other.to(next(model.parameters()).device).eval()
+
+
+_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301  made in this line
+    "save_pretrained": _saved_and_loaded,
+}
 
 
 class Merged(Variation):
@@ -97,12 +96,7 @@ class Merged(Variation):
     name = "merged"
     question = "Is the output the same if adapters are merged into the weights?"
     rank = 58
-    needs = (
-        Need(
-            "needs merge_adapter() and unmerge_adapter(), or layers with merge() and unmerge()",
-            lambda exam: any(_functions(exam.base, "merge")),
-        ),
-    )
+    no_values = "needs merge_adapter() and unmerge_adapter(), or layers with merge() and unmerge()"
     simplest = "merge"
     words: ClassVar[dict[str, str]] = {
         "merge": "adapters are merged",
@@ -115,9 +109,9 @@ class Merged(Variation):
         "computed from weights that another adapter has changed already."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
-        """Draw whether to undo it."""
-        return rng.choice([way for way in self.words if any(_functions(exam.base, way))])
+    def values(self, exam: Examination) -> list[str]:
+        """Return the ways that the model has."""
+        return [way for way in self.words if any(_functions(exam.base, way))]
 
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Merge them, and undo it if this is the value."""

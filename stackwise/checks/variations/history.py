@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Question
-from stackwise.checks.engine.variation import Variation
+from stackwise.checks.engine.variation import Refused, Variation
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.subject.inference import cast
 from stackwise.subject.spec import ModelSpec
@@ -104,18 +104,14 @@ def _half_padded(inputs: Tensor, side: str) -> Tensor:
     return keep
 
 
-class _Broken(Exception):  # noqa: N818  not for users
-    """Raised inside a call."""
-
-
 def _break(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> None:
     """Call a model, and raise an exception after half of its modules."""
 
     def fail(*_: object) -> None:
-        raise _Broken
+        raise Refused
 
     modules = [module for module in model.modules() if module is not model]
     if not modules:
         return
-    with suppress(_Broken), modules[len(modules) // 2].register_forward_hook(fail):
+    with suppress(Refused), modules[len(modules) // 2].register_forward_hook(fail):
         spec.logits(model, inputs)

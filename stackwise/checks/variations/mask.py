@@ -5,7 +5,6 @@ Shapes: B rows, T columns of a call, S columns of the mask, which cover the cach
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,8 +51,8 @@ class MaskForms(Variation):
     needs = (
         MASKED,
         Need(f"needs a parameter {_NAME}", lambda exam: accepts(exam.base, _NAME)),
-        Need("the model takes only one form of the padding mask", lambda exam: _forms(exam)),
     )
+    no_values = "the model takes only one form of the padding mask"
     words: ClassVar[dict[str, str]] = {
         "bool": "the padding mask is a tensor of bool",
         "int64": "the padding mask is a tensor of int64",
@@ -70,9 +69,9 @@ class MaskForms(Variation):
         "opposite of an integer mask."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
-        """Draw a form."""
-        return rng.choice(_forms(exam))
+    def values(self, exam: Examination) -> list[str]:
+        """Return the forms that the model takes, other than the one that `masked` passes."""
+        return exam.once("mask_forms", lambda: [form for form in self.words if _takes(exam, form)])
 
     def edit(self, call: Call, value: str, exam: Examination) -> None:
         """Convert the mask of each call."""
@@ -100,11 +99,6 @@ def _converted(arguments: dict[str, Any], width: int, *, form: str, exam: Examin
         return {**arguments, _NAME: visible}
     scores = torch.zeros(visible.shape, dtype=dtype_of(exam.base), device=mask.device)
     return {**arguments, _NAME: scores.masked_fill(~visible, torch.finfo(scores.dtype).min)}
-
-
-def _forms(exam: Examination) -> list[str]:
-    """Return the forms that the model takes, other than the one that `masked` passes."""
-    return exam.once("mask_forms", lambda: [form for form in MaskForms.words if _takes(exam, form)])
 
 
 @false_if_raised

@@ -13,6 +13,7 @@ from torch import Tensor
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Place, Question, Segment
 from stackwise.checks.engine.variation import (
+    DECODE,
     MASKED,
     PADDING_SIDES,
     PER_POSITION,
@@ -111,17 +112,15 @@ class PaddedPrompt(Variation):
     question = "Does a row continue in the same way after a prompt with padding on the right?"
     rank = 39
     needs = (
-        Need(
-            "needs a causal model with masked and decode",
-            lambda exam: exam.spec.masked is not None and exam.spec.decode is not None and exam.spec.causal,
-        ),
+        MASKED,
+        DECODE,
         Need(
             "needs padding_sides with 'right', and several lengths",
             lambda exam: "right" in exam.spec.padding_sides and len(exam.lengths) > 1,
         ),
         Need(
             "needs a model that takes padding before further tokens of a row",
-            lambda exam: _is_recurrent(exam) or _allowed_inside(exam),
+            lambda exam: _has_state(exam) or _allowed_inside(exam),
         ),
     )
     choices, simplest = range(1, 7), 1
@@ -158,11 +157,9 @@ def _padding_last(call: Call, width: int) -> Tensor:
     return order
 
 
-def _is_recurrent(exam: Examination) -> bool:
+def _has_state(exam: Examination) -> bool:
     """Return True if the cache contains a state of fixed size. Such a state must skip padding."""
-    return exam.once(
-        "fixed state", lambda: has_fixed_state(exam.subject, exam.sequence(0, exam.lengths[-1])[None])
-    )
+    return has_fixed_state(exam.subject, exam.sequence(0, exam.lengths[-1])[None])
 
 
 def _allowed_inside(exam: Examination) -> bool:

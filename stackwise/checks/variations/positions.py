@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
@@ -52,12 +51,12 @@ class ShiftedPositions(Variation):
     rank = 46
     needs = (
         POSITIONS,
-        Need("needs a model that takes longer sequences", lambda exam: _shifts(exam)),
         Need(
             "the model has absolute positions: a shift changes its output",
             lambda exam: all(exam.agrees_at(exam.first_position + shift) for shift in _shifts(exam)),
         ),
     )
+    no_values = "needs a model that takes longer sequences"
     simplest = 1
     words = "all position_ids are larger by {}"
     explained_by = frozenset({"positions"})
@@ -66,9 +65,9 @@ class ShiftedPositions(Variation):
         "the length of the cache, and for a mask that is computed from position_ids."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> int:
-        """Draw a shift."""
-        return rng.choice(_shifts(exam))
+    def values(self, exam: Examination) -> list[int]:
+        """Return the shifts for which the model is long enough."""
+        return _shifts(exam)
 
     def edit(self, call: Call, value: int, exam: Examination) -> None:
         """Shift the positions, whether this variation or a function of the spec passes them."""

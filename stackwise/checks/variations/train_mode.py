@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import random
+from contextlib import suppress
 from typing import ClassVar
 
 from torch import nn
 
 from stackwise.checks.engine.examination import Examination
-from stackwise.checks.engine.variation import TRAIN_MODE, Need, Refused, Switch, Variation
+from stackwise.checks.engine.variation import TRAIN_MODE, Refused, Switch, Variation
 from stackwise.checks.probe.recomputation import NoSwitch, by_its_own_switch, by_wrapping_layers, switched
+
+_SWITCHES = {"switch": by_its_own_switch, "layers": by_wrapping_layers}
 
 
 class TrainMode(Switch):
@@ -30,10 +32,8 @@ class Recomputation(Variation):
     name = "recomputation"
     question = "Are output and gradients the same if activations are recomputed?"
     rank = 70
-    needs = (
-        TRAIN_MODE,
-        Need("needs gradient_checkpointing_enable(), or layers that are called", lambda exam: _way(exam)),
-    )
+    needs = (TRAIN_MODE,)
+    no_values = "needs gradient_checkpointing_enable(), or layers that are called"
     words: ClassVar[dict[str, str]] = {
         "switch": "the model recomputes activations (by its own switch)",
         "layers": "the model recomputes activations (by torch.utils.checkpoint around each layer)",
@@ -46,9 +46,13 @@ class Recomputation(Variation):
         "are left out, and for state that each call changes (counters, caches)."
     )
 
-    def draw(self, exam: Examination, rng: random.Random) -> str:
+    def values(self, exam: Examination) -> list[str]:
         """Return the model's own switch if it has one."""
-        return _way(exam)
+        for name, switch in _SWITCHES.items():
+            with suppress(NoSwitch):
+                switched(exam.model(), switch)
+                return [name]
+        return []
 
     def correct_if(self, exam: Examination, value: str) -> str | None:
         """Only a model with its own switch promises that it works."""
@@ -57,17 +61,7 @@ class Recomputation(Variation):
     def prepare(self, model: nn.Module, value: str, exam: Examination) -> nn.Module:
         """Switch it on."""
         try:
-            switched(model, by_its_own_switch if value == "switch" else by_wrapping_layers)
+            switched(model, _SWITCHES[value])
         except NoSwitch as error:
             raise Refused("the model has no such switch") from error
         return model
-
-
-def _way(exam: Examination) -> str:
-    for name, switch in (("switch", by_its_own_switch), ("layers", by_wrapping_layers)):
-        try:
-            switched(exam.model(), switch)
-        except NoSwitch:
-            continue
-        return name
-    return ""

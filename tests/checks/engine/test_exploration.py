@@ -12,8 +12,8 @@ from torch import nn
 from stackwise.checks import check_model, compare
 from stackwise.checks.engine.composition import Composition, plans
 from stackwise.checks.engine.examination import Examination
+from stackwise.checks.engine.execution import first_difference
 from stackwise.checks.engine.exploration import Explorer
-from stackwise.checks.engine.location import first_difference
 from stackwise.checks.subject import Subject
 from stackwise.checks.variations import known_variations
 from stackwise.subject.spec import ModelSpec

@@ -80,11 +80,9 @@ def shown_once() -> Iterator[ShownLines]:
 
 def _stream_handlers() -> list[logging.StreamHandler[Any]]:
     """Return the log handlers that hold a stream."""
-    found: list[logging.StreamHandler[Any]] = []
-    for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger):
-            found += [each for each in logger.handlers if isinstance(each, logging.StreamHandler)]
-    return found
+    loggers = (logging.getLogger(), *logging.Logger.manager.loggerDict.values())
+    handlers = [each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers]
+    return [each for each in handlers if isinstance(each, logging.StreamHandler)]
 
 
 class _OnceStream:

@@ -254,6 +254,11 @@ class Examination:
         key = f"sequence {number} of {length}"
         return self.once(key, lambda: self._real_inputs(1, length, 1 + number)[0]).clone()
 
+    @property
+    def plain_inputs(self) -> Tensor:
+        """Return the first sequence of the longest length as inputs, (1, T) or (1, T, C)."""
+        return self.sequence(0, self.lengths[-1])[None]
+
     def filler(self, n_rows: int, width: int) -> Tensor:
         """Return other inputs, such as those after a sequence, (B, W) or (B, W, C)."""
         key = f"filler {n_rows} x {width}"
@@ -358,9 +363,8 @@ class Examination:
     @cached_property
     def takes_positions(self) -> bool:
         """Return True if `forward` has a parameter `position_ids` that a plain call does not pass."""
-        inputs = self.sequence(0, self.lengths[-1])[None]
         is_accepted = accepts(self.base, "position_ids")
-        return is_accepted and not passes(self.spec, self.model(), inputs, "position_ids")
+        return is_accepted and not passes(self.spec, self.model(), self.plain_inputs, "position_ids")
 
     @cached_property
     def first_position(self) -> int:
@@ -369,8 +373,7 @@ class Examination:
 
     def agrees_at(self, first: int) -> bool:
         """Return True if a plain call gives the same answer with `position_ids` that start at `first`."""
-        length = self.lengths[-1]
-        inputs = self.sequence(0, length)[None]
+        inputs, length = self.plain_inputs, self.lengths[-1]
         positions = torch.arange(first, first + length, device=inputs.device)[None]
         return self.agrees(Call(inputs, [Place(0, 0, length)], arguments={"position_ids": positions}))
 
@@ -413,7 +416,7 @@ class Examination:
         """Return True if plain calls in train mode agree, with dropout off, and update no statistics."""
         model = self.model().train()
         with torch.no_grad(), WithoutDropout(), self.subject.fixed_randomness():
-            self.spec.logits(model, self.sequence(0, self.lengths[-1])[None])
+            self.spec.logits(model, self.plain_inputs)
         pairs = zip(model.buffers(), self.base.buffers(), strict=True)
         if any(b.is_floating_point() and not torch.equal(a, b) for a, b in pairs):
             return False
@@ -460,12 +463,12 @@ class Examination:
 
     @torch.no_grad()
     def _agree(self, *, train: bool) -> bool:
-        sequence, outputs = self.sequence(0, self.lengths[-1]), []
+        outputs = []
         for seed in (1, 2):
             model = self.model().train(train)
             dropout = WithoutDropout() if train else nullcontext()
             with seeded(seed, self.subject.device), dropout:
-                outputs.append(self.spec.logits(model, sequence[None].clone()))
+                outputs.append(self.spec.logits(model, self.plain_inputs))
         return bool(relative_difference(*outputs).max() <= self.limit)
 
     @property
@@ -516,7 +519,7 @@ class Examination:
         """Return the rounding of the narrowest dtype of a part. None: all parts compute in float64."""
         if not self.is_float64:
             return torch.finfo(dtype_of(self.base)).eps
-        inputs = self.sequence(0, self.lengths[-1])[None]
+        inputs = self.plain_inputs
         with torch.no_grad():
             return coarsest_rounding(self.model(), lambda m: self.spec.logits(m, inputs)) or None
 

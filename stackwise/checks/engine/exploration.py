@@ -253,11 +253,7 @@ class Explorer:
             self._record_refusal(composition, error, exam)
             worst = None
         else:
-            effects = [each for each in found if each.observable == SIDE_EFFECT]
-            result.effects += [_side_effect(composition, each, exam) for each in effects]
-            result.executed += 1
-            drawn = sorted(composition.names)
-            result.asked.update(frozenset(some) for n in (1, 2) for some in combinations(drawn, n))
+            self._record(composition, found, exam)
             worst = _worst(found, composition, exam)
         if worst is not None and worst.is_real:
             composition, worst = _shrunk(composition, worst, exam)
@@ -269,6 +265,13 @@ class Explorer:
             share = (time.perf_counter() - start) / len(composition.names)
             result.seconds[name] = result.seconds.get(name, 0.0) + share
         return worst is not None
+
+    def _record(self, composition: Composition, found: list[Difference], exam: Examination) -> None:
+        effects = [each for each in found if each.observable == SIDE_EFFECT]
+        self.result.effects += [_side_effect(composition, each, exam) for each in effects]
+        self.result.executed += 1
+        names = sorted(composition.names)
+        self.result.asked.update(frozenset(some) for n in (1, 2) for some in combinations(names, n))
 
     def _record_refusal(self, composition: Composition, error: Exception, exam: Examination) -> None:
         names = composition.names

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import REST, Call, Question, Segment
@@ -101,12 +100,10 @@ class StaticCache(Variation):
         """Pass the cache, and two parts if the row is not divided yet."""
         question.parts = question.parts or (3, REST)
         question.gradients = False
-        question.first_cache = partial(_cache, question=question, room=value)
-
-
-def _cache(model: nn.Module, *, question: Question, room: int) -> Any:
-    transformers: Any = sys.modules["transformers"]
-    return transformers.StaticCache(config=model.config, max_cache_len=question.width + room)
+        theirs: Any = sys.modules["transformers"]
+        question.first_cache = lambda model: theirs.StaticCache(
+            config=model.config, max_cache_len=question.width + value
+        )
 
 
 class Turns(Switch):

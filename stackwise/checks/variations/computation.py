@@ -61,7 +61,7 @@ class AttentionBackend(Variation):
 def _calls_attention(exam: Examination) -> bool:
     calls = _AttentionCalls()
     with calls, torch.no_grad():
-        exam.spec.logits(exam.model(), exam.sequence(0, exam.lengths[-1])[None])
+        exam.spec.logits(exam.model(), exam.plain_inputs)
     return calls.seen
 
 

@@ -63,11 +63,9 @@ def _visible(exam: Examination, sequence: Tensor) -> Tensor:
 def _reaching(visible: Tensor) -> Tensor:
     """Return which position is reached by which, (T, T), in any number of layers."""
     reached = visible | torch.eye(len(visible), dtype=torch.bool, device=visible.device)
-    while True:
-        further = (reached.float() @ reached.float()) > 0
-        if torch.equal(further, reached):
-            return reached
-        reached = further
+    for _ in range(len(visible).bit_length()):  # each step doubles the number of layers
+        reached = (reached.float() @ reached.float()) > 0
+    return reached
 
 
 class LaterTokens(Variation):

@@ -17,6 +17,15 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.subject.inference import cast
 from stackwise.subject.spec import ModelSpec
 
+_NAMES = {
+    "plain": "a call",
+    "wider": "a call",
+    "broken": "a call that raised an error in a module,",
+    "train": "a backward pass in train mode",
+    "decode": "decoding",
+    "padded": "a call with padding",
+}
+
 
 class History(Variation):
     """Call the model before. Value: kind and length of each call."""
@@ -55,15 +64,8 @@ class History(Variation):
 
     def text(self, value: list[list[Any]]) -> str:
         """Return the earlier calls."""
-        names = {
-            "plain": "a call",
-            "wider": "a call",
-            "train": "a backward pass in train mode",
-            "decode": "decoding",
-        }
-        names |= {"broken": "a call that raised an error in a module,", "padded": "a call with padding"}
         return "the model was used before: " + ", ".join(
-            f"{names[kind]} of {n} positions" for kind, n in value
+            f"{_NAMES[kind]} of {n} positions" for kind, n in value
         )
 
     def change(self, question: Question, value: list[list[Any]], exam: Examination) -> None:

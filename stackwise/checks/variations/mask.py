@@ -103,7 +103,7 @@ def _converted(arguments: dict[str, Any], width: int, *, form: str, exam: Examin
 
 @false_if_raised
 def _takes(exam: Examination, form: str) -> bool:
-    inputs = exam.sequence(0, exam.lengths[-1])[None]
+    inputs = exam.plain_inputs
     if form.startswith("4d") and (
         has_fixed_state(exam.subject, inputs) or leaves_state(exam.subject, inputs)
     ):
@@ -155,14 +155,9 @@ class MaskWithoutPositions(Switch):
 
     def edit(self, call: Call, value: bool, exam: Examination) -> None:
         """Remove the positions of each call."""
-        if call.keep is None or _has_padding_before(call.keep):
+        if call.keep is None or (call.keep[:, 1:] & ~call.keep[:, :-1]).any():
             raise Refused("without position_ids, a token after padding has another position")
         call.transforms.append(_without_positions)
-
-
-def _has_padding_before(keep: Tensor) -> bool:
-    """Return True if a real token (B, W) follows padding in its row."""
-    return bool((keep[:, 1:] & ~keep[:, :-1]).any())
 
 
 def _without_positions(arguments: dict[str, Any], _: int) -> dict[str, Any]:
@@ -172,6 +167,6 @@ def _without_positions(arguments: dict[str, Any], _: int) -> dict[str, Any]:
 
 
 def _passes_positions(exam: Examination) -> bool:
-    inputs = exam.sequence(0, exam.lengths[-1])[None]
+    inputs = exam.plain_inputs
     keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
     return exam.runs(Call(inputs, keep=keep, transforms=[_without_positions]))

@@ -120,7 +120,8 @@ class PaddedPrompt(Variation):
         ),
         Need(
             "needs a model that takes padding before further tokens of a row",
-            lambda exam: _has_state(exam) or _allowed_inside(exam),
+            # A state of fixed size in the cache must skip padding.
+            lambda exam: has_fixed_state(exam.subject, exam.plain_inputs) or _allowed_inside(exam),
         ),
     )
     choices, simplest = range(1, 7), 1
@@ -155,11 +156,6 @@ def _padding_last(call: Call, width: int) -> Tensor:
     order = torch.arange(call.keep.shape[1], device=call.keep.device).repeat(len(call.keep), 1)
     order[:, :width] = (~call.keep[:, :width]).long().argsort(dim=1, stable=True)
     return order
-
-
-def _has_state(exam: Examination) -> bool:
-    """Return True if the cache contains a state of fixed size. Such a state must skip padding."""
-    return has_fixed_state(exam.subject, exam.sequence(0, exam.lengths[-1])[None])
 
 
 def _allowed_inside(exam: Examination) -> bool:

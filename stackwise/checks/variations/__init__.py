@@ -1,4 +1,4 @@
-"""Variations: ways to ask a model for the same function. Each is one class."""
+"""Variations: ways to ask a model for the same function. Each is one file with one class."""
 
 from __future__ import annotations
 

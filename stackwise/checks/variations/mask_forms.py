@@ -1,4 +1,4 @@
-"""Mask: other ways to pass the padding mask.
+"""Mask forms: the padding mask with another dtype, or with four dimensions.
 
 Shapes: B rows, T columns of a call, S columns of the mask, which cover the cache as well.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call, Place, Transform
-from stackwise.checks.engine.variation import MASKED, Need, Refused, Switch, Variation
+from stackwise.checks.engine.variation import MASKED, Need, Refused, Variation
 from stackwise.checks.probe.call import dtype_of, has_fixed_state, leaves_state
 from stackwise.checks.probe.difference import relative_difference
 from stackwise.support.system_errors import false_if_raised
@@ -22,21 +22,6 @@ from stackwise.support.system_errors import false_if_raised
 _NAME = "attention_mask"
 # Largest difference between two forms of a mask, relative to the effect of the mask.
 _EXPLAINED = 0.01
-
-
-class MaskOfOnes(Switch):
-    """Pass a mask that hides nothing."""
-
-    name = "mask_of_ones"
-    question = "Is the output the same with a padding mask of ones as without a mask?"
-    words = "a mask of ones is passed"
-    rank = 35
-    needs = (MASKED,)
-    sets: ClassVar[dict[str, bool]] = {"mask": True}
-    excludes = frozenset({"padded_rows"})  # it passes a mask already
-    advice = (
-        "Look for a branch that is taken if a mask is given, and that drops or replaces another argument."
-    )
 
 
 class MaskForms(Variation):
@@ -129,44 +114,3 @@ def _takes(exam: Examination, form: str) -> bool:
             return True
     effect = float(relative_difference(whole, one).max())
     return float(relative_difference(one, two).max()) <= min(exam.limit, _EXPLAINED * effect)
-
-
-class MaskWithoutPositions(Switch):
-    """Pass a padding mask without the `position_ids` that `masked` passes with it.
-
-    Without padding on the left, a model counts the same positions.
-    """
-
-    name = "mask_without_positions"
-    question = "Is the output the same if a padding mask is passed without position_ids?"
-    words = "a padding mask is passed without position_ids"
-    rank = 42
-    needs = (
-        MASKED,
-        Need(
-            "needs a masked that passes position_ids, and a model that also counts them",
-            lambda exam: accepts(exam.base, "position_ids") and _passes_positions(exam),
-        ),
-    )
-    sets: ClassVar[dict[str, bool]] = {"mask": True}
-    includes = frozenset({"mask_of_ones"})
-    excludes = frozenset({"positions", "shifted_positions"})
-    advice = "Look for the code that counts positions from the mask, also from a mask that covers the cache."
-
-    def edit(self, call: Call, value: bool, exam: Examination) -> None:
-        """Remove the positions of each call."""
-        if call.keep is None or (call.keep[:, 1:] & ~call.keep[:, :-1]).any():
-            raise Refused("without position_ids, a token after padding has another position")
-        call.transforms.append(_without_positions)
-
-
-def _without_positions(arguments: dict[str, Any], _: int) -> dict[str, Any]:
-    if arguments.get("position_ids") is None:
-        raise Refused("no position_ids are passed")
-    return {name: value for name, value in arguments.items() if name != "position_ids"}
-
-
-def _passes_positions(exam: Examination) -> bool:
-    inputs = exam.plain_inputs
-    keep = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
-    return exam.runs(Call(inputs, keep=keep, transforms=[_without_positions]))

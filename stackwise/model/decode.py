@@ -16,8 +16,8 @@ from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.compilation import Replayable
 from stackwise.model.layout import Layout
 from stackwise.model.linear import Linear
-from stackwise.model.mode import evaluating
 from stackwise.support.arguments import require
+from stackwise.support.mode import evaluating
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack

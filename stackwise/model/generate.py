@@ -16,8 +16,8 @@ from stackwise.model.cache import RackCache
 from stackwise.model.decode import DecodeStep
 from stackwise.model.generation_options import GenerationKeywords, GenerationOptions
 from stackwise.model.mask import padding_mask
-from stackwise.model.mode import evaluating
 from stackwise.support.arguments import require
+from stackwise.support.mode import evaluating
 
 if TYPE_CHECKING:
     from stackwise.model.rack import Rack

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from stackwise.model.content_hash import plain_tensors
 from stackwise.model.latent import LatentAttention
 from stackwise.model.linear import Linear
-from stackwise.model.mode import evaluating
 from stackwise.model.parameter_group import Optimizers, ParameterGroups
 from stackwise.model.rack import Rack
 from stackwise.model.stack import Stack
 from stackwise.support.arguments import check_choice, check_sizes, require
+from stackwise.support.mode import evaluating
 
 __all__ = ["QuantizationReport", "QuantizedDtype", "QuantizedLinear", "quantize_stack"]
 

@@ -21,9 +21,9 @@ from stackwise.model.attention import Attention
 from stackwise.model.kernel import KernelAttention
 from stackwise.model.latent import LatentAttention
 from stackwise.model.layout import Layout
-from stackwise.model.mode import evaluating
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.telemetry.attention_logit import are_attention_scores
+from stackwise.support.mode import evaluating
 from stackwise.support.random_state import keep_random_states
 
 __all__ = ["Observation", "RowStatistics", "observe"]

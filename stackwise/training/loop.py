@@ -21,13 +21,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from stackwise.config import TrainingConfig
-from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.model.surgery import set_identity
 from stackwise.stability.guard import Alarm, GuardError
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.support.arguments import require
 from stackwise.support.device import release_freed_memory
+from stackwise.support.mode import evaluating
 from stackwise.training.batch_stream import Batch, BatchStream
 from stackwise.training.block_store import BlockStore
 from stackwise.training.checkpoint import ParameterNames, RackCheckpoints

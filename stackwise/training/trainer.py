@@ -22,12 +22,12 @@ from stackwise.config import StackWiseConfig
 from stackwise.model.attention import Attention
 from stackwise.model.kernel import KernelAttention
 from stackwise.model.latent import LatentAttention
-from stackwise.model.mode import evaluating
 from stackwise.model.rack import Rack
 from stackwise.model.surgery import residual_ends
 from stackwise.stability.guard import GuardError
 from stackwise.subject.trainer_spec import TrainerSpec
 from stackwise.support.arguments import require
+from stackwise.support.mode import evaluating
 from stackwise.support.random_state import seeded
 from stackwise.training.batch_stream import Batch, check_apart, check_restarts
 from stackwise.training.block_store import BlockStore, hidden_states

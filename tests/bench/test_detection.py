@@ -228,7 +228,7 @@ def test_bars_count_failures_errors_and_what_did_not_end():
     ("name", "least", "share", "ids"),
     [
         ("declared facts", 60, 0.9, ["facts", "rotary"]),
-        ("inferred facts", 25, 0.8, ["inferred facts"]),
+        ("inferred facts", 60, 0.8, ["inferred facts"]),
         ("generation", 25, 0.9, ["generate-rows", "generate-top-k"]),
         ("conversions", 20, 0.95, ["C1", "C31"]),
     ],

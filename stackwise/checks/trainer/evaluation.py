@@ -19,8 +19,8 @@ from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.recorded_calls import recorded_calls
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
-from stackwise.model.mode import evaluating
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.support.mode import evaluating
 
 _ROWS = 4
 _EXACT = 1e-5

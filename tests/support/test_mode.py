@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from stackwise.model.mode import evaluating
+from stackwise.support.mode import evaluating
 
 
 @pytest.fixture

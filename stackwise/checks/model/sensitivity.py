@@ -87,7 +87,7 @@ def discarded_results(subject: Subject) -> CheckResult:
     """Is the result of every operation used?"""
     spec, inputs, model = subject.spec, subject.inputs(2), subject.model(train=True)
     has_labels = spec.labelled_loss is not None and spec.inputs == "tokens"
-    results, unused = DiscardedResults(model), UnusedResults(model, scalars=has_labels)
+    results, unused = DiscardedResults(model), UnusedResults(model, has_loss=has_labels)
     kept = list[object]()
     handle = model.register_forward_hook(lambda _module, _args, output: kept.append(output))
     calls: list[Callable[[], object]] = [
@@ -107,7 +107,7 @@ def discarded_results(subject: Subject) -> CheckResult:
         for call in calls:
             with unused.recording():
                 kept.append(call())
-    found = results.found or unused.weights or results.unread or unused.found
+    found = results.found or unused.weights or results.unread or unused.numbers
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = list(found.items())[-1]

@@ -50,24 +50,24 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     The same operation in several layers is one operation: the last layer may compute more than it needs.
 
     Attributes:
-        found: place in the code of each unused result -> function that computes it.
-        weights: the same, of functions that read a parameter.
+        weights: place in the code of each unused result of a parameter -> function that computes it.
+        numbers: the same, of results without dimensions, which may be terms of a loss.
 
     Args:
         model: the model that is called.
-        scalars: also find results without dimensions. They may be terms of a loss that is not computed.
+        has_loss: the calls compute the loss. Otherwise its terms are unused on purpose.
     """
 
-    def __init__(self, model: nn.Module, *, scalars: bool) -> None:
+    def __init__(self, model: nn.Module, *, has_loss: bool) -> None:
         super().__init__()
-        self._model, self._scalars = model, scalars
+        self._model, self._has_loss = model, has_loss
         self._names = {id(module): name for name, module in model.named_modules()}
-        self.found: dict[str, str] = {}
         self.weights: dict[str, str] = {}
+        self.numbers: dict[str, str] = {}
         # Function and calls on the stack -> place in the code, in the order of the calls.
         self._places: dict[_Key, str] = {}
         self._with_weight: set[_Key] = set()
-        self._loss_terms: set[_Key] = set()
+        self._numbers: set[_Key] = set()
         self._used: set[_Key] = set()
         self._results: list[tuple[weakref.ref[Tensor], _Key | None]] = []
         self._ends: list[Tensor] = []
@@ -87,9 +87,10 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
             torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
         except REFUSALS:  # the model has no gradient
             self._used.update(self._places)
-        unused = [key for key in self._places if key not in self._used | self._loss_terms]
-        self.found = {self._places[key]: key[0] for key in unused}
+        unused = [key for key in self._places if key not in self._used]
         self.weights = {self._places[key]: key[0] for key in unused if key in self._with_weight}
+        if self._has_loss:
+            self.numbers = {self._places[key]: key[0] for key in unused if key in self._numbers}
 
     def _returned(self, module: nn.Module, _args: Any, output: Any) -> None:
         tensors = list(tensors_in(output))
@@ -118,9 +119,9 @@ class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     def _note(self, key: _Key, result: Tensor, given: list[Tensor]) -> None:
         if key not in self._places:
             self._places[key] = place_in_code(self._names)
-        if not result.ndim and not self._scalars:
-            self._loss_terms.add(key)
-        if any(isinstance(each, nn.Parameter) for each in given):
+        if not result.ndim:
+            self._numbers.add(key)
+        elif any(isinstance(each, nn.Parameter) for each in given):
             self._with_weight.add(key)
         result.register_hook(lambda _: self._used.add(key))  # type: ignore[no-untyped-call]
 

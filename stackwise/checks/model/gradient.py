@@ -92,7 +92,7 @@ def gradient_flow(subject: Subject) -> CheckResult:
     if not unexplained:
         texts = " ".join(dict.fromkeys(reasons.values()))
         return subject.passed(len(missing) / n, where=listed(missing), meaning=texts)
-    return rounded or _untrained(subject, steps, unexplained, len(stepped))
+    return rounded or _untrained(subject, steps, unexplained, stepped)
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def _finding(
     )
 
 
-def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: int) -> CheckResult:
-    """Return the finding about parameters that have no influence.
+def _untrained(subject: Subject, steps: _Steps, missing: list[str], stepped: list[str]) -> CheckResult:
+    """Return the finding about parameters without an influence, or only by large changes (`stepped`).
 
     If a layer, or a part of all layers, is not called, this may be on purpose: a setting may choose between
     the members of a list, and an optional argument may be for data that the checks do not pass.
@@ -181,8 +181,12 @@ def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: i
         if steps.runs_owner(name)
         and pattern(name) not in training
         and not name.startswith(too_short)
+        and name not in stepped
         and not _may_be_unused(model, name, is_connected=name in steps.connected)
     ]
+    n_uncalled = sum(not steps.runs_owner(name) for name in missing)
+    uncalled = f" Parameters in modules that are never called: {n_uncalled}." if n_uncalled else ""
+    selecting = f" Parameters whose large changes change the output: {len(stepped)}." if stepped else ""
     find = partial(_finding, subject, steps.n)
     finding = (
         find(
@@ -206,9 +210,8 @@ def _untrained(subject: Subject, steps: _Steps, missing: list[str], n_stepped: i
         or find(
             missing,
             f"never train: they get no gradient in {_STEPS} steps, and no small change of them changes the "
-            f"output. The modules of {sum(not steps.runs_owner(name) for name in missing)} are not called; "
-            f"large changes of {n_stepped} change the output.",
-            correct_if="they are experts that no token reached, or unused on purpose (then declare unused=)",
+            f"output.{uncalled}{selecting}",
+            correct_if="they are unused on purpose (then declare unused=), or experts without a token",
             advice="Remove them, or look for the code that should call them.",
         )
     )

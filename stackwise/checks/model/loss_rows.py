@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ def loss_rows(subject: Subject) -> CheckResult:
         joint = _loss(subject, torch.cat((one, other)))
     except refusals() as error:
         return subject.not_applicable(f"needs a loss of equal rows: {reason_of(error)}")
-    expected = (mean + other_mean) / 2 + total + other_total
     size = abs(mean) + abs(total)
+    if not (math.isfinite(size) and size):
+        return subject.not_applicable("needs a loss that is finite and not 0")
+    expected = (mean + other_mean) / 2 + total + other_total
     if abs(joint - expected) > _SAME * size:
         return subject.not_applicable("needs a loss that compares no rows, as a contrastive loss does")
     # A penalty of the weights does not depend on the rows.
@@ -71,7 +74,7 @@ def _parts(subject: Subject, row: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def _loss(subject: Subject, inputs: Tensor) -> float:
-    """Return the loss in eval mode without random numbers."""
+    """Return the loss in eval mode, with a constant in place of random numbers."""
     spec, model = subject.spec, Examination.of(subject).model()
     inputs = inputs.to(dtype_of(model)) if inputs.is_floating_point() else inputs.clone()
     with _Constant():
@@ -82,7 +85,7 @@ def _loss(subject: Subject, inputs: Tensor) -> float:
 
 
 class _Constant(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Replaces random numbers by a constant, so that all rows get the same."""
+    """Replaces random numbers by a constant, so that all rows get the same ones."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

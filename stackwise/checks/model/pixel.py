@@ -1,4 +1,4 @@
-"""Pixel: output images are aligned with input images, and every number of a continuous input is read.
+"""Pixel: output images are aligned with input images, and every element of a continuous input is read.
 
 Shapes: H height, W width, N sampled pixels.
 """
@@ -53,8 +53,8 @@ def pixel_alignment(subject: Subject) -> CheckResult:
         worst,
         _ALIGNED,
         where="height" if worst == correlations[0] else "width",
-        meaning="Pixels of the output do not depend most on the input at their place: the correlation of "
-        f"both places is {worst:.2f} along this axis.",
+        meaning="Output pixels do not depend most on the input pixels at the same place. Along this axis, "
+        f"the correlation of their place with that of the strongest inputs is {worst:.2f}.",
         advice="Check how patches are joined to an image: a reshape needs the order rows of patches, rows of "
         "a patch, columns of patches, columns of a patch. Check if height and width are exchanged.",
     )
@@ -62,7 +62,7 @@ def pixel_alignment(subject: Subject) -> CheckResult:
 
 @check
 def input_effect(subject: Subject) -> CheckResult:
-    """Does every number of a continuous input have an effect on the output?"""
+    """Does every element of a continuous input have an effect on the output?"""
     inputs = subject.inputs(_ROWS)
     if not inputs.is_floating_point():
         return subject.not_applicable("needs continuous inputs, such as vectors, audio or images")
@@ -89,7 +89,7 @@ def input_effect(subject: Subject) -> CheckResult:
         float(n),
         0.0,
         where=f"element {first} of {list(unread.shape)}",
-        meaning=f"{n} of {unread.numel()} numbers of an input have no effect on any output.",
+        meaning=f"{n} of {unread.numel()} elements of an input have no effect on any output.",
         advice="Look for a slice that is too short, a channel or feature that is overwritten, a stride that "
         "skips inputs, and padding on the wrong side.",
     )
@@ -107,7 +107,7 @@ def _is_image(inputs: Tensor) -> bool:
 
 
 def _spread(size: int) -> list[int]:
-    """Return indices over the whole axis."""
+    """Return indices of pixels, spread over an axis."""
     return torch.linspace(0, size - 1, min(_SAMPLED, size)).long().tolist()
 
 

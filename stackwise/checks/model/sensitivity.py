@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.call import execute
@@ -19,7 +19,7 @@ from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.probe.unused_results import UnusedResults
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
-from stackwise.subject.call_form import can_generate
+from stackwise.subject.call_form import can_generate, forward_parameters
 from stackwise.subject.capability import padding_id
 from stackwise.subject.encoder_decoder import Decoder
 from stackwise.support.hooks import temporary_hooks
@@ -111,11 +111,15 @@ def discarded_results(subject: Subject) -> CheckResult:
     if not found:
         return subject.passed(0.0, 0.0)
     place, name = list(found.items())[-1]
-    meaning = f"The tensor that {name} computes here has no effect."
+    meaning = f"The tensor that {name} computes here is not used."
     if found is unused.weights:
         meaning = f"{name} applies a parameter here, and no output depends on the result."
+    correct_if = "the result is only for debugging"
+    if found is unused.weights and _has_options(model):
+        correct_if = "an argument of the model that is not passed needs the result"
+    is_certain = results.found or (found is unused.weights and not _has_options(model))
     return subject.failed_unless(
-        None if results.found or unused.weights else "the result is only for debugging",
+        None if is_certain else correct_if,
         float(len(found)),
         0.0,
         where=place,
@@ -123,6 +127,11 @@ def discarded_results(subject: Subject) -> CheckResult:
         advice="Look for a variable that is overwritten before it is read, for masked_fill in place of "
         "masked_fill_, and for an auxiliary loss that is not added. Delete the statement if it is unused.",
     )
+
+
+def _has_options(model: nn.Module) -> bool:
+    """Return True if forward has arguments that are None, True or False by default."""
+    return any(p.default is None or isinstance(p.default, bool) for p in forward_parameters(model).values())
 
 
 @check

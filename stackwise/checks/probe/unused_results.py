@@ -43,7 +43,7 @@ _Key = tuple[Any, ...]
 
 
 class UnusedResults(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """Finds operations whose result reaches no output, in none of their executions.
+    """Finds operations whose results never reach an output.
 
     A result is used if an output depends on it, if it still exists after the call, and if a function without
     a gradient reads it, such as topk. All tensors that a module returns are outputs, if there are several.

@@ -253,7 +253,7 @@ def test_a_module_that_is_not_called(subjects, models):
     assert gradients(models["NotCalled"])["pooler.weight"] is None
     result = subjects.ask(models["NotCalled"], "gradient_flow")
     assert (result.status, result.where) == ("warned", "pooler.weight, pooler.bias")
-    assert "The modules of 2 are not called" in result.meaning
+    assert "in modules that are never called: 2." in result.meaning
     declared = ModelSpec.of(models["NotCalled"], unused=("pooler",))
     assert subjects.ask(declared, "gradient_flow").status == "passed"
 
@@ -775,6 +775,20 @@ class Routed(nn.Module):
 
 class RoutedWithoutGradient(Routed):
     normalized = True
+
+
+class RoutedByArgmax(Routed):
+    """The choice of the factor has no gradient."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(x + self.factors[self.gate(x).argmax(-1)] * x)
+
+
+def test_a_router_that_only_selects_is_a_warning(subjects):
+    result = subjects.ask(RoutedByArgmax, "gradient_flow")
+    assert (result.status, result.where) == ("warned", "gate.weight, gate.bias")
+    assert "whose large changes change the output: 2." in result.meaning
 
 
 def square(model, ids):

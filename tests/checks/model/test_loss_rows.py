@@ -53,12 +53,22 @@ def pairwise(model, x):
     return -F.logsigmoid(signs * (vectors @ vectors.T)).sum() / len(x)
 
 
+def zero(model, x):
+    return 0 * mean_of_all(model, x)
+
+
+def not_finite(model, x):
+    return mean_of_all(model, x) / 0
+
+
 @pytest.mark.parametrize(
     ("loss", "status", "part"),
     [
         (mean_of_all, "passed", "mean over the rows"),
         (sum_of_all, "passed", "sum over the rows"),
         (sum_with_penalty_of_weights, "passed", "sum over the rows"),
+        (zero, "not applicable", "finite and not 0"),
+        (not_finite, "not applicable", "finite and not 0"),
         (contrastive, "not applicable", "a mean or a sum over rows"),
         (pairwise, "not applicable", "compares no rows"),
         (sum_of_divergence, "failed", "grows with their number"),

@@ -271,6 +271,15 @@ class SelectsByScale(TwoScales):
         return self.head(x + x[torch.arange(len(x)), chosen][:, None])
 
 
+class NeededByAnOption(OverwrittenScale):
+    """Returns both scales on request."""
+
+    def forward(self, ids, return_scales=False):
+        x = self.embedding(ids)
+        scale, other = self.scaled(x), self.scale(x.flip(-1))
+        return (self.head(x * scale), other) if return_scales else self.head(x * scale)
+
+
 class ScaledInPlace(TwoScales):
     def forward(self, ids):
         x = self.scale(self.embedding(ids))
@@ -302,6 +311,7 @@ class WithoutLossTerm(WithLossTerm):
     [
         (TwoScales, "passed"),
         (OverwrittenScale, "failed"),
+        (NeededByAnOption, "warned"),
         (DiscardedInLastLayer, "passed"),
         (SelectsByScale, "passed"),
         (ScaledInPlace, "passed"),

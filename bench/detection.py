@@ -28,7 +28,7 @@ from bench import rivals, third_party
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated, isolated
 from bench.mutations import measure_mutations, mutation_bars
-from bench.reports import SAMPLES, measure_reports, modules, report_bars
+from bench.reports import SAMPLES, forms, measure_reports, modules, report_bars
 from bench.source_mutants.measure import measure_source_mutants, source_mutant_bars
 from stackwise.benchmark.memory.peak import process_status
 from stackwise.checks import CheckResult
@@ -537,7 +537,7 @@ def cost_of_loops(claim: Claim, jobs: int) -> None:
     sample = json.loads(SAMPLES["third sample of training loops"].read_text())
     names = sorted({name.partition(":")[0] for name in sample})[: 2 if claim.quick else None]
     new = {
-        f"{name}, {suite}": functools.partial(answers, cases[name].healthy_declared, suite)
+        f"{name}, {suite}": functools.partial(answers, forms(cases[name])["healthy_declared"], suite)
         for name in names
         for suite in ("fast", "full")
     }

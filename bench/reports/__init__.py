@@ -17,11 +17,11 @@ sample of models were asked at 18acfcc: `sixth_result.json`. Those of the sevent
 authors left out all classes of the other samples.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
-`buggy_declared()` and `healthy_declared()` return a ModelSpec with a fact that a user would state. They were
-written after the freeze, those of the later samples before their first run. Eight cases of the first two
-samples got their declared forms when the fact in their DECLARATION could be declared. A module in `loops/`
-has `prove()` instead of `observe(model)`, and its declared forms, which return a TrainerSpec, were written
-before the first run.
+`declared(make)` returns a ModelSpec of one of them with facts that a user would state. Forms with different
+facts are `buggy_declared()` and `healthy_declared()`. The declared forms were written after the freeze, those
+of the later samples before their first run. Eight cases of the first two samples got theirs when the fact in
+their DECLARATION could be declared. A module in `loops/` has `prove()` instead of `observe(model)`, and its
+declared forms, which return a TrainerSpec, were written before the first run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bench.isolated import all_isolated
 from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
-__all__ = ["SAMPLES", "first_results", "found", "measure_reports", "modules", "report_bars"]
+__all__ = ["SAMPLES", "first_results", "forms", "found", "measure_reports", "modules", "report_bars"]
 
 FOLDER = Path(__file__).parent
 # Name in the bars -> results of the frozen checks.
@@ -86,8 +86,7 @@ def measure_reports(claim: Claim, jobs: int, answers: Callable[..., Iterator[dic
             answers, functools.partial(_made, module, form), suite="full" if _is_loop(module) else "fast"
         )
         for name, module in chosen
-        for form in _FORMS
-        if hasattr(module, form)
+        for form in forms(module)
     }
     new = {name: run for name, run in asked.items() if name not in figures}
     for name, ended in all_isolated(new, jobs=jobs, seconds=_SECONDS):
@@ -100,12 +99,23 @@ def measure_reports(claim: Claim, jobs: int, answers: Callable[..., Iterator[dic
         print(f"report {name}: {figures[name]}", flush=True)
 
 
+def forms(module: ModuleType) -> dict[str, Callable[[], Any]]:
+    """Return the factories of a report by form: "buggy", "healthy", "buggy_declared" and "healthy_declared"."""
+    found = {form: getattr(module, form) for form in _FORMS if hasattr(module, form)}
+    if hasattr(module, "declared"):
+        plain = {form: found[form] for form in ("buggy", "healthy")}
+        found |= {
+            f"{form}_declared": functools.partial(module.declared, make) for form, make in plain.items()
+        }
+    return found
+
+
 def _is_loop(module: ModuleType) -> bool:
     return hasattr(module, "prove")
 
 
 def _made(module: ModuleType, form: str) -> Any:
-    make = getattr(module, form)
+    make = forms(module)[form]
     # A training loop is set up again by each check; its specs are made as they are.
     made = make() if form.endswith("declared") or _is_loop(module) else make
     return made if isinstance(made, ModelSpec | TrainerSpec) or not _is_loop(module) else TrainerSpec.of(make)

@@ -96,22 +96,13 @@ def healthy() -> nn.Module:
     return TransformerLanguageModel(gain=math.sqrt(2))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with a tied head and Xavier initialisation of each projection."""
     std = 32**-0.5  # of Xavier initialisation of (32, 32)
     facts = Facts(
         initial_std={"*.in_proj_weight": std, "*.out_proj_weight": std}, embedding_scale=math.sqrt(32)
     )
     return ModelSpec.of(make, causal=True, tied=True, facts=facts)
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with a tied head and Xavier initialisation of each projection."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with a tied head and Xavier initialisation of each projection."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -87,7 +87,8 @@ def healthy() -> nn.Module:
     return SelfSupervisedModel(inverted=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The loss is that of a training step."""
     return ModelSpec.of(
         make,
         per_position=False,
@@ -96,16 +97,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         ),
         loss=lambda model, images: model.training_step(images),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The loss is that of a training step."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The loss is that of a training step."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

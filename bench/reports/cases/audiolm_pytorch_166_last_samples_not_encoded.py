@@ -105,7 +105,8 @@ def _visible(x: Tensor) -> Tensor:
     return frame[:, None] >= frame
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State audio that sees its own and earlier frames, and the loss of its reconstruction."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -114,16 +115,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=lambda model, x: F.mse_loss(model(x[..., 0]), x[..., 0]),
         visible=_visible,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State audio that sees its own and earlier frames, and the loss of its reconstruction."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State audio that sees its own and earlier frames, and the loss of its reconstruction."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

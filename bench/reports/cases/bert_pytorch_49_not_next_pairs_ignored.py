@@ -116,7 +116,8 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> Te
     return torch.randint(FIRST_WORD, VOCAB_SIZE, (batch_size, seq_len), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a bidirectional model, padded with 0, and the loss of both tasks."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -129,16 +130,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, ids, keep: _forward(model, ids * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a bidirectional model, padded with 0, and the loss of both tasks."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a bidirectional model, padded with 0, and the loss of both tasks."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

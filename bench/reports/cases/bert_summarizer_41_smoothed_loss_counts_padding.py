@@ -124,7 +124,8 @@ def _labelled_loss(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) ->
     return model(_source(ids), decoder_input_ids=ids, labels=labels).loss
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the call of the decoder for a fixed article, its padding and its loss."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -137,16 +138,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         masked=_masked,
         labelled_loss=_labelled_loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the call of the decoder for a fixed article, its padding and its loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the call of the decoder for a fixed article, its padding and its loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -71,7 +71,8 @@ def _images(model: nn.Module, ids: Tensor) -> Tensor:
     return pixels.double().mul(0.01).sin().to(model.logit_scale.dtype)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The training loss is that of the model."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -81,16 +82,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, ids: model(ids, _images(model, ids)).text_embeds,
         loss=lambda model, ids: model(ids, _images(model, ids), return_loss=True).loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The training loss is that of the model."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The training loss is that of the model."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

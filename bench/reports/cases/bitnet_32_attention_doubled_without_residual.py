@@ -93,18 +93,9 @@ def healthy() -> nn.Module:
     return BitNetTransformer(keep_input=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with full attention."""
     return ModelSpec.of(make, causal=True, window="full", tied=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with full attention."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with full attention."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -104,18 +104,9 @@ def _visible(ref_pos: Tensor) -> Tensor:
     return window[:, None] == window
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State atoms that see their own window, and the second of two samples."""
     return ModelSpec.of(make, inputs="vectors", width=3, seq_len=ATOMS, forward=_forward, visible=_visible)
-
-
-def buggy_declared() -> ModelSpec:
-    """State atoms that see their own window, and the second of two samples."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State atoms that see their own window, and the second of two samples."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

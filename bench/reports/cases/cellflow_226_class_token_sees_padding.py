@@ -92,7 +92,7 @@ def _called(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model({"drug": x[..., :6], "dose": x[..., 6:]})
 
 
-def _declared(build: Callable[[], nn.Module]) -> ModelSpec:
+def declared(build: Callable[[], nn.Module]) -> ModelSpec:
     """Unused slots are zeros."""
     return ModelSpec.of(
         build,
@@ -101,16 +101,6 @@ def _declared(build: Callable[[], nn.Module]) -> ModelSpec:
         forward=_called,
         masked=lambda model, x, keep: _called(model, x * keep[..., None]),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Unused slots are zeros."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Unused slots are zeros."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

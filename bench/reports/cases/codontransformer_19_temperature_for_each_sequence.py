@@ -92,7 +92,8 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> Te
     return torch.randint(1, VOCAB, (batch_size, seq_len), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a bidirectional model with padding on the right."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -103,16 +104,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, ids, keep: model(ids, attention_mask=keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a bidirectional model with padding on the right."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a bidirectional model with padding on the right."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -67,7 +67,8 @@ def healthy() -> nn.Module:
     return SentenceEncoder(masked_mean=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Sentences are padded on the right, and have one vector each."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -77,16 +78,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, ids, keep: model(ids, attention_mask=keep.long()),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Sentences are padded on the right, and have one vector each."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Sentences are padded on the right, and have one vector each."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

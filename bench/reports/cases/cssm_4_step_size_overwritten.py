@@ -97,7 +97,8 @@ def healthy() -> nn.Module:
     return ChangeDetector(own_steps=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the patches of both images, side by side, scanned in one direction."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -105,16 +106,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         causal=True,
         forward=lambda model, images: model(*images.chunk(2, dim=-1)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the patches of both images, side by side, scanned in one direction."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the patches of both images, side by side, scanned in one direction."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

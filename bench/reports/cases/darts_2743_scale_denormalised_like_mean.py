@@ -81,7 +81,8 @@ def healthy() -> nn.Module:
     return TransformerModule(all_parameters=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State series, one forecast for each, and the likelihood of their last values."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -90,16 +91,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         max_length=MAX_LENGTH,
         loss=lambda model, x: model.compute_loss(x[:, :-OUTPUT_CHUNK], x[:, -OUTPUT_CHUNK:]),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State series, one forecast for each, and the likelihood of their last values."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State series, one forecast for each, and the likelihood of their last values."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -79,7 +79,8 @@ def _loss(model: nn.Module, sparse_input: Tensor) -> Tensor:
     return F.binary_cross_entropy(probability, clicks.to(probability.dtype))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State rows of six ids, and the loss of clicks."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -91,16 +92,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         make_batch=_make_batch,
         loss=_loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State rows of six ids, and the loss of clicks."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State rows of six ids, and the loss of clicks."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -75,7 +75,8 @@ def _loss(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The label of each pixel depends on this pixel."""
     return ModelSpec.of(
         make,
         per_position=False,
@@ -84,16 +85,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         ),
         loss=_loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The label of each pixel depends on this pixel."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The label of each pixel depends on this pixel."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -116,7 +116,8 @@ def healthy() -> nn.Module:
     return EncoderForMaskedLM(ranks_logits=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State an encoder, its loss and that of its gates."""
     return ModelSpec.of(
         make,
         causal=False,
@@ -124,16 +125,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=lambda model, ids: model(ids, labels=ids).loss,
         auxiliary_loss=lambda model, ids, _keep: 0.01 * model(ids).l_aux,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State an encoder, its loss and that of its gates."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State an encoder, its loss and that of its gates."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

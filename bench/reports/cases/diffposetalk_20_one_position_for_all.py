@@ -66,7 +66,8 @@ def healthy() -> nn.Module:
     return StyleEncoder(each_row=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a motion of up to 64 frames, with one vector for each."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -75,16 +76,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         causal=False,
         max_length=MAX_LEN,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a motion of up to 64 frames, with one vector for each."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a motion of up to 64 frames, with one vector for each."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

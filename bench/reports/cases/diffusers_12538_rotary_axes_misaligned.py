@@ -105,19 +105,10 @@ def _forward(model: nn.Module, frames: Tensor) -> Tensor:
     return sample.transpose(1, 2).flatten(2)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the call for frames of one patch, and that time turns the first 8 of 16 channels."""
     time_axis = RotaryClaim(theta=10000.0, dim=8, layout="interleaved")
     return ModelSpec.of(make, inputs="vectors", width=16, max_length=32, forward=_forward, rotary=time_axis)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the call for frames of one patch, and that time turns the first 8 of 16 channels."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the call for frames of one patch, and that time turns the first 8 of 16 channels."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -110,18 +110,9 @@ def _forward(model: nn.Module, latents: torch.Tensor) -> torch.Tensor:
     return model(latents, time, text.expand(batch, -1, -1), position_ids)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the call, with the positions of an image."""
     return ModelSpec.of(make, inputs="vectors", width=8, forward=_forward)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the call, with the positions of an image."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the call, with the positions of an image."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

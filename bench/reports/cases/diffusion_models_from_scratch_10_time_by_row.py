@@ -113,18 +113,9 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(_forward(model, 0.8 * x + 0.6 * noise), noise)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images, a time step, and the loss of the noise."""
     return ModelSpec.of(make, make_batch=_make_batch, forward=_forward, loss=_loss, per_position=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images, a time step, and the loss of the noise."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images, a time step, and the loss of the noise."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -121,18 +121,9 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(_forward(model, 0.8 * x + 0.6 * noise), torch.cat([noise, 0.5 * noise], dim=1))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the latent images, a time step and a class."""
     return ModelSpec.of(make, make_batch=_make_batch, forward=_forward, loss=_loss, per_position=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the latent images, a time step and a class."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the latent images, a time step and a class."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -107,18 +107,9 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch_size, 3, SIDE, SIDE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images of 16 by 16 pixels."""
     return ModelSpec.of(make, make_batch=_make_batch, per_position=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images of 16 by 16 pixels."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images of 16 by 16 pixels."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -92,7 +92,8 @@ def _lengths(speech: Tensor) -> Tensor:
     return torch.full((len(speech),), speech.shape[1], device=speech.device)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Utterances have 40 frames and padding on the right."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -103,16 +104,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, speech: model(speech, _lengths(speech)),
         masked=lambda model, speech, keep: model(speech, keep.sum(dim=1)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Utterances have 40 frames and padding on the right."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Utterances have 40 frames and padding on the right."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

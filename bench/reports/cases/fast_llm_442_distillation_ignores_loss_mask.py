@@ -71,7 +71,8 @@ def healthy() -> nn.Module:
     return DistilledLM(masked=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The teacher is frozen; labels of -100 have no loss."""
     return ModelSpec.of(
         make,
         causal=True,
@@ -79,16 +80,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=lambda model, ids: model(ids, labels=ids).loss,
         labelled_loss=lambda model, ids, labels: model(ids, labels=labels).loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The teacher is frozen; labels of -100 have no loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The teacher is frozen; labels of -100 have no loss."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -110,21 +110,12 @@ def _loss(model: nn.Module, prices: Tensor) -> Tensor:
     return ((model(context) - future) / scale).square().mean()
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State quiet prices, one forecast for each series, and the loss of the last prices."""
     limit = MAX_PATCHES * PATCH_LEN
     return ModelSpec.of(
         make, make_batch=_make_batch, loss=_loss, per_position=False, max_length=limit, seq_len=32
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State quiet prices, one forecast for each series, and the loss of the last prices."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State quiet prices, one forecast for each series, and the loss of the last prices."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

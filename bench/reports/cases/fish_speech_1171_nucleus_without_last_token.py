@@ -127,7 +127,8 @@ def healthy() -> nn.Module:
     return BaseTransformer(keep_last=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with cache and sampling."""
     return ModelSpec.of(
         make,
         causal=True,
@@ -135,16 +136,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         decode=lambda model, tokens, cache: model(tokens, cache),
         generate=generate,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with cache and sampling."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with cache and sampling."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -110,18 +110,9 @@ def healthy() -> nn.Module:
     return Mamba3ForCausalLM(negate_first=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with a head of its own."""
     return ModelSpec.of(make, inputs="tokens", width=56, causal=True, tied=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with a head of its own."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with a head of its own."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

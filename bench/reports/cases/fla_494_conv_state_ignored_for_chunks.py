@@ -95,22 +95,14 @@ def healthy() -> nn.Module:
     return GatedDeltaNetForCausalLM(chunks=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The states continue a sequence."""
+
     def decode(model: nn.Module, ids: Tensor, cache: list[State] | None) -> tuple[Tensor, list[State]]:
         out = model(ids, past_key_values=cache, use_cache=True)
         return out.logits, out.past_key_values
 
     return ModelSpec.of(make, causal=True, decode=decode)
-
-
-def buggy_declared() -> ModelSpec:
-    """The states continue a sequence."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The states continue a sequence."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

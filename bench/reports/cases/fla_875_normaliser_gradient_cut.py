@@ -89,18 +89,9 @@ def healthy() -> nn.Module:
     return LinearAttentionForCausalLM(cumsum=naive_cumsum)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model that decodes with its states."""
     return ModelSpec.of(make, causal=True, decode=lambda model, tokens, cache: model(tokens, cache))
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model that decodes with its states."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model that decodes with its states."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

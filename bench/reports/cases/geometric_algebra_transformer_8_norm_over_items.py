@@ -90,7 +90,8 @@ def healthy() -> nn.Module:
     return BaselineTransformer(first=-1)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a set of items without order, and the mask of absent items."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -99,16 +100,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         positionless=True,
         masked=lambda model, inputs, keep: model(inputs, keep[:, None, None]),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a set of items without order, and the mask of absent items."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a set of items without order, and the mask of absent items."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

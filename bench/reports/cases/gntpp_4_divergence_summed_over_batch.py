@@ -130,7 +130,8 @@ def _dts(model: nn.Module, types: Tensor) -> Tensor:
     return (types * 1.7).double().sin().to(model.prob_decoder.mark_logits.weight.dtype)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State event types, of which each sees the past, and the loss."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -140,16 +141,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, types: model(_dts(model, types), types),
         loss=lambda model, types: model.loss(_dts(model, types), types),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State event types, of which each sees the past, and the loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State event types, of which each sees the past, and the loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

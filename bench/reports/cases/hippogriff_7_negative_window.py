@@ -112,18 +112,9 @@ def healthy() -> nn.Module:
     return GriffinLM(window_size=(WINDOW - 1, 0))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State local attention over 5 positions, with one key head, and tied embeddings."""
     return ModelSpec.of(make, causal=True, tied=True, window=WINDOW, facts=Facts(key_heads=1))
-
-
-def buggy_declared() -> ModelSpec:
-    """State local attention over 5 positions, with one key head, and tied embeddings."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State local attention over 5 positions, with one key head, and tied embeddings."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

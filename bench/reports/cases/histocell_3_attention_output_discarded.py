@@ -81,7 +81,8 @@ def _forward(model: nn.Module, x: Tensor) -> Tensor:
     return model(x[..., :FEATURES], x[..., FEATURES:], tissue, adj)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State features and sizes of cells in a row, which see their neighbours."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -89,16 +90,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=_forward,
         visible=lambda x: (_chain(x.shape[1]) > 0).to(x.device),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State features and sizes of cells in a row, which see their neighbours."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State features and sizes of cells in a row, which see their neighbours."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

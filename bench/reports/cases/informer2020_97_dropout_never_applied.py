@@ -104,7 +104,8 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> torch.Te
     return torch.randn(batch_size, 24, 5, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a forecast of 24 steps, and a dropout rate of 0.1 everywhere."""
     facts = Facts(embedding_dropout=0.1, attention_dropout=0.1, residual_dropout=0.1)
     return ModelSpec.of(
         make,
@@ -116,16 +117,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         causal=False,
         facts=facts,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a forecast of 24 steps, and a dropout rate of 0.1 everywhere."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a forecast of 24 steps, and a dropout rate of 0.1 everywhere."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

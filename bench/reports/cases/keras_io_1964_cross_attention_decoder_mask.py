@@ -123,7 +123,8 @@ def _forward(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(source.expand_as(tokens), tokens)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The decoder is causal, and its padding is 0."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -134,16 +135,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         make_batch=lambda rows, length, generator: torch.randint(1, 50, (rows, length), generator=generator),
         masked=lambda model, tokens, keep: _forward(model, tokens * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The decoder is causal, and its padding is 0."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The decoder is causal, and its padding is 0."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

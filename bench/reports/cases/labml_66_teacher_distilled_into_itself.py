@@ -97,7 +97,8 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x, torch.arange(len(x), device=x.device) % CLASSES).loss
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the images, the loss and the frozen model."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -106,16 +107,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         per_position=False,
         frozen=("large",),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the images, the loss and the frozen model."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the images, the loss and the frozen model."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

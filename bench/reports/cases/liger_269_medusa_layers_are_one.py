@@ -73,18 +73,9 @@ def healthy() -> nn.Module:
     return MedusaModel(separate=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The training loss is that of the model."""
     return ModelSpec.of(make, causal=True, loss=lambda model, ids: model(ids, labels=ids).loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """The training loss is that of the model."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The training loss is that of the model."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -100,17 +100,8 @@ def healthy() -> nn.Module:
     return RWKV6Qwen2(40, 32, 2, 8, store_shift=True)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """The state continues a sequence."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The state continues a sequence."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     return ModelSpec.of(make, decode=lambda model, tokens, state: model(tokens, state))
 
 

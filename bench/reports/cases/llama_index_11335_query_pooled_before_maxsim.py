@@ -82,7 +82,8 @@ def _forward(model: nn.Module, document_ids: Tensor, keep: Tensor | None = None)
     return model(query_ids, document_ids, keep)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State documents, padded on the right, that are scored for one query."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -94,16 +95,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=_forward,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State documents, padded on the right, that are scored for one query."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State documents, padded on the right, that are scored for one query."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -105,7 +105,8 @@ def _other(feat0: torch.Tensor) -> torch.Tensor:
     return feat1.to(feat0).expand(len(feat0), -1, -1)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State features without positions of image 0, with those of image 1 fixed."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -116,16 +117,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, feat0, keep: model(feat0, _other(feat0), mask0=keep)[0],
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State features without positions of image 0, with those of image 1 fixed."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State features without positions of image 0, with those of image 1 fixed."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

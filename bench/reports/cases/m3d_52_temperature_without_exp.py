@@ -102,7 +102,8 @@ def _images(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (values * (1 + ids[:, :1, None, None, None])).sin()
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The model has its own contrastive loss and a padding mask."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -114,16 +115,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=lambda model, ids: model(_images(model, ids), ids).loss,
         masked=lambda model, ids, keep: model(_images(model, ids), ids, attention_mask=keep).text_embeds,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The model has its own contrastive loss and a padding mask."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The model has its own contrastive loss and a padding mask."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

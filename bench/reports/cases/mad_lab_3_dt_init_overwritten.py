@@ -90,18 +90,9 @@ def healthy() -> nn.Module:
     return LanguageModel(keeps=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """A causal model."""
     return ModelSpec.of(make, causal=True)
-
-
-def buggy_declared() -> ModelSpec:
-    """A causal model."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """A causal model."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

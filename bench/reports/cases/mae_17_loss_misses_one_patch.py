@@ -134,7 +134,8 @@ def _loss(model: nn.Module, img: torch.Tensor) -> torch.Tensor:
     return ((predicted_img - img) ** 2 * mask).mean() / MASK_RATIO
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the images and the loss of removed patches."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -142,16 +143,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=_loss,
         per_position=False,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the images and the loss of removed patches."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the images and the loss of removed patches."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

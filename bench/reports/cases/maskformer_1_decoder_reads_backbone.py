@@ -148,18 +148,9 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images."""
     return ModelSpec.of(make, make_batch=_make_batch, per_position=False, causal=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -112,7 +112,8 @@ def healthy() -> nn.Module:
     return GPTModel(mscale=MSCALE_ALL_DIM)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the cache, and the scale and the positions of DeepSeek's configuration."""
     return ModelSpec.of(
         make,
         causal=True,
@@ -130,16 +131,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
             layout="halves",
         ),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the cache, and the scale and the positions of DeepSeek's configuration."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the cache, and the scale and the positions of DeepSeek's configuration."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

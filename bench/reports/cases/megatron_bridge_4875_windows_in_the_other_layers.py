@@ -133,20 +133,11 @@ FACTS = Facts(
 )
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the constants of the configuration of Gemma 2."""
     return ModelSpec.of(
         make, causal=True, tied=True, rotary=RotaryClaim(theta=10000.0, dim=KV_CHANNELS), facts=FACTS
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the constants of the configuration of Gemma 2."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the constants of the configuration of Gemma 2."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

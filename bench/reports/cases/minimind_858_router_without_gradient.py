@@ -98,22 +98,14 @@ def healthy() -> nn.Module:
     return MiniMindForCausalLM(norm_topk_prob=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The head is tied; training adds both losses."""
+
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         out = model(ids, labels=ids)
         return out.loss + out.aux_loss
 
     return ModelSpec.of(make, causal=True, tied=True, loss=loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """The head is tied; training adds both losses."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The head is tied; training adds both losses."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

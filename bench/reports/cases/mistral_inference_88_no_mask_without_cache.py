@@ -106,17 +106,9 @@ def healthy() -> nn.Module:
     return Transformer(mask_without_cache=True)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """Rows are packed into one sequence."""
-    return _declared(buggy)
 
-
-def healthy_declared() -> ModelSpec:
-    """Rows are packed into one sequence."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     def forward(model: nn.Module, ids: Tensor) -> Tensor:
         return model(ids.flatten(), seqlens=[ids.shape[1]] * len(ids)).unflatten(0, ids.shape)
 

@@ -81,18 +81,9 @@ def healthy() -> nn.Module:
     return MoDEncoder(weighted=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State vectors without a direction."""
     return ModelSpec.of(make, inputs="vectors", width=WIDTH, causal=False, max_length=MAX_LENGTH)
-
-
-def buggy_declared() -> ModelSpec:
-    """State vectors without a direction."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State vectors without a direction."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -127,18 +127,9 @@ def _forward(model: nn.Module, tgt: torch.Tensor) -> torch.Tensor:
     return model(src, tgt, tgt_mask=create_additive_causal_mask(tgt.shape[1], tgt))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the causal decoder, with a fixed source."""
     return ModelSpec.of(make, inputs="vectors", width=32, causal=True, window="full", forward=_forward)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the causal decoder, with a fixed source."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the causal decoder, with a fixed source."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

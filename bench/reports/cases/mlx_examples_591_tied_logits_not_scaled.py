@@ -168,23 +168,14 @@ def _forward(model: nn.Module, ids: Tensor) -> Tensor:
     return model(torch.arange(3, 10, device=ids.device).expand(len(ids), -1), ids)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a tied decoder with a fixed source, and the constants of T5."""
     facts = Facts(
         attention_scale=1.0, relative_buckets=(NUM_BUCKETS, MAX_DISTANCE), logit_scale=D_MODEL**-0.5
     )
     return ModelSpec.of(
         make, inputs="tokens", width=50, causal=True, tied=True, forward=_forward, facts=facts
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a tied decoder with a fixed source, and the constants of T5."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a tied decoder with a fixed source, and the constants of T5."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -121,19 +121,10 @@ def healthy() -> nn.Module:
     return Qwen3MoeModel(new_order=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State heads, norms and experts, as in the configuration."""
     facts = Facts(key_heads=KV_HEADS, norm_eps=1e-6, experts_per_token=TOP_K, routing_sum=1.0)
     return ModelSpec.of(make, causal=True, tied=False, facts=facts)
-
-
-def buggy_declared() -> ModelSpec:
-    """State heads, norms and experts, as in the configuration."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State heads, norms and experts, as in the configuration."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

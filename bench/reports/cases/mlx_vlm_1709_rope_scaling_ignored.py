@@ -159,7 +159,8 @@ def healthy() -> nn.Module:
     return LanguageModel(TextConfig(), scales=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State what the configuration says."""
     config = TextConfig()
     return ModelSpec.of(
         make,
@@ -180,16 +181,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
             key_heads=config.num_key_value_heads,
         ),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State what the configuration says."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State what the configuration says."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

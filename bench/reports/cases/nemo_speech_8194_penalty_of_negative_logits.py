@@ -114,7 +114,8 @@ def healthy() -> nn.Module:
     return MegatronGPTModel(by_sign=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with a tied head, and its loss of labels that are shifted before."""
     return ModelSpec.of(
         make,
         causal=True,
@@ -122,16 +123,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         tied=True,
         labelled_loss=lambda model, ids, labels: model(ids[:, :-1], labels=labels[:, 1:]),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with a tied head, and its loss of labels that are shifted before."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with a tied head, and its loss of labels that are shifted before."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -123,18 +123,9 @@ def healthy() -> nn.Module:
     return ConformerEncoder(conv_first=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State frames without a direction."""
     return ModelSpec.of(make, inputs="vectors", width=FEATURES, causal=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State frames without a direction."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State frames without a direction."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

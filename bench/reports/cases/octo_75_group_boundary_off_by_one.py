@@ -121,22 +121,14 @@ def _apart(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return _joined({**action, **value, **none})
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State that no other token sees a readout: a call without it returns the same for the others."""
+
     def make_batch(batch_size: int, _length: int, generator: torch.Generator) -> torch.Tensor:
         return torch.randn(batch_size, 21, 8, generator=generator)
 
     apart = ModelSpec.of(make, make_batch=make_batch, forward=_apart, per_position=False)
     return ModelSpec.of(apart, forward=_together, reference=apart)
-
-
-def buggy_declared() -> ModelSpec:
-    """State that no other token sees a readout: a call without it returns the same for the others."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State that no other token sees a readout: a call without it returns the same for the others."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

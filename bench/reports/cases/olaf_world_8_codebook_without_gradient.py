@@ -114,7 +114,8 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.rand(batch_size, FRAMES, SIDE, SIDE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State short videos, their reconstruction and the model's own loss."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -122,16 +123,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, videos: model(videos).recon,
         loss=lambda model, videos: model(videos).loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State short videos, their reconstruction and the model's own loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State short videos, their reconstruction and the model's own loss."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -100,7 +100,8 @@ def healthy() -> nn.Module:
     return SpeechEncoder(both_sides=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a bidirectional encoder of features that are padded on the right."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -109,16 +110,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, inputs, keep: model(inputs, mask=keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a bidirectional encoder of features that are padded on the right."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a bidirectional encoder of features that are padded on the right."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -102,17 +102,9 @@ def healthy() -> nn.Module:
     return Qwen2VLModel(batch_first_scatter=True)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """Each row contains an image."""
-    return _declared(buggy)
 
-
-def healthy_declared() -> ModelSpec:
-    """Each row contains an image."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     def make_batch(batch_size: int, length: int, generator: torch.Generator) -> torch.Tensor:
         ids = torch.randint(2, 40, (batch_size, length), generator=generator)
         ids[:, 1:3] = IMAGE_TOKEN

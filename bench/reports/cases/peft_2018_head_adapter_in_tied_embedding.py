@@ -104,18 +104,9 @@ def healthy() -> nn.Module:
     return Gemma2ForCausalLM(unties=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The model is causal, and its weights are trained."""
     return ModelSpec.of(make, causal=True, max_length=64, trained=True)
-
-
-def buggy_declared() -> ModelSpec:
-    """The model is causal, and its weights are trained."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The model is causal, and its weights are trained."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

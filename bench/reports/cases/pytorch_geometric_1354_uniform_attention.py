@@ -95,7 +95,8 @@ def _forward(model: nn.Module, x: Tensor) -> Tensor:
     return model(x.flatten(0, 1), _edge_index(*x.shape[:2], x.device)).unflatten(0, x.shape[:2])
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State nodes in a chain, of which each reads two nodes on both sides."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -104,16 +105,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         # Two layers read neighbours of neighbours.
         visible=lambda x: _near(x.shape[1], 2, x.device),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State nodes in a chain, of which each reads two nodes on both sides."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State nodes in a chain, of which each reads two nodes on both sides."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

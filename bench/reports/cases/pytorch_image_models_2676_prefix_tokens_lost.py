@@ -115,18 +115,9 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), torch.arange(len(x), device=x.device) % 10)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the images and the loss."""
     return ModelSpec.of(make, make_batch=_make_batch, loss=_loss, per_position=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the images and the loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the images and the loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -95,18 +95,9 @@ def _loss(model: nn.Module, images: Tensor) -> Tensor:
     return F.cross_entropy(model(images), (images[:, 0] > 0).long() + 2 * (images[:, 1] > 0).long())
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images and the loss of their pixels."""
     return ModelSpec.of(make, make_batch=_make_batch, per_position=False, causal=False, loss=_loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images and the loss of their pixels."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images and the loss of their pixels."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

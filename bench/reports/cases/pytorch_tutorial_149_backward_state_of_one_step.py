@@ -51,18 +51,9 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(model(x), (x.sum(dim=(1, 2)) > 0).long())
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images as rows, one output for each image, and the loss."""
     return ModelSpec.of(make, inputs="vectors", width=INPUT_SIZE, per_position=False, loss=_loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images as rows, one output for each image, and the loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images as rows, one output for each image, and the loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

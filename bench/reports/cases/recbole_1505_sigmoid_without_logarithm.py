@@ -82,7 +82,8 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, N_ITEMS, (batch_size, 3), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State triples of a user, an item of the user and a random item, and the model's own loss."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -95,16 +96,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, triples: model.full_sort_predict(triples[:, 0]),
         loss=lambda model, triples: model.calculate_loss(*triples.unbind(dim=1)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State triples of a user, an item of the user and a random item, and the model's own loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State triples of a user, an item of the user and a random item, and the model's own loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -89,7 +89,8 @@ def _loss(model: nn.Module, item_seq: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores[:, masked].flatten(0, 1), item_seq[:, masked].flatten())
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a bidirectional model of items, tied, padded with item 0, and its loss at masked positions."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -102,16 +103,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, item_seq, keep: model(item_seq * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a bidirectional model of items, tied, padded with item 0, and its loss at masked positions."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a bidirectional model of items, tied, padded with item 0, and its loss at masked positions."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

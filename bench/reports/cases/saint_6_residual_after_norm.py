@@ -96,21 +96,11 @@ def _loss(model: nn.Module, interactions: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(logits, (interactions % 2).to(logits.dtype))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """An interaction is twice the exercise plus the answer."""
     return ModelSpec.of(
         make, inputs="tokens", width=60, causal=True, max_length=64, forward=_forward, loss=_loss
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The model is causal, and its loss is that of the answers."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The model is causal, and its loss is that of the answers."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -84,7 +84,9 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     return F.softplus(-positive).mean() + F.softplus(negative).mean()
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Histories have padding on the left; the loss compares the next item with another one."""
+
     def make_batch(batch_size: int, length: int, generator: torch.Generator) -> Tensor:
         return torch.randint(1, 51, (batch_size, length), generator=generator)
 
@@ -99,16 +101,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("left",),
         masked=lambda model, ids, keep: _scores(model, ids * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Histories have padding on the left; the loss compares the next item with another one."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Histories have padding on the left; the loss compares the next item with another one."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -91,7 +91,7 @@ def healthy() -> nn.Module:
     return SentenceTransformer(offset=PAD + 1)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """The padded batch gives the same embeddings."""
     return ModelSpec.of(
         make,
@@ -102,16 +102,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         masked=lambda model, tokens, keep: model(tokens, attention_mask=keep.long()),
         reference=lambda: SentenceTransformer(offset=PAD + 1, attn_implementation="sdpa"),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Padding has no effect, and the padded batch is the reference."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Padding has no effect, and the padded batch is the reference."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

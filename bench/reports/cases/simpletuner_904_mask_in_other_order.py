@@ -93,7 +93,8 @@ def _called(model: nn.Module, text: Tensor, keep: Tensor | None = None) -> Tenso
     return model(latents, text, torch.full((len(text),), 0.5, device=text.device), attention_mask=keep)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The text is the input, with padding on the right; the last block's text output is not used."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -105,16 +106,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         unused=("transformer_blocks.1.to_add_out", "transformer_blocks.1.ff_context"),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The text is the input, with padding on the right; the last block's text output is not used."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The text is the input, with padding on the right; the last block's text output is not used."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -65,7 +65,8 @@ def healthy() -> nn.Module:
     return reshape_embeddings(_pretrained(), KEPT, select_bias=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """A trained, bidirectional model with a tied head."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -75,16 +76,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         trained=True,
         padding_sides=("right",),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """A trained, bidirectional model with a tied head."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """A trained, bidirectional model with a tied head."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -104,7 +104,8 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> Te
     return torch.randint(1, N_CHAR, (batch_size, seq_len), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State phonemes without a direction, padded on the right."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -114,16 +115,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, tokens, keep: model(tokens.masked_fill(~keep, PADDING_IDX)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State phonemes without a direction, padded on the right."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State phonemes without a direction, padded on the right."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

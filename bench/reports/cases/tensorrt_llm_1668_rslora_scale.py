@@ -90,18 +90,9 @@ def healthy() -> nn.Module:
     return CausalLM().load_adapter(ADAPTER_CONFIG, reads_rslora=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """A trained causal model."""
     return ModelSpec.of(make, causal=True, trained=True)
-
-
-def buggy_declared() -> ModelSpec:
-    """A trained causal model."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """A trained causal model."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

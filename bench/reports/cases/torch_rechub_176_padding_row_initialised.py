@@ -79,7 +79,8 @@ def _loss(model: nn.Module, history: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(logits, clicks.to(logits.dtype))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Padding is 0, on both sides."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -92,16 +93,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("left", "right"),
         masked=lambda model, history, keep: _called(model, history * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Padding is 0, on both sides."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Padding is 0, on both sides."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

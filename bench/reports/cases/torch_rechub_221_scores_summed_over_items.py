@@ -94,7 +94,8 @@ def _loss(model: nn.Module, history: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.zeros_like(history[:, 0]))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State histories padded with 0, five candidates, and the softmax loss."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -110,16 +111,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("right",),
         masked=lambda model, history, keep: _called(model, history * keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State histories padded with 0, five candidates, and the softmax loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State histories padded with 0, five candidates, and the softmax loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -104,7 +104,8 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> to
     return torch.randint(1, 80, (batch_size, seq_len), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a classifier whose padding is masked."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -112,16 +113,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         causal=False,
         masked=lambda model, ids, keep: model(ids, keep.long()),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a classifier whose padding is masked."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a classifier whose padding is masked."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

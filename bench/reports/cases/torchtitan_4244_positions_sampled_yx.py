@@ -72,21 +72,13 @@ def healthy() -> nn.Module:
     return VisionEncoder(fixed=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Images are twice as wide as high."""
+
     def make_batch(batch_size: int, _length: int, generator: torch.Generator) -> Tensor:
         return torch.randn(batch_size, 3, 16, 32, generator=generator)
 
     return ModelSpec.of(make, make_batch=make_batch, per_position=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """Images are twice as wide as high."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Images are twice as wide as high."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

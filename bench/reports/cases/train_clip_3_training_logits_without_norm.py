@@ -105,7 +105,8 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images, their unit vectors, and the loss of the training step."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -113,16 +114,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, image: F.normalize(model.model.encode_image(image), dim=1),
         loss=lambda model, image: model.training_step(image, _texts(image)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State images, their unit vectors, and the loss of the training step."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images, their unit vectors, and the loss of the training step."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -92,20 +92,11 @@ def _source(ids: Tensor) -> Tensor:
     return torch.arange(7, device=ids.device).expand(len(ids), -1)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The target is causal, and the source fixed."""
     return ModelSpec.of(
         make, inputs="tokens", width=40, causal=True, forward=lambda model, ids: model(_source(ids), ids)
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The target is causal, and the source fixed."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The target is causal, and the source fixed."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -101,17 +101,8 @@ def healthy() -> nn.Module:
     return TransformerBridge(only_lists=False)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """Padding may be on both sides."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Padding may be on both sides."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     return ModelSpec.of(
         make,
         padding_sides=("left", "right"),

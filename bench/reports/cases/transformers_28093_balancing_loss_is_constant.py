@@ -134,7 +134,8 @@ def _auxiliary_loss(model: nn.Module, ids: torch.Tensor, keep: torch.Tensor | No
     return model(ids, attention_mask=None if keep is None else keep.long()).aux_loss
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model, padded on the right, with an auxiliary loss of routers."""
     facts = Facts(experts_per_token=TOP_K, routing_sum=1.0, router_loss=ROUTER_AUX_LOSS_COEF)
     return ModelSpec.of(
         make,
@@ -145,16 +146,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         auxiliary_loss=_auxiliary_loss,
         facts=facts,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model, padded on the right, with an auxiliary loss of routers."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model, padded on the right, with an auxiliary loss of routers."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

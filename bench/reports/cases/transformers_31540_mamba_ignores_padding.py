@@ -96,17 +96,8 @@ def healthy() -> nn.Module:
     return MambaForCausalLM(mask_padding=True)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """Padding is on the left."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Padding is on the left."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     return ModelSpec.of(make, padding_sides=("left",))
 
 

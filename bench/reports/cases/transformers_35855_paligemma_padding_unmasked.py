@@ -103,17 +103,9 @@ def healthy() -> nn.Module:
     return PaliGemma(pad_last=True)
 
 
-def buggy_declared() -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
     """A training call, in which tokens below 32 are the prefix."""
-    return _declared(buggy)
 
-
-def healthy_declared() -> ModelSpec:
-    """A training call, in which tokens below 32 are the prefix."""
-    return _declared(healthy)
-
-
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
     def train(
         model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, **mask: torch.Tensor
     ) -> PaliGemmaOutput:

@@ -86,23 +86,14 @@ def healthy() -> nn.Module:
     return Llama4ForCausalLM(skip_padding=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The model is causal, and padding may be on both sides."""
     return ModelSpec.of(
         make,
         causal=True,
         padding_sides=("left", "right"),
         masked=lambda model, tokens, keep: model(tokens, attention_mask=keep.long()),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The model is causal, and padding may be on both sides."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The model is causal, and padding may be on both sides."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -87,18 +87,9 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch_size, 3, 3 * STRIDE, 5 * STRIDE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images of 12 rows and 20 columns."""
     return ModelSpec.of(make, make_batch=_make_batch, per_position=False, causal=False)
-
-
-def buggy_declared() -> ModelSpec:
-    """State images of 12 rows and 20 columns."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images of 12 rows and 20 columns."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

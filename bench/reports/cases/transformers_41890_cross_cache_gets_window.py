@@ -189,7 +189,8 @@ def _decode(
     return out.logits, out.past_key_values
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the decoder with a fixed source, and its cache."""
     return ModelSpec.of(
         make,
         inputs="tokens",
@@ -198,16 +199,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, tokens: model(_source(tokens), decoder_input_ids=tokens).logits,
         decode=_decode,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State the decoder with a fixed source, and its cache."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the decoder with a fixed source, and its cache."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -176,7 +176,8 @@ def _auxiliary_loss(model: nn.Module, ids: Tensor, keep: Tensor | None) -> Tenso
     return model(ids, attention_mask=None if keep is None else keep.long()).aux_loss
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with two experts for each token and a balancing loss of coefficient 0.02."""
     return ModelSpec.of(
         make,
         causal=True,
@@ -186,16 +187,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         rotary=RotaryClaim(theta=10000.0, dim=8),
         facts=Facts(experts_per_token=TOP_K, routing_sum=1.0, router_loss=ROUTER_AUX_LOSS_COEF),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with two experts for each token and a balancing loss of coefficient 0.02."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with two experts for each token and a balancing loss of coefficient 0.02."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -106,19 +106,10 @@ def healthy() -> nn.Module:
     return ClvpForCausalLM(match_suffix=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the standard deviation of new `c_proj` weights."""
     std = INITIALIZER_RANGE / math.sqrt(2 * LAYERS)
     return ModelSpec.of(make, causal=True, facts=Facts(initial_std={"*.c_proj.weight": std}))
-
-
-def buggy_declared() -> ModelSpec:
-    """State the standard deviation of new `c_proj` weights."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the standard deviation of new `c_proj` weights."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> torch.Tensor:

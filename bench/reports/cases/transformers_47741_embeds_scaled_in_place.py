@@ -88,7 +88,8 @@ def healthy() -> nn.Module:
     return CTRLLMHeadModel(in_place=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The model is causal, and is called with embeddings, without its own table."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -98,16 +99,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, embeds: model(inputs_embeds=embeds),
         unused=("w.",),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """The model is causal, and is called with embeddings, without its own table."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The model is causal, and is called with embeddings, without its own table."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

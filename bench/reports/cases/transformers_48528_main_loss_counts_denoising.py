@@ -180,7 +180,8 @@ def _make_batch(batch_size: int, _: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State images and the loss of two objects."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -188,16 +189,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         forward=lambda model, images: model(images).logits,
         loss=lambda model, images: model(images, labels=_labels(images)).loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State images and the loss of two objects."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State images and the loss of two objects."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -143,19 +143,10 @@ def _forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(source, decoder_input_ids=ids)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State the call of the decoder, and T5's constants."""
     facts = Facts(attention_scale=1.0, relative_buckets=(NUM_BUCKETS, MAX_DISTANCE))
     return ModelSpec.of(make, inputs="tokens", width=64, causal=True, forward=_forward, facts=facts)
-
-
-def buggy_declared() -> ModelSpec:
-    """State the call of the decoder, and T5's constants."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State the call of the decoder, and T5's constants."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

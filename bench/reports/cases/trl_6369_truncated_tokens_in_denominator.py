@@ -81,23 +81,15 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     return model.grpo_loss(ids, completion, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """The loss of training; one completion of two is truncated."""
+
     def make_batch(batch_size: int, length: int, generator: torch.Generator) -> Tensor:
         ids = torch.randint(2, 48, (batch_size, length), generator=generator)
         ids[::2, -1] = EOS
         return ids
 
     return ModelSpec.of(make, inputs="tokens", width=48, causal=True, loss=_loss, make_batch=make_batch)
-
-
-def buggy_declared() -> ModelSpec:
-    """The loss of training; one completion of two is truncated."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """The loss of training; one completion of two is truncated."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -96,7 +96,9 @@ def healthy() -> nn.Module:
     return UDiT(one_draw=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Latents of 8 x 8 with a time and a label."""
+
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         rows = torch.ones(len(x), dtype=torch.long, device=x.device)
         return model(x, 107 * rows, 3 * rows)
@@ -110,16 +112,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         loss=lambda model, x: F.mse_loss(forward(model, x), x.roll(1, dims=-1)),
         per_position=False,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Latents of 8 x 8 with a time and a label."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Latents of 8 x 8 with a time and a label."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -117,7 +117,8 @@ def _make_batch(batch_size: int, seq_len: int, generator: torch.Generator) -> to
     return torch.randn(batch_size, max(seq_len, STRIDE), generator=generator)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State recordings with padding on the right."""
     return ModelSpec.of(
         make,
         make_batch=_make_batch,
@@ -126,16 +127,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         seq_len=60,
         masked=lambda model, source, keep: model(source, ~keep),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State recordings with padding on the right."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State recordings with padding on the right."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

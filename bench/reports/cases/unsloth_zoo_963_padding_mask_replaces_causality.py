@@ -120,7 +120,9 @@ def healthy() -> nn.Module:
     return Model(keep_causality=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model with right padding and its own loss."""
+
     def masked(model: nn.Module, ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         return model(ids, attention_mask=keep.long()).logits
 
@@ -131,16 +133,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         labelled_loss=lambda model, ids, labels: model(ids, torch.ones_like(ids), labels).loss,
         rotary=RotaryClaim(theta=10000.0, layout="halves"),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model with right padding and its own loss."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model with right padding and its own loss."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -93,18 +93,9 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(reconstruction, x) + 0.25 * commitment
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Loss of reconstruction and commitment."""
     return ModelSpec.of(make, inputs="vectors", width=12, causal=False, loss=_loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """Loss of reconstruction and commitment."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Loss of reconstruction and commitment."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

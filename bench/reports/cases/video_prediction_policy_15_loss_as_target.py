@@ -136,7 +136,8 @@ def _condition(actions: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State actions, denoised together, and the loss of a training step."""
     return ModelSpec.of(
         make,
         inputs="vectors",
@@ -148,16 +149,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         ),
         loss=lambda model, actions: model.training_step(*_condition(actions), actions),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State actions, denoised together, and the loss of a training step."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State actions, denoised together, and the loss of a training step."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

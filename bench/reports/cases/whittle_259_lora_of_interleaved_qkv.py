@@ -132,19 +132,10 @@ _FROZEN = ("norm_1", "norm_2", "qkv.linear", "proj", "fc_1", "fc_2", "mlp_proj")
 FROZEN = ("wte", "ln_f", "lm_head", *(f"h.{i}.{name}" for i in range(2) for name in _FROZEN))
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a causal model whose base is trained and frozen."""
     facts = Facts(key_heads=N_QUERY_GROUPS)
     return ModelSpec.of(make, causal=True, frozen=FROZEN, trained=True, facts=facts)
-
-
-def buggy_declared() -> ModelSpec:
-    """State a causal model whose base is trained and frozen."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a causal model whose base is trained and frozen."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

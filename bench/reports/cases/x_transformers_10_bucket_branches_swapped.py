@@ -118,7 +118,8 @@ def healthy() -> nn.Module:
     return _model(swapped=False)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State an encoder with 32 buckets up to a distance of 128."""
     return ModelSpec.of(
         make,
         causal=False,
@@ -128,16 +129,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         padding_sides=("left", "right"),
         facts=Facts(relative_buckets=(32, 128)),
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """State an encoder with 32 buckets up to a distance of 128."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State an encoder with 32 buckets up to a distance of 128."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -106,18 +106,9 @@ def _loss(model: nn.Module, src: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, masked].flatten(0, 1), src[:, masked].flatten())
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """State a bidirectional model and its loss at masked positions."""
     return ModelSpec.of(make, inputs="tokens", width=58, causal=False, max_length=MAX_LENGTH, loss=_loss)
-
-
-def buggy_declared() -> ModelSpec:
-    """State a bidirectional model and its loss at masked positions."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """State a bidirectional model and its loss at masked positions."""
-    return _declared(healthy)
 
 
 @torch.no_grad()

@@ -102,7 +102,9 @@ def healthy() -> nn.Module:
     return Backbone(keeps=True)
 
 
-def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
+def declared(make: Callable[[], nn.Module]) -> ModelSpec:
+    """Images and a loss of classes."""
+
     def loss(model: nn.Module, images: Tensor) -> Tensor:
         return F.cross_entropy(model(images), torch.arange(len(images), device=images.device) % 5)
 
@@ -114,16 +116,6 @@ def _declared(make: Callable[[], nn.Module]) -> ModelSpec:
         per_position=False,
         loss=loss,
     )
-
-
-def buggy_declared() -> ModelSpec:
-    """Images and a loss of classes."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> ModelSpec:
-    """Images and a loss of classes."""
-    return _declared(healthy)
 
 
 def observe(model: nn.Module) -> Tensor:

@@ -107,20 +107,11 @@ def healthy() -> Trainer:
     return Trainer(decoupled=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The fix, with the learning rate and the decayed parameters."""
     return stackwise.TrainerSpec.of(
         factory, learning_rate=lambda _: LR, frozen=(), decayed=lambda _name, _parameter: True
     )
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the learning rate and the decayed parameters."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The fix, with the learning rate and the decayed parameters."""
-    return _declared(healthy)
 
 
 def _error(decoupled: bool) -> float:

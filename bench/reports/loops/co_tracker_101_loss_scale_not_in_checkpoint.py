@@ -110,18 +110,9 @@ def healthy() -> Trainer:
     return Trainer(saves_scaler=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
-    return stackwise.TrainerSpec.of(factory, learning_rate=one_cycle, max_norm=CLIP)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the schedule and the clipping."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
     """The fix, with the schedule and the clipping."""
-    return _declared(healthy)
+    return stackwise.TrainerSpec.of(factory, learning_rate=one_cycle, max_norm=CLIP)
 
 
 def _change(factory: Callable[[], Trainer]) -> float:

@@ -110,19 +110,10 @@ def _planned(step: int) -> float:
     return LR * LR_DECAY ** (step // (SAMPLES // BATCH_SIZE))
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The fix, with the configured schedule, length and clipping."""
     steps = EPOCHS * SAMPLES // BATCH_SIZE
     return stackwise.TrainerSpec.of(factory, learning_rate=_planned, total_steps=steps, max_norm=5.0)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the configured schedule, length and clipping."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The fix, with the configured schedule, length and clipping."""
-    return _declared(healthy)
 
 
 def _error(run: Trainer) -> float:

@@ -113,18 +113,9 @@ def healthy() -> Engine:
     return Engine(sets_first=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
-    return stackwise.TrainerSpec.of(factory, learning_rate=lambda step: LR * lr_ratio(step), max_norm=1.0)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the configured schedule and clipping."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
     """The fix, with the configured schedule and clipping."""
-    return _declared(healthy)
+    return stackwise.TrainerSpec.of(factory, learning_rate=lambda step: LR * lr_ratio(step), max_norm=1.0)
 
 
 def _first(run: Engine) -> float:

@@ -132,19 +132,10 @@ def _planned(step: int) -> float:
     return LR * (0.01 + 0.99 * (1 + math.cos(math.pi * step / T_MAX)) / 2)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The same run on each rank, with the schedule and the length."""
     steps = NUM_EPOCHS * SAMPLES // BATCH_SIZE
     return stackwise.TrainerSpec.of(factory, distributed=factory, learning_rate=_planned, total_steps=steps)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The same run on each rank, with the schedule and the length."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The same run on each rank, with the schedule and the length."""
-    return _declared(healthy)
 
 
 def _same(run: Trainer) -> float:

@@ -91,18 +91,9 @@ def healthy() -> SFTTrainer:
     return SFTTrainer(shard_by_worker=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
-    return stackwise.TrainerSpec.of(factory, max_norm=1.0, total_steps=2 * SAMPLES // BATCH_SIZE, frozen=())
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the clipping and the planned number of updates."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
     """The fix, with the clipping and the planned number of updates."""
-    return _declared(healthy)
+    return stackwise.TrainerSpec.of(factory, max_norm=1.0, total_steps=2 * SAMPLES // BATCH_SIZE, frozen=())
 
 
 def _repeated(run: SFTTrainer) -> float:

@@ -113,18 +113,9 @@ def healthy() -> Trainer:
     return Trainer(allocates_state=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
-    return stackwise.TrainerSpec.of(factory, learning_rate=lambda n: LR * lr_scale(n), max_norm=MAX_NORM)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the schedule and the clipping."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
     """The fix, with the schedule and the clipping."""
-    return _declared(healthy)
+    return stackwise.TrainerSpec.of(factory, learning_rate=lambda n: LR * lr_scale(n), max_norm=MAX_NORM)
 
 
 def _lost(factory: Callable[[], Trainer]) -> float:

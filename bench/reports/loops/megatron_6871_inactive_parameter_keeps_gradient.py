@@ -121,19 +121,10 @@ def healthy() -> Trainer:
     return Trainer(clears=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The fix, with learning rate, decay and clipping."""
     facts = {"learning_rate": lambda _: LR, "decayed": lambda _name, _parameter: True}
     return stackwise.TrainerSpec.of(factory, max_norm=CLIP_GRAD, **facts)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with learning rate, decay and clipping."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The fix, with learning rate, decay and clipping."""
-    return _declared(healthy)
 
 
 def _moved(run: Trainer) -> float:

@@ -96,19 +96,10 @@ def healthy() -> Trainer:
     return Trainer(clear_in_bfloat=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The fix, with the configured clipping, average and learning rate."""
     facts = {"max_norm": GRAD_CLIP, "average_decay": lambda _: EMA_DECAY, "learning_rate": lambda _: LR}
     return stackwise.TrainerSpec.of(factory, frozen=(), **facts)
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the configured clipping, average and learning rate."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The fix, with the configured clipping, average and learning rate."""
-    return _declared(healthy)
 
 
 def _error(run: Trainer) -> float:

@@ -80,18 +80,9 @@ def healthy() -> Trainer:
     return Trainer(clear_once=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
-    return stackwise.TrainerSpec.of(factory, max_norm=CLIP_GRAD, learning_rate=lambda n: LR * lr_scale(n))
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The mistake, with the configured clipping and schedule."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
     """The fix, with the configured clipping and schedule."""
-    return _declared(healthy)
+    return stackwise.TrainerSpec.of(factory, max_norm=CLIP_GRAD, learning_rate=lambda n: LR * lr_scale(n))
 
 
 def _lost(run: Trainer) -> float:

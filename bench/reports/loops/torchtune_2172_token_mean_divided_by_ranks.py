@@ -91,20 +91,11 @@ def healthy() -> FullFinetuneRecipeDistributed:
     return FullFinetuneRecipeDistributed(undo_mean=True)
 
 
-def _declared(factory: object) -> stackwise.TrainerSpec:
+def declared(factory: object) -> stackwise.TrainerSpec:
+    """The same run on each rank, with the clipping and the learning rate."""
     return stackwise.TrainerSpec.of(
         factory, distributed=factory, max_norm=CLIP_GRAD_NORM, learning_rate=lambda _: LR, frozen=()
     )
-
-
-def buggy_declared() -> stackwise.TrainerSpec:
-    """The same run on each rank, with the clipping and the learning rate."""
-    return _declared(buggy)
-
-
-def healthy_declared() -> stackwise.TrainerSpec:
-    """The same run on each rank, with the clipping and the learning rate."""
-    return _declared(healthy)
 
 
 def _rank(rank: int, factory: Callable, folder: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.reports import forms
 from bench.reports.loops import composer_2218_evaluates_padding_of_sampler as composer
 from stackwise.checks import check_trainer
 from stackwise.checks.check import select_checks
@@ -274,7 +275,8 @@ def test_evaluation_set_of_ranks(monkeypatch, factor, repeated, status):
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "status"), [("buggy", "failed"), ("healthy", "passed")])
 def test_evaluation_set_of_a_sampler_that_repeats_examples(form, status):
-    [result] = check_trainer(getattr(composer, f"{form}_declared")(), checks=["evaluation_set_equals_dense"])
+    subject = forms(composer)[f"{form}_declared"]()
+    [result] = check_trainer(subject, checks=["evaluation_set_equals_dense"])
     assert result.status == status, result
 
 

@@ -100,7 +100,7 @@ def measure_reports(claim: Claim, jobs: int, answers: Callable[..., Iterator[dic
 
 
 def forms(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """Return the factories of a report by form: "buggy", "healthy", "buggy_declared" and "healthy_declared"."""
+    """Return the factory of each form of a report, such as "buggy" and "healthy_declared"."""
     found = {form: getattr(module, form) for form in _FORMS if hasattr(module, form)}
     if hasattr(module, "declared"):
         plain = {form: found[form] for form in ("buggy", "healthy")}

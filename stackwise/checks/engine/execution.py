@@ -347,7 +347,7 @@ def _differs(execution: Execution, parts: list[Tensor], plain: list[Tensor]) -> 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside, record the first floating-point tensor (B, T, ...) that each submodule returns."""
+    """Record the first floating-point tensor (B, T, ...) that each submodule returns in this context."""
     record: dict[str, list[Tensor]] = defaultdict(list)
 
     def keep(name: str, output: object) -> None:

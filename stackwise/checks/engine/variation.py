@@ -127,7 +127,7 @@ class Variation:
         return reason or ("" if self.values(exam) else self.no_values)
 
     def values(self, exam: Examination) -> Sequence[Any]:
-        """Return the values to draw from, which the model takes."""
+        """Return the values that the model accepts, to draw one of them."""
         return self.choices
 
     def draw(self, exam: Examination, rng: random.Random) -> Any:

@@ -220,7 +220,7 @@ def _untrained(subject: Subject, steps: _Steps, missing: list[str], stepped: lis
 
 
 def _skipped(model: nn.Module, called: set[str]) -> list[str]:
-    """Return the layers that are not called, of a list whose other layers are. They have several parts."""
+    """Return the layers that are not called, although other layers of the same list are."""
     for names in repeated_layers(model):
         has_parts = len([m for m in model.get_submodule(names[0]).modules() if [*m.parameters(False)]]) > 2
         running = [name for name in names if any(f"{each}.".startswith(f"{name}.") for each in called)]

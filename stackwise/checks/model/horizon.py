@@ -104,7 +104,7 @@ def _full(subject: Subject, T: int) -> CheckResult:
 def _judge_layers(
     subject: Subject, reading: dict[str, _Reach], claimed: _Reach, room: int, *, one_each: bool = False
 ) -> CheckResult:
-    """Compare each layer that reads other positions with the window.
+    """Compare the reach of each layer that mixes positions with its declared window.
 
     `room` is the largest reach that the sequence can show. With `one_each`, no layer has several windows.
     """
@@ -158,7 +158,7 @@ def _judge_whole(subject: Subject, claimed: _Reach, limit: int) -> CheckResult:
 
 
 def _frame(claimed: _Reach, n_windows: int, limit: int) -> tuple[int, int]:
-    """Return a length in which this number of windows ends, and the position to change."""
+    """Return a sequence length that is longer than `n_windows` windows, and the position to change."""
     sides = 2 if claimed.after else 1
     T = min(limit, sides * (n_windows * claimed.farthest + 3) + 1)
     return T, T // 2 if claimed.after else 1

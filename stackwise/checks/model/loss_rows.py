@@ -60,7 +60,7 @@ def loss_rows(subject: Subject) -> CheckResult:
 
 
 def _parts(subject: Subject, row: Tensor) -> tuple[float, float]:
-    """Return the parts a and b of the loss a + b n of n copies of a row.
+    """Return a and b of the loss a + b n, where n is the number of copies of a row.
 
     Raises:
         ValueError: the loss has another form.

@@ -17,9 +17,9 @@ from stackwise.checks.subject import Subject
 _ROWS = 4
 # Pixels of an output image along each axis whose gradients are computed.
 _SAMPLED = 6
-# Smallest correlation between the place of a pixel and that of the inputs that it depends on. Healthy models
-# have more than 0.9, and outputs in another order at most 0.5 on one of the axes.
-_ALIGNED = 0.7
+# Largest 1 - correlation of the place of a pixel with that of the inputs that it depends on. Healthy models
+# have less than 0.1, and outputs in another order at least 0.5 on one of the axes.
+_MISALIGNED = 0.3
 # An output pixel has a place among the inputs if one of these has this multiple of the median effect.
 _LOCAL = 4.0
 
@@ -47,11 +47,11 @@ def pixel_alignment(subject: Subject) -> CheckResult:
     own_N2, found_N2 = (torch.tensor(each, dtype=torch.float64) for each in zip(*local, strict=True))
     correlations = [float(torch.corrcoef(torch.stack((own_N2[:, d], found_N2[:, d])))[0, 1]) for d in (0, 1)]
     worst = min(correlations)
-    if not worst < _ALIGNED:
-        return subject.passed(worst, _ALIGNED)
+    if not 1 - worst > _MISALIGNED:
+        return subject.passed(1 - worst, _MISALIGNED)
     return subject.failed(
-        worst,
-        _ALIGNED,
+        1 - worst,
+        _MISALIGNED,
         where="height" if worst == correlations[0] else "width",
         meaning="Output pixels do not depend most on the input pixels at the same place. Along this axis, "
         f"the correlation of their place with that of the strongest inputs is {worst:.2f}.",

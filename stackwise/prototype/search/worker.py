@@ -243,7 +243,7 @@ def _report_seed(task: Task, claim: Claim, number: int, loss: float) -> None:
 
 
 class _Report:
-    """Report that records if it was called, and is ignored without a receiver."""
+    """Report function that passes reports to a receiver, if there is one, and records that it was called."""
 
     def __init__(self, receiver: Report | None = None) -> None:
         self._receiver, self.was_called = receiver, False

@@ -66,7 +66,8 @@ def images(build, **declared):
 def test_output_images_are_aligned(subjects, build, status):
     result = subjects.ask(images(build), "pixel_alignment")
     assert result.status == status, result
-    assert status == "passed" or result.value < 0.5
+    assert (result.value < 0.1) == (status == "passed")
+    assert result.limit == 0.3
 
 
 class Classifier(nn.Module):

@@ -146,6 +146,17 @@ def test_temporary_folder_is_its_own_if_an_import_has_looked_for_it_before(made,
     ]
 
 
+def test_sitecustomize_of_a_side_replaces_the_installed_one(made, tmp_path, monkeypatch):
+    """The installed one runs when the twins' parent starts, as with Debian's Python."""
+    installed = tmp_path / "overlay" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "sitecustomize.py").write_text("import os\nos.environ['CUSTOMIZED'] = 'installed'\n")
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    made()
+    for who in ("base", "head"):
+        assert told(tmp_path, who)["customized"] == who
+
+
 def test_imports_are_told_in_no_argument(made, tmp_path):
     """Of which Linux takes 2 MiB at most, and `ps` shows them all."""
     twins, [(base, _), _] = made(imports=[f"colorsys.{number}{'x' * 30_000}" for number in range(100)])

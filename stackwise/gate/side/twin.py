@@ -14,6 +14,7 @@ and reports on the twins. Each twin receives its task: `module`, `arguments`, `f
 import contextlib
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -135,8 +136,20 @@ def _prepare(told: dict[str, Any]) -> None:
     own = [] if sys.flags.safe_path else [os.getcwd()]  # noqa: PTH109
     sys.path[:] = [*own, *told["import_path"], *sys.path[len(own) :]]
     sys.argv[:] = [told["module"], *told["arguments"]]
-    if "sitecustomize" not in sys.modules and not sys.flags.no_site:
-        site.execsitecustomize()  # it may belong to the tree
+    if not sys.flags.no_site:
+        _customize()
+
+
+def _customize() -> None:
+    """Run the `sitecustomize` of this side's import path, unless this process ran the same file at its start.
+
+    Debian's Python has a `sitecustomize` of its own. The side's module precedes it in the import path.
+    """
+    imported = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    found = importlib.machinery.PathFinder.find_spec("sitecustomize")
+    if found is not None and found.origin != imported:
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ Shapes: B batch, H query heads, K key/value heads, G = H/K, T queries, S keys, D
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from stackwise.model.sliced import sliced_attention
 from stackwise.support.arguments import check_choice
 from stackwise.support.logit_bound import note_logits
 
-__all__ = ["attend", "rules_in_force", "tuning", "using"]
+__all__ = ["attend", "tuning", "using"]
 
 _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -34,7 +33,6 @@ _KERNELS = {
 BACKENDS = ("sdpa", "sliced", *_KERNELS)
 
 Signature = tuple[object, ...]
-_QUERIES = slice(2, 6)  # position of the queries' shape in a signature
 _tuned: dict[Signature, str] = {}
 _forced: str | None = None
 _tuning = False
@@ -103,23 +101,6 @@ def tuning() -> Iterator[None]:
         yield
     finally:
         _tuning = before
-
-
-def rules_in_force(shapes: Collection[tuple[int, ...]] | None = None) -> tuple[object, ...]:
-    """Return everything besides the inputs that selects the kernel: `using`, `tuning`, torch's kernel flags.
-
-    Args:
-        shapes: shapes of queries (B, H, T, D); tuning results of other shapes are excluded. None: all shapes.
-    """
-    cuda: Any = torch.backends.cuda
-    kernels = (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
-    tuned = [each for each in _tuned.items() if shapes is None or each[0][_QUERIES] in shapes]
-    return (_forced, _tuning, sorted(map(repr, tuned)), kernels)
 
 
 def _choose(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stackwise.model.content_hash import plain_tensors
 from stackwise.model.latent import LatentAttention
 from stackwise.model.linear import Linear
 from stackwise.model.parameter_group import Optimizers, ParameterGroups
@@ -23,7 +22,7 @@ from stackwise.model.stack import Stack
 from stackwise.support.arguments import check_choice, check_sizes, require
 from stackwise.support.mode import evaluating
 
-__all__ = ["QuantizationReport", "QuantizedDtype", "QuantizedLinear", "quantize_stack"]
+__all__ = ["QuantizationReport", "QuantizedDtype", "QuantizedLinear", "plain_tensors", "quantize_stack"]
 
 QuantizedDtype = Literal["int8", "int4", "fp8"]
 _GROUP_SIZES = (32, 64, 128, 256)
@@ -297,8 +296,17 @@ def _logits(rack: Rack, sample_ids: Tensor) -> Tensor:
     return logits_BTV.double()
 
 
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a quantised tensor consists of. A plain tensor yields itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
 def _bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters and buffers, shared memory once."""
     tensors = (*module.parameters(), *module.buffers())
-    plain = [inner for tensor in tensors for _, inner in plain_tensors(tensor)]
+    plain = [inner for tensor in tensors for inner in plain_tensors(tensor)]
     return sum({inner.data_ptr(): inner.nbytes for inner in plain}.values())

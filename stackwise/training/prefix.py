@@ -5,7 +5,6 @@ Shapes: B batch, T positions, C model width.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import warnings
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.model.stack_cache import tensors_digest
 from stackwise.support.system_errors import safetensors_as_os_error
 from stackwise.support.temporary_folder import temporary_folder
 from stackwise.training.block_store import BlockStore
@@ -59,7 +59,7 @@ class PrefixOutputs:
     every phase, so that the least recently used ones are needed next. If the disk is full before the budget
     is reached, the current size becomes the budget, with a warning.
 
-    The trainer owns the weights and calls `forget` before it trains them, so only the batch is hashed. For
+    The trainer owns the weights and calls `forget` before it trains them, so the key is the batch alone. For
     weights that other code may change, see `stackwise.model.stack_cache.StackCache`.
 
     Args:
@@ -185,11 +185,4 @@ class PrefixOutputs:
 
 def batch_key(targets: Targets) -> str:
     """Return a digest of the batch's tensors that determine its hidden states. CUDA tensors are copied."""
-    digest = hashlib.sha256()
-    for tensor in (targets.input_ids, targets.attention_mask, targets.document_ids):
-        if tensor is None:
-            digest.update(b"none")
-        else:
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return tensors_digest(targets.input_ids, targets.attention_mask, targets.document_ids)

@@ -368,8 +368,13 @@ class Examination:
 
     @cached_property
     def first_position(self) -> int:
-        """Return the position of the first token: 0, or more if the model reserves some (RoBERTa)."""
-        return next((first for first in (0, 1, 2) if self.agrees_at(first)), 0)
+        """Return the position of the first token: 0, or more if the model reserves some.
+
+        RoBERTa counts from the position after its padding_idx.
+        """
+        rows = {getattr(module, "padding_idx", None) for module in self.base.modules()} - {None}
+        starts = [0, 1, 2, *sorted(row + 1 for row in rows)]
+        return next((first for first in starts if self.agrees_at(first)), 0)
 
     def agrees_at(self, first: int) -> bool:
         """Return True if a plain call gives the same answer with `position_ids` that start at `first`."""

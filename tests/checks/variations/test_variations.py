@@ -732,3 +732,21 @@ def test_bug_is_missed_without_its_variation(name):
     others = [each for each in known_variations("fast") if each != name]
     findings = explored(BUGS[name][0], others).findings
     assert bool(findings) == (name in SHOWN_BY_OTHERS)
+
+
+@pytest.mark.parametrize("pad_token_id", [1, 4])
+def test_positions_that_start_after_the_padding_id(pad_token_id):
+    """RoBERTa counts from padding_idx + 1, and expects position_ids that do the same."""
+    config = transformers.RobertaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        is_decoder=True,
+        pad_token_id=pad_token_id,
+    )
+    spec = ModelSpec.of(partial(transformers.RobertaForCausalLM, config), max_length=40)
+    [result] = check_model(spec, checks=["positions"])
+    assert result.status == "passed"

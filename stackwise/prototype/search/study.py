@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from stackwise.config import ConfigError
@@ -28,7 +29,6 @@ from stackwise.prototype.search.evaluation import (
     data_settings,
     unread_keys,
 )
-from stackwise.prototype.search.evaluation_name import evaluation_code, evaluation_name, kind_name
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.record import is_result, read_trial, read_trials
@@ -116,9 +116,9 @@ def search_architecture_space(
         small_factor: train `create_small_variant` of each configuration instead of the configuration.
         weights: weights of the score. None: `ScoreWeights()`.
         evaluate: replacement for the training of an `ArchitecturePrototype`: (configuration, seed, report) ->
-            `TrialOutcome`; see `Evaluate`. It is part of the study's identity: the name of a function, the
-            plain values of a partial or a dataclass, and, for a script or notebook without a `name`, the file
-            and the code. A lambda, a closure and any other object require a `name`.
+            `TrialOutcome`; see `Evaluate`. The name of a function of a module is part of the study's
+            identity. Any other callable, also a function of a script, requires a `name`, which must change
+            with its results.
         on_trial: called in this process with each trial that finishes during this call.
         stale_seconds: see above.
 
@@ -266,13 +266,16 @@ def _evaluation(
     """
     if evaluate is None:
         return {"evaluate": None, "device": _device_type(space, device)}
-    told = evaluation_name(evaluate)
-    if told is None:
-        allowed = f"a name of the study, since what evaluate={evaluate!r} does cannot be told from it"
-        require(is_named, "name", None, allowed)
-        told = kind_name(evaluate)
-    code = None if is_named else evaluation_code(evaluate)
-    return {"evaluate": told, "device": None} | ({} if code is None else {"code": code})
+    # Scripts, closures and objects with values of their own may share a name.
+    is_unique = (
+        isinstance(evaluate, FunctionType)
+        and "<" not in evaluate.__qualname__
+        and evaluate.__module__ != "__main__"
+    )
+    allowed = f"a name of the study, because evaluate={evaluate!r} is no function of a module"
+    require(is_named or is_unique, "name", None, allowed)
+    kind = evaluate if hasattr(evaluate, "__qualname__") else type(evaluate)
+    return {"evaluate": f"{kind.__module__}:{kind.__qualname__}", "device": None}
 
 
 def _device_type(space: Space, device: str | None) -> str | None:

@@ -15,7 +15,6 @@ from stackwise.config import StackWiseConfig
 from stackwise.prototype.search.claims import Claim, Claims
 from stackwise.prototype.search.evaluation import Evaluate, Report
 from stackwise.prototype.search.heartbeat import Heartbeat
-from stackwise.prototype.search.interrupt import kept_interrupts
 from stackwise.prototype.search.objective import Objective
 from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.prototype.search.process_identity import ProcessIdentity
@@ -120,20 +119,18 @@ def work(task: Task, study: Study, storage: BaseStorage, on_trial: OnTrial | Non
             seed=task.seed,
             stale_seconds=task.stale_seconds,
         )
-        with kept_interrupts() as raise_lost:
-            while (claim := claims.next()) is not None:
-                try:
-                    with Heartbeat(claim.trial, task.stale_seconds / 6):
-                        finish_claim = _trained(task, study, claim)
-                    if claims.owns(claim):
-                        _write_down(finish_claim, claims, claim)
-                except BaseException as error:
-                    if claims.owns(claim):
-                        _give_back(claims, claim, error)
-                    raise
-                if on_trial is not None:
-                    _tell_of(claim, study, on_trial)
-                raise_lost()
+        while (claim := claims.next()) is not None:
+            try:
+                with Heartbeat(claim.trial, task.stale_seconds / 6):
+                    finish_claim = _trained(task, study, claim)
+                if claims.owns(claim):
+                    _write_down(finish_claim, claims, claim)
+            except BaseException as error:
+                if claims.owns(claim):
+                    _give_back(claims, claim, error)
+                raise
+            if on_trial is not None:
+                _tell_of(claim, study, on_trial)
     finally:
         worker.end()
 

@@ -14,7 +14,9 @@ wrong itself: big_vision_115, sasrec_47 and u_dit_12. The 20 reports of the four
 third sample of 15 training loops was asked at f308a2d: `third_loops_result.json`. The 20 reports of the sixth
 sample of models were asked at 18acfcc: `sixth_result.json`. Those of the seventh sample were asked at
 85fe6bd: `seventh_result.json`. Those of the eighth sample were asked at 18ebf02: `eighth_result.json`. Its
-authors left out all classes of the other samples.
+authors left out all classes of the other samples. The 30 reports of the ninth sample and the
+nine of the fourth sample of training loops were asked at 95b97bf: `ninth_result.json` and
+`fourth_loops_result.json`. Their authors took reports of any class, as searches of issue trackers gave them.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `declared(make)` returns a ModelSpec of one of them with facts that a user would state. Forms with different
@@ -55,6 +57,8 @@ SAMPLES = {
     "sixth sample of models": FOLDER / "sixth_result.json",
     "seventh sample of models": FOLDER / "seventh_result.json",
     "eighth sample of models": FOLDER / "eighth_result.json",
+    "ninth sample of models": FOLDER / "ninth_result.json",
+    "fourth sample of training loops": FOLDER / "fourth_loops_result.json",
 }
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0

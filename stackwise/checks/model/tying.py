@@ -47,6 +47,14 @@ def tying(subject: Subject) -> CheckResult:
             meaning = "The head is declared untied, but reads the embedding's weight."
             advice = "Look for a tie_weights() that ignores the configuration, and for a shared Parameter."
         return subject.failed(float(now), float(spec.tied), meaning=meaning, advice=advice)
+    if spec.tied is False and (shared := _shared_embedding(model, spec.width)):
+        return subject.failed(
+            1.0,
+            0.0,
+            where=shared,
+            meaning="The head is declared untied, but another kind of module has this embedding's weight.",
+            advice="Look for the order in which tied weights are assigned after a checkpoint is loaded.",
+        )
     for how, other in _copies(subject, model):
         if _is_tied(subject, other) == (not now):
             return subject.failed(
@@ -67,6 +75,21 @@ def tying(subject: Subject) -> CheckResult:
             advice="Share one nn.Parameter: a copy is not tied.",
         )
     return subject.passed(float(now), float(now), meaning="tied" if now else "not tied")
+
+
+def _shared_embedding(model: nn.Module, n_tokens: int) -> str | None:
+    """Return the name of a table of tokens whose weight another kind of module has as well."""
+    modules = dict(model.named_modules())
+    tables = {
+        name: m for name, m in modules.items() if isinstance(m, nn.Embedding) and len(m.weight) >= n_tokens
+    }
+    others = {
+        id(p)
+        for m in modules.values()
+        if not isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
+    return next((f"{name}.weight" for name, m in tables.items() if id(m.weight) in others), None)
 
 
 def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:

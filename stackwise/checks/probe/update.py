@@ -207,14 +207,19 @@ def rates_of(optimizer: Any) -> list[float]:
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """Return the L2 norm of all tensors together, in float64."""
-    return float(nn.utils.get_total_norm([t.double() for t in tensors]))
+    return float(nn.utils.get_total_norm([_wide(t) for t in tensors]))
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Return the L2 norm of a - b over that of b, or inf if it is not finite. A missing tensor is zero."""
     zero = torch.zeros(())
-    gap = norm(a.get(name, zero).double() - b.get(name, zero).double() for name in a.keys() | b.keys())
+    gap = norm(_wide(a.get(name, zero)) - _wide(b.get(name, zero)) for name in a.keys() | b.keys())
     size = norm(b.values())
     if not math.isfinite(gap):
         return math.inf
     return gap / size if size > 0 else (math.inf if gap > 0 else 0.0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64 or complex128."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))

@@ -1,4 +1,4 @@
-"""Evaluation: the evaluation loss gives each target the same weight, and a perplexity is exp of it."""
+"""Evaluation: the loss gives each target the same weight, a perplexity is exp of it; weights in eval mode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from stackwise.checks.probe.batch import joined, rows_of
 from stackwise.checks.probe.call import refusals
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.probe.recorded_calls import recorded_calls
+from stackwise.checks.probe.update import distance, train, weights_of
 from stackwise.checks.result import CheckResult
 from stackwise.checks.trainer_subject import TrainerSubject
 from stackwise.subject.trainer_spec import TrainingRun, labels_in, with_labels
+from stackwise.support.hooks import temporary_hooks
 from stackwise.support.mode import evaluating
+from stackwise.support.optimizer_state import optimizers_in
 
 _ROWS = 4
+_STEPS = 4
+_CLOSE = 0.1  # largest distance from the weights of eval mode, as a part of their distance from train mode
 _EXACT = 1e-5
 _NARROW = 1e-2
 _UNEQUAL = "batches of 1 and 3 rows"
@@ -157,6 +162,40 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
         advice="Sum the losses of all targets of all batches in nats, divide once by their number, and take "
         "exp last: a mean of exponentials is too high.",
     )
+
+
+@trainer_check
+def evaluation_weights(subject: TrainerSubject) -> CheckResult:
+    """Does evaluate() run the weights of the optimizer's eval mode (schedule-free optimizers)?"""
+    run: Any = subject.run()
+    needed(subject.has(run, "evaluate"), "evaluate(batches)")
+    modal = [each for each in optimizers_in(run.optimizer) if _has_modes(each)]
+    needed(modal, "an optimizer with the methods train() and eval()")
+    train(subject, run, _STEPS)
+    trained = weights_of(run)
+    for optimizer in modal:
+        optimizer.eval()
+    averaged = weights_of(run)
+    for optimizer in modal:
+        optimizer.train()
+    between = distance(trained, averaged)
+    needed(between > 0, "an optimizer whose eval mode changes the weights")
+    seen: list[dict[str, Tensor]] = []
+    with temporary_hooks([run.model.register_forward_pre_hook(lambda *_: seen.append(weights_of(run)))]):
+        run.evaluate([subject.batch(_STEPS)])
+    needed(seen, "an evaluate(batches) that calls the model of the run")
+    return subject.at_most(
+        max(distance(each, averaged) for each in seen) / between,
+        _CLOSE,
+        where="the weights during evaluate(batches)",
+        meaning="Distance from the weights of the optimizer's eval mode. The weights of train mode have 1.",
+        advice="Call optimizer.eval() before the evaluation, and optimizer.train() after it. If a "
+        "wrapper has these methods, look for an inner optimizer that it does not reach.",
+    )
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def padding_label(ignored: int | None) -> int:

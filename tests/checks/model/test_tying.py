@@ -104,6 +104,27 @@ def test_claims(subjects, build, stored, claim, status):
         assert result.where == "head.weight"
 
 
+class EncoderReadsTheHead(nn.Module):
+    """An untied head, whose weight the embedding of the source has by mistake (transformers#48154)."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.source, self.tokens = nn.Embedding(29, 16), nn.Embedding(29, 16)
+        self.head = nn.Linear(16, 29, bias=False)
+        if tied:
+            self.source.weight = self.head.weight
+
+    def forward(self, ids):
+        context = self.source(torch.tensor([3, 5], device=ids.device)).mean(dim=0)
+        return self.head((self.tokens(ids) + context).tanh())
+
+
+@pytest.mark.parametrize(("tied", "status"), [(True, "failed"), (False, "passed")])
+def test_another_embedding_that_an_untied_head_shares(subjects, tied, status):
+    result = subjects.ask(ModelSpec.of(lambda: EncoderReadsTheHead(tied), tied=False), "tying")
+    assert (result.status, result.where) == (status, "source.weight" if tied else "")
+
+
 def test_a_head_without_a_weight_of_its_own(subjects):
     assert subjects.ask(ModelSpec.of(Functional, tied=True), "tying").status == "passed"
 

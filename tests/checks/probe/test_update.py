@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stackwise.checks.probe.update import each_update
+from stackwise.checks.probe.update import distance, each_update, norm
 from stackwise.subject.trainer_adapter import JoinedOptimizers
 
 
@@ -54,3 +54,9 @@ def test_nested_step_of_a_subclass_is_one_update():
         optimizer.step()
 
     assert seen == ["before", "after"]
+
+
+def test_norm_and_distance_count_imaginary_parts():
+    a, b = torch.tensor([3 + 4j]), torch.tensor([3 + 0j])
+    assert norm([a]) == 5
+    assert distance({"w": a}, {"w": b}) == pytest.approx(4 / 3)

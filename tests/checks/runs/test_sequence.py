@@ -14,82 +14,11 @@ from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, bare_step, loop, loop_spec_of
 from tests.zoo.runs import Averaged, averaged, warm_up_of_the_average_restarts
+from tests.zoo.schedule_free import EvaluatesTheAverage, schedule_free
 
 
 def sequences_of(subject):
     return Sequences(TrainerSubject(TrainerSpec.of(subject), torch.device("cpu"), 0))
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD that trains between the base sequence z and its average x. eval() shows x, and train() goes back.
-
-    Both interpolate in place, so going there and back rounds.
-    """
-
-    beta = 0.9
-
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr, "count": 0, "training": True})
-
-    def change_mode(self, training, weight):
-        for group in self.param_groups:
-            if group["training"] != training:
-                group["training"] = training
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.data.lerp_(self.state[p]["z"], weight)
-
-    def eval(self):
-        self.change_mode(False, 1 - 1 / self.beta)
-
-    def train(self):
-        self.change_mode(True, 1 - self.beta)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] += 1
-            share = 1 / group["count"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (self.beta * (1 - share) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
-
-
-class EvaluatesTheAverage(Loop):
-    """A schedule-free run: evaluation and checkpoints contain the average."""
-
-    def create_optimizer(self):
-        return ScheduleFree(self.model.parameters())
-
-    def create_scheduler(self):
-        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
-
-    def accumulate(self, batches):
-        self.optimizer.train()
-        return super().accumulate(batches)
-
-    def evaluate(self, batches):
-        self.optimizer.eval()
-        result = super().evaluate(batches)
-        self.optimizer.train()
-        return result
-
-    def state(self):
-        self.optimizer.eval()
-        state = copy.deepcopy(super().state())
-        self.optimizer.train()
-        return state
-
-    def restore(self, state):
-        super().restore(state)
-        self.optimizer.train()
-
-
-def schedule_free():
-    return loop_spec_of(EvaluatesTheAverage, learning_rate=None, decayed=None)
 
 
 class EvaluatesInEvalMode(Loop):

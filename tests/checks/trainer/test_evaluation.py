@@ -10,6 +10,7 @@ from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
+from tests.zoo.schedule_free import optimizer_stays_in_train_mode, schedule_free
 
 
 def ask(subject, check, **declared):
@@ -270,3 +271,31 @@ def test_masked_model_without_a_loss_method():
             return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
 
     assert ask(loop_spec_of(WithoutLoss), "evaluation_exact").status == "passed"
+
+
+def test_weights_of_a_schedule_free_optimizer():
+    result = ask(schedule_free(), "evaluation_weights")
+    assert result.status == "passed" and result.value < 1e-4
+    result = ask(optimizer_stays_in_train_mode(), "evaluation_weights")
+    assert result.status == "failed" and result.value == pytest.approx(1, rel=1e-4)
+
+
+def test_weights_of_an_optimizer_without_modes():
+    assert "train() and eval()" in ask(loop(), "evaluation_weights").meaning
+
+
+def test_weights_of_modes_that_change_nothing():
+    """A wrapper such as accelerate's has the methods for each optimizer."""
+
+    class Wrapped(torch.optim.SGD):
+        def train(self):
+            pass
+
+        def eval(self):
+            pass
+
+    class Plain(Loop):
+        def create_optimizer(self):
+            return Wrapped(self.model.parameters(), lr=0.1)
+
+    assert "changes the weights" in ask(loop_spec_of(Plain), "evaluation_weights").meaning

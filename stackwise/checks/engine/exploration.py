@@ -209,23 +209,23 @@ class Explorer:
         return [name for name, reason in reasons.items() if not reason]
 
     def _ask_alone(self, names: list[str]) -> None:
-        """Execute the suspects of variations, and each variation alone in the own dtype of the model."""
-        self._ask_suspects(names, self._exam)
+        """Execute the first values of variations, and each variation alone in the own dtype of the model."""
+        self._ask_first_values(names, self._exam)
         if not names or not self._exam.is_float64 or self._is_large:
             return
         own = self._exam.in_dtype("own")  # it may choose other code
         if dtype_of(own.base) != torch.float64 and own.is_measurable and own.is_repeatable:
             # Those that compare less choose a dtype themselves.
             names = [name for name in names if not known_variations()[name].compares_less]
-            self._ask_suspects(names, own)
+            self._ask_first_values(names, own)
             for name in names:
                 self._ask(Plan((name,), f"{name} own").draw(own), own)
 
-    def _ask_suspects(self, names: list[str], exam: Examination) -> None:
-        """Execute the values that quick tests of the variations find suspicious."""
+    def _ask_first_values(self, names: list[str], exam: Examination) -> None:
+        """Execute the values that each variation wants first."""
         for name in names:
             try:
-                values = list(known_variations()[name].suspects(exam))
+                values = list(known_variations()[name].first_values(exam))
             except Exception as error:  # any other exception means: the model does not take the quick test
                 reraise_if_out_of_memory(error)
                 continue

@@ -134,8 +134,8 @@ class Variation:
         """Return a random value."""
         return rng.choice(self.values(exam))
 
-    def suspects(self, exam: Examination) -> Iterator[Any]:
-        """Yield values that a quick test finds suspicious. They are executed first."""
+    def first_values(self, exam: Examination) -> Iterator[Any]:
+        """Yield values that are always executed: the usual ones, and ones that a quick test suspects."""
         yield from ()
 
     def simpler(self, value: Any) -> Iterator[Any]:

@@ -39,6 +39,8 @@ _SHARP = ("softmax", "scaled_dot_product", "exp", "mm")
 # Share of positions that may be much worse than the rest: a vector near 0, or of nearly equal numbers, has
 # lost digits, and a norm scales it up.
 _FEW, _ENOUGH_POSITIONS = 1 / 20, 8
+# A sine or cosine near 0, such as the cosine of pi / 2, has no correct digits. Its error is relative to this.
+_PERIODIC, _NEAR_ZERO = ("cos", "sin"), 0.1
 _PRUNE_EVERY = 64
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm")
 # Constant cost of an operation, in elements.
@@ -265,7 +267,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             off, size = off[both], exact[both]
             if off.numel() == 0:
                 return
-        error = (off.norm() / _spread(size, _KINDS[kind]).clamp(min=torch.finfo(torch.float64).tiny)).item()
+        least = _NEAR_ZERO * size.numel() ** 0.5 if name in _PERIODIC else torch.finfo(torch.float64).tiny
+        error = (off.norm() / _spread(size, _KINDS[kind]).clamp(min=least)).item()
         self.worst[_KINDS[kind]] = max(self.worst[_KINDS[kind]], error)
         limit = self._limits.get(_KINDS[kind], torch.inf)
         if self.loss is not None or not error > limit:
@@ -273,7 +276,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _KINDS[kind] == "activation" and _without_worst(real, exact, self._n_positions) <= limit:
             self.loss_of_few = self.loss_of_few or self._found(error, name, kind)
         else:
-            angle = operands[0][0].abs().max().item() if name in ("cos", "sin") else 0.0
+            angle = operands[0][0].abs().max().item() if name in _PERIODIC else 0.0
             self.loss = self._found(error, name, kind, angle)
 
     def _found(self, error: float, name: str, kind: int, angle: float = 0.0) -> Loss:

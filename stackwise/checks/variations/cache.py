@@ -37,6 +37,10 @@ class Cache(Variation):
         end = [REST] if sizes[-1] < 3 and rng.random() < 0.5 else []
         return [rng.choice((1, 2, 3, 4, 11)), *sizes, *end]
 
+    def first_values(self, exam: Examination) -> Iterator[list[int]]:
+        """Yield single tokens from the start, and after a prompt: the usual ways to generate text."""
+        yield from ([1], [4, 1])
+
     def simpler(self, value: list[int]) -> Iterator[list[int]]:
         """Yield single tokens, a first part and the rest, then fewer sizes."""
         if value != [1]:

@@ -50,7 +50,7 @@ class History(Variation):
         count = rng.choice((1, 2))
         return [[rng.choice(kinds), rng.choice(exam.drawn_lengths)] for _ in range(count)]
 
-    def suspects(self, exam: Examination) -> Iterator[list[list[Any]]]:
+    def first_values(self, exam: Examination) -> Iterator[list[list[Any]]]:
         """Yield a long call, after which a rotary embedding may stay scaled."""
         if exam.far:
             yield [["plain", exam.far]]

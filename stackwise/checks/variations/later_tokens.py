@@ -42,7 +42,7 @@ class LaterTokens(Variation):
         return (rng.choice(("append", "replace")) if len(exam.lengths) > 1 else "replace"), rng.randint(1, 6)
 
     @torch.no_grad()
-    def suspects(self, exam: Examination) -> Iterator[_Value]:
+    def first_values(self, exam: Examination) -> Iterator[_Value]:
         """Yield the case with the largest difference, and a single token that later tokens follow."""
         length, largest = exam.longest, 0.0
         suspect = None

@@ -282,6 +282,20 @@ def test_a_model_that_is_built_narrow_has_no_float32_to_lose(subjects, dtype):
     assert "needs a float32 model" in result.meaning
 
 
+@pytest.mark.parametrize("check", ["float32_error", "bfloat16_error"])
+def test_cosines_of_a_right_angle_are_no_loss(subjects, check):
+    """cos(pi / 2) is 6e-17 in float64 and -4e-8 in float32: all digits differ, and the error is harmless."""
+
+    class Timed(GPT):
+        def embed(self, ids):
+            angle = torch.full((len(ids), 1, 1), 0.5).to(self.embedding.weight.dtype) * torch.pi
+            return super().embed(ids) + torch.cat([angle.sin(), angle.cos()], dim=-1).sum(
+                dim=-1, keepdim=True
+            )
+
+    assert subjects.ask(spec_of(Timed), check).status == "passed"
+
+
 class FewChannels(nn.Module):
     """One position is nearly 0 where a norm reads it, as sums over few channels happen to be."""
 

@@ -750,3 +750,20 @@ def test_positions_that_start_after_the_padding_id(pad_token_id):
     spec = ModelSpec.of(partial(transformers.RobertaForCausalLM, config), max_length=40)
     [result] = check_model(spec, checks=["positions"])
     assert result.status == "passed"
+
+
+class FirstTokenNotCached(GPT):
+    """A first call of one token returns an empty cache (flash-linear-attention#1246)."""
+
+    def attend(self, layer, x, positions, visible, cache):
+        y, (k, v) = super().attend(layer, x, positions, visible, cache)
+        if cache is None and x.shape[1] == 1:
+            k, v = torch.zeros_like(k), torch.zeros_like(v)
+        return y, (k, v)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_single_tokens_from_the_start_are_always_decoded(seed):
+    """The draws of a seed may have no composition whose first part is one token."""
+    [result] = check_model(spec_of(FirstTokenNotCached), checks=["cache_decoding"], seed=seed)
+    assert result.status == "failed"

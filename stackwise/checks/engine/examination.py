@@ -372,8 +372,8 @@ class Examination:
 
         RoBERTa counts from the position after its padding_idx.
         """
-        rows = {getattr(module, "padding_idx", None) for module in self.base.modules()} - {None}
-        starts = [0, 1, 2, *sorted(row + 1 for row in rows)]
+        rows = (getattr(module, "padding_idx", None) for module in self.base.modules())
+        starts = [0, 1, 2, *(row + 1 for row in rows if row is not None)]
         return next((first for first in starts if self.agrees_at(first)), 0)
 
     def agrees_at(self, first: int) -> bool:

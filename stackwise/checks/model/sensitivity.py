@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import BoundArguments, signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from stackwise.support.hooks import temporary_hooks
 
 # Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
+_HIDDEN = -1e3  # a number below it hides a position in an additive mask
 
 _ADVICE = (
     "Look for a window that is applied although it is switched off, a mask that hides too much, and a state "
@@ -80,6 +83,86 @@ def token_effect(subject: Subject) -> CheckResult:
         meaning=f"{len(without)} of {length} inputs have no effect on {which}. The last is input {last}.",
         advice=_ADVICE,
     )
+
+
+@check
+def argument_effect(subject: Subject) -> CheckResult:
+    """Does every further number that forward gets, such as a time or a strength, have an effect?"""
+    exam = Examination.of(subject)
+    if not exam.is_repeatable:
+        return subject.not_applicable(NOT_REPEATED)
+    inputs, model = exam.plain_inputs, exam.model()
+    names = _number_arguments(subject, model, inputs)
+    if not names:
+        return subject.not_applicable("needs a forward that gets further numbers")
+    calls: list[Callable[[], object]] = [
+        lambda: spec.logits(model.eval(), inputs.clone()),
+        lambda: spec.loss_of(model.train(), inputs.clone()),
+    ]
+    spec, unused = exam.spec, list[str]()
+    with torch.no_grad(), exam.precision():
+        for name in names:
+            try:
+                if not any(_has_effect(subject, model, name, call) for call in calls):
+                    unused.append(name)
+            except refusals():  # the value may be out of range
+                continue
+    if not unused:
+        return subject.passed(0.0, 0.0, meaning=f"arguments: {', '.join(names)}")
+    return subject.failed(
+        float(len(unused)),
+        0.0,
+        where=", ".join(unused),
+        meaning="forward gets this number, and another value gives the same output and the same loss.",
+        advice="Look for an argument that is not passed to the layers, and for a default that replaces it.",
+    )
+
+
+def _arguments(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BoundArguments:
+    return signature(model.forward).bind(*args, **kwargs)
+
+
+def _number_arguments(subject: Subject, model: nn.Module, inputs: Tensor) -> list[str]:
+    """Return the names of the floating-point arguments of a call that are neither the inputs nor a mask."""
+    names: list[str] = []
+
+    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        for name, value in _arguments(module, args, kwargs).arguments.items():
+            is_input = isinstance(value, Tensor) and value.shape == inputs.shape
+            if name not in names and not is_input and _is_number(value):
+                names.append(name)
+
+    with temporary_hooks([model.register_forward_pre_hook(record, with_kwargs=True)]), torch.no_grad():
+        subject.spec.logits(model, inputs)
+    return names
+
+
+def _is_number(value: object) -> bool:
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
+        return isinstance(value, float)
+    is_mask = ((value == 0) | (value == 1) | (value < _HIDDEN)).all()
+    return not bool(is_mask)
+
+
+def _has_effect(subject: Subject, model: nn.Module, name: str, call: Callable[[], object]) -> bool:
+    """Return True if another value of an argument changes a result."""
+
+    def change(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[object, dict[str, Any]]:
+        bound = _arguments(module, args, kwargs)
+        bound.arguments[name] = bound.arguments[name] * 0.7 + 0.1
+        return bound.args, bound.kwargs
+
+    with subject.fixed_randomness():
+        plain = call()
+    with (
+        subject.fixed_randomness(),
+        temporary_hooks([model.register_forward_pre_hook(change, with_kwargs=True)]),
+    ):
+        other = call()
+    assert isinstance(plain, Tensor) and isinstance(other, Tensor)
+    return not torch.equal(plain, other)
 
 
 @check

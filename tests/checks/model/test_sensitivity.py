@@ -334,3 +334,37 @@ def test_discarded_results_that_no_output_depends_on(subjects, build, status):
 )
 def test_discarded_results_passes_statements_with_an_effect(subjects, statement):
     assert subjects.ask(lambda: Statement(statement), "discarded_results").status == "passed"
+
+
+class Conditioned(GPT):
+    """Adds a time and scales by a strength, if it uses them."""
+
+    def __init__(self, *, uses=("time", "strength")):
+        super().__init__()
+        self.uses = uses
+
+    def forward(self, input_ids, time, strength=0.1, attention_mask=None):
+        self.time = time if "time" in self.uses else torch.full_like(time, 0.5)
+        self.strength = strength if "strength" in self.uses else 0.1
+        return super().forward(input_ids).logits
+
+    def embed(self, input_ids):
+        return super().embed(input_ids) * (1 + self.strength) + self.time[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("uses", "unused"),
+    [(("time", "strength"), ""), (("time",), "strength"), (("strength",), "time"), ((), "time, strength")],
+)
+def test_numbers_that_forward_gets_have_an_effect(subjects, uses, unused):
+    def forward(model, ids):
+        time = torch.full((len(ids),), 0.3, dtype=model.embedding.weight.dtype)
+        return model(ids, time, 0.5, torch.ones(ids.shape))
+
+    spec = ModelSpec.of(lambda: Conditioned(uses=uses), inputs="tokens", width=29, forward=forward)
+    result = subjects.ask(spec, "argument_effect")
+    assert (result.status, result.where) == ("failed" if unused else "passed", unused)
+
+
+def test_a_model_that_gets_ids_only(subjects):
+    assert subjects.ask(gpt(), "argument_effect").status == "not applicable"

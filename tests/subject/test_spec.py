@@ -148,6 +148,40 @@ def test_assumption_ends_with_a_declaration():
     assert ModelSpec.of(lambda: PositionFirst(20), causal=True).assumed == ()
 
 
+class TimeFirst(nn.Module):
+    """Reads (positions, batch), as torch's layers do by default; by an argument or by an attribute."""
+
+    def __init__(self, batch_first=None):
+        super().__init__()
+        self.embedding, self.core = nn.Embedding(19, 16), nn.GRU(16, 19)
+        if batch_first is not None:
+            self.batch_first = batch_first
+
+    def forward(self, ids):
+        ids = ids.T if getattr(self, "batch_first", False) else ids
+        x = self.core(self.embedding(ids))[0]
+        return x.transpose(0, 1) if getattr(self, "batch_first", False) else x
+
+
+class TimeFirstByArgument(TimeFirst):
+    def forward(self, ids, batch_first=False):
+        assert not batch_first
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_transposed"),
+    [(lambda: TimeFirst(False), True), (lambda: TimeFirst(True), False), (TimeFirstByArgument, True)],
+)
+def test_own_models_say_batch_first(factory, is_transposed):
+    spec = ModelSpec.of(factory)
+    assert ("batch_first=False" in spec.notes) == is_transposed
+    model, ids = spec.create().eval(), spec.batch(3, 5)
+    with torch.no_grad():
+        one = spec.logits(model, ids[:1])
+        torch.testing.assert_close(spec.logits(model, ids)[:1], one)
+
+
 @pytest.mark.parametrize("kind", ["encoder", "gru"])
 def test_layers_with_positions_first_are_transposed(kind):
     def factory():

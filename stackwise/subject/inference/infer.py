@@ -221,7 +221,7 @@ def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]
 
 
 def _is_sequence_first(model: nn.Module) -> bool:
-    """Return True for a layer of torch with inputs (positions, batch, width)."""
+    """Return True for a model with inputs (positions, batch, ...), by its `batch_first`."""
     match model:
         case nn.RNNBase() | nn.MultiheadAttention():
             return not model.batch_first
@@ -229,7 +229,8 @@ def _is_sequence_first(model: nn.Module) -> bool:
             return _is_sequence_first(model.layers[0])
         case nn.TransformerEncoderLayer():
             return not model.self_attn.batch_first
-    return False
+    argument = forward_parameters(model).get("batch_first")
+    return (getattr(model, "batch_first", None) if argument is None else argument.default) is False
 
 
 def _transposed_call(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ _DETACHED = (
     "the model detaches a result on purpose, and another output or the loss trains these parameters, as in "
     "the iterative refinement of a detector"
 )
+_ON_PURPOSE = (
+    "they are frozen on purpose, such as a base under adapters (then declare frozen= with their prefixes)"
+)
 _SELECTING_TEXT = "Some parameters may only choose positions by a top k, and need a loss of their own."
 
 
@@ -515,9 +518,8 @@ def trainable(subject: Subject) -> CheckResult:
         # A bias that only chooses experts has no gradient. Training code updates it.
         _with_gradients(subject, others),
         "are not trainable.",
-        correct_if="they are frozen on purpose, such as a base under adapters (then declare frozen= with "
-        "their prefixes)",
-        advice="Look for a requires_grad_(False) that was not reversed.",
+        correct_if=None if subject.spec.frozen else _ON_PURPOSE,
+        advice="Look for a requires_grad_(False) that was not reversed, or declare the prefix in frozen=.",
     )
     return finding or subject.passed(0.0, 0.0, meaning=f"All {n} parameters are as declared.")
 

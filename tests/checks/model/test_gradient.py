@@ -522,6 +522,9 @@ def test_trainable(subjects, models):
     for name in ("unused", "frozen"):
         declared = ModelSpec.of(models["PartFrozen"], **{name: ("places",)})
         assert subjects.ask(declared, "trainable").status == "passed"
+    # The declaration of other prefixes is one of these parameters as well.
+    result = subjects.ask(ModelSpec.of(models["PartFrozen"], frozen=("nothing",)), "trainable")
+    assert (result.status, result.where) == ("failed", "places.weight")
     result = subjects.ask(ModelSpec.of(models["Sound"], frozen=("places",)), "trainable")
     assert (result.status, result.where) == ("failed", "places.weight")
     result = subjects.ask(models["ThawedByEval"], "trainable")

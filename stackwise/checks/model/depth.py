@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.backward import gradients_at
@@ -23,6 +23,10 @@ from stackwise.checks.subject import Subject
 UNUSUAL, EXPLOSIVE, VANISHED = 1.5, 3.0, 12.0
 # In fewer layers, one unusual layer could decide.
 _ENOUGH_LAYERS = 4
+# Matrices of the smallest attention: a joint projection of queries, keys and values would be two.
+_BLOCK_MATRICES = 3
+_FACTOR_LIMIT = 1e-3  # by rounding of bfloat16
+_NO_BLOCKS = "needs at least two layers of one type with three matrices that run one after the other"
 _TOO_FEW = "needs at least two layers of one type that run one after the other"
 
 
@@ -45,6 +49,63 @@ def depth_activations(subject: Subject) -> CheckResult:
         "norm after the residual branch, and branches that are divided by 1 / sqrt(2 L) instead of "
         "multiplied by it.",
     )
+
+
+@check
+def residual_path(subject: Subject) -> CheckResult:
+    """Does the residual stream pass each layer unchanged, apart from norms, if the layer's weights are 0?"""
+    model = subject.model()
+    stream = _stream(subject, model)
+    layers = [] if stream is None else [name for name in stream.layers if _is_block(model, name)]
+    if not layers:
+        return subject.not_applicable(_NO_BLOCKS)
+    for name in layers:
+        factor = _factor(subject, name)
+        if factor is None or abs(factor - 1) <= _FACTOR_LIMIT:
+            continue
+        without = "the output of this layer is the same for all inputs: its weights have no path around them"
+        times = f"this layer multiplies the residual stream by {factor:.4g}"
+        return subject.warned(
+            factor,
+            1.0,
+            where=name,
+            meaning=f"If its weights are 0, {times if factor else without}.",
+            correct_if="the published architecture has no residual connection here, or scales the stream",
+            advice="Look for x = layer(x) in place of x = x + layer(x), and for x that is added twice.",
+        )
+    return subject.passed(1.0, 1.0, meaning=f"{len(layers)} layers")
+
+
+def _stream(subject: Subject, model: nn.Module) -> Stream | None:
+    return residual_stream(model, lambda: subject.logits(model, subject.inputs(2)))
+
+
+def _is_block(model: nn.Module, name: str) -> bool:
+    """Return True for a layer with the matrices of an attention or more, which is no recurrent layer."""
+    layer = model.get_submodule(name)
+    return (
+        not isinstance(layer, nn.RNNBase) and sum(p.ndim > 1 for p in layer.parameters()) >= _BLOCK_MATRICES
+    )
+
+
+@torch.no_grad()
+def _factor(subject: Subject, name: str) -> float | None:
+    """Return the factor of the residual stream in a layer whose matrices are 0. None: it is not constant."""
+    model = subject.model()
+    for p in model.get_submodule(name).parameters():
+        if p.ndim > 1:
+            p.zero_()
+    stream = _stream(subject, model)
+    if stream is None or name not in stream.layers:
+        return None
+    index = stream.layers.index(name)
+    before = stream.after[index - 1] if index else stream.first
+    start, end = (x.flatten(0, 1).double() for x in (before, stream.after[index]))
+    start, end = start - start.mean(dim=0), end - end.mean(dim=0)  # without biases
+    if end.norm() <= _FACTOR_LIMIT * start.norm():
+        return 0.0
+    factor = float((start * end).sum() / start.square().sum())
+    return factor if (end - factor * start).norm() <= _FACTOR_LIMIT * end.norm() else None
 
 
 @check

@@ -187,3 +187,49 @@ def test_gradient_of_a_class_token_is_judged_where_it_is_read(subjects, factor, 
     spec = ModelSpec.of(lambda: ClassToken(factor), inputs="vectors", width=16, causal=False)
 
     assert subjects.ask(spec, "depth_gradients").status == status
+
+
+class Attention(nn.Module):
+    """Attention and feed-forward network, whose residual connections `mode` changes."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.qkv, self.out, self.up = (nn.Linear(16, n) for n in (48, 16, 32))
+        self.down = nn.Linear(32, 16)
+
+    def attention(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def forward(self, x):
+        if self.mode == "post-norm":
+            x = self.norms[0](x + self.attention(x))
+            return self.norms[1](x + self.down(self.up(x).relu()))
+        y = self.attention(self.norms[0](x))
+        x = y if self.mode == "attention only" else x + y
+        y = self.down(self.up(self.norms[1](x)).relu())
+        return {"feed-forward only": y, "twice": x + x + y}.get(self.mode, x + y)
+
+
+class Residual(Tower):
+    def __init__(self, mode):
+        super().__init__(1.0, 2)
+        self.layers = nn.ModuleList(Attention(mode) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"),
+    [("pre-norm", 1), ("post-norm", 1), ("attention only", 0), ("feed-forward only", 0), ("twice", 2)],
+)
+def test_the_stream_passes_layers_whose_weights_are_0(subjects, mode, factor):
+    result = subjects.ask(lambda: Residual(mode), "residual_path")
+    assert result.status == ("passed" if factor == 1 else "warned")
+    assert result.value == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("build", [lambda: Tower(1.0, 4), lambda: nn.LSTM(16, 16, 3)])
+def test_stream_of_layers_that_are_no_blocks(subjects, build):
+    vectors = {} if isinstance(build(), Tower) else {"inputs": "vectors", "width": 16}
+    assert subjects.ask(ModelSpec.of(build, **vectors), "residual_path").status == "not applicable"

@@ -5,14 +5,15 @@ Each table stands between two marks, which `MARKS` names. docs/background/zoo.md
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from bench.detection import without_head, zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
-from bench.reports import first_results, found, modules
+from bench.reports import OF_ANY_CLASS, SAMPLES, first_results, found, modules, report_names
 from bench.source_mutants.measure import by_operator
 
 __all__ = ["MARKS", "written"]
@@ -50,6 +51,33 @@ def rivals(record: Mapping[str, Any]) -> str:
         cells = [*(str(row[name]) for name in names[:-1]), f"{row[names[-1]]} of {n_twins}"]
         rows.append(f"| {tool} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def samples(record: Mapping[str, Any]) -> str:
+    """Return a table with one row per sample of bug reports: how many were found at first sight, and now."""
+    rows = ["| sample | reports | found at first sight | found now |", "| --- | ---: | ---: | ---: |"]
+    for sample, path in SAMPLES.items():
+        first = json.loads(path.read_text())
+        names = report_names(first)
+        counts = (_count(figures, names) for figures in (first, record["figures"]["reports"]))
+        rows.append(f"| {sample} | {len(names)} | {' | '.join(map(str, counts))} |")
+    return "\n".join(rows)
+
+
+def unseen(_record: Mapping[str, Any]) -> str:
+    """Return a sentence about the samples of any class: how many reports were found at first sight."""
+    firsts = [json.loads(SAMPLES[sample].read_text()) for sample in OF_ANY_CLASS]
+    n_reports = sum(len(report_names(first)) for first in firsts)
+    n_found = sum(_count(first, report_names(first)) for first in firsts)
+    return (
+        f"Known bugs are the easy part. Of {n_reports} public bug reports that the authors of the checks had "
+        f"not seen,\nstackwise found {n_found} "
+        "([how they were chosen](docs/reference/detection.md#public-bug-reports))."
+    )
+
+
+def _count(figures: Mapping[str, Any], names: Iterable[str]) -> int:
+    return sum(found(figures, "failed", name) for name in names)
 
 
 def third_party(record: Mapping[str, Any]) -> str:
@@ -165,12 +193,13 @@ def _number(name: str) -> tuple[str, int]:
 
 # page -> mark -> what stands there
 MARKS: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
-    "README.md": {"rivals": rivals},
+    "README.md": {"rivals": rivals, "unseen": unseen},
     "docs/reference/detection.md": {
         "detection": bar_rows,
         "families": families,
         "rivals": rivals,
         "third_party": third_party,
+        "samples": samples,
         "reports": reports,
         "cost": cost,
         "mutations": mutations,

@@ -41,7 +41,17 @@ from bench.isolated import all_isolated
 from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
-__all__ = ["SAMPLES", "first_results", "forms", "found", "measure_reports", "modules", "report_bars"]
+__all__ = [
+    "OF_ANY_CLASS",
+    "SAMPLES",
+    "first_results",
+    "forms",
+    "found",
+    "measure_reports",
+    "modules",
+    "report_bars",
+    "report_names",
+]
 
 FOLDER = Path(__file__).parent
 # Name in the bars -> results of the frozen checks.
@@ -60,6 +70,7 @@ SAMPLES = {
     "ninth sample of models": FOLDER / "ninth_result.json",
     "fourth sample of training loops": FOLDER / "fourth_loops_result.json",
 }
+OF_ANY_CLASS = ("ninth sample of models", "fourth sample of training loops")
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0
 
@@ -135,12 +146,17 @@ def found(figures: Mapping[str, Any], status: str, name: str) -> bool:
     return False
 
 
+def report_names(figures: Mapping[str, Any]) -> list[str]:
+    """Return the names of the reports in figures of their forms."""
+    return sorted({name.partition(":")[0] for name in figures})
+
+
 def report_bars(figures: Mapping[str, Any]) -> list[Bar]:
     """Return the shares of the reports of each sample that were found at first sight, and are found now."""
     bars = []
     for sample, path in SAMPLES.items() if figures else ():
         first = json.loads(path.read_text())
-        names = sorted({name.partition(":")[0] for name in first if name in figures})
+        names = [name for name in report_names(first) if f"{name}:buggy" in figures]
         for when, some, limit in (("at first sight", first, 0.60), ("now", figures, 0.90)):
             share = sum(found(some, "failed", name) for name in names) / max(len(names), 1)
             bars.append(Bar(f"{sample} found {when}", share, limit, full_size=True))

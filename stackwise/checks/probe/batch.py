@@ -1,4 +1,4 @@
-"""Tensors and rows of a batch, which may be a tensor or nested mappings, lists and tuples of tensors.
+"""Tensors and rows of a batch, which may be a tensor or nested mappings, lists, tuples and outputs of models.
 
 Shapes: n rows of a batch.
 """
@@ -26,8 +26,16 @@ def named_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor
     elif isinstance(batch, list | tuple):
         for index, value in enumerate(batch):
             yield from named_tensors(value, f"{name}[{index}]")
-    elif isinstance(batch, SimpleNamespace) or is_dataclass(batch):
-        yield from named_tensors(vars(batch), name)
+    elif isinstance(batch, SimpleNamespace) or is_dataclass(batch) or hasattr(batch, "logits"):
+        yield from named_tensors(_attributes(batch), name)
+
+
+def _attributes(output: Any) -> dict[str, Any]:
+    """Return the attributes of an output of a model, which may have slots."""
+    slots = [name for kind in type(output).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name: getattr(output, name) for name in slots if hasattr(output, name)} | getattr(
+        output, "__dict__", {}
+    )
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

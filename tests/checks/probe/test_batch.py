@@ -1,5 +1,7 @@
 """Batches of any make: their tensors, their rows, and several put together again."""
 
+from dataclasses import make_dataclass
+
 import pytest
 import torch
 
@@ -46,3 +48,24 @@ def test_tensors_are_mapped_in_their_places(batch):
 def test_what_is_no_tensor_is_kept():
     assert mapped(torch.neg, BATCHES["mapping"])["text"] == "abc"
     assert torch.equal(rows_of(BATCHES["mapping"], 4, slice(0, 2))["scale"], SCALE)
+
+
+class Plain:
+    def __init__(self, logits, value):
+        self.logits, self.value = logits, value
+
+
+class Slots:
+    __slots__ = ("logits", "value")
+
+    def __init__(self, logits, value):
+        self.logits, self.value = logits, value
+
+
+SlottedData = make_dataclass("SlottedData", ["logits", "value"], slots=True)
+
+
+@pytest.mark.parametrize("output", [Plain, Slots, SlottedData, make_dataclass("Data", ["logits", "value"])])
+def test_outputs_of_a_class_of_the_model(output):
+    found = dict(named_tensors(output(IDS, [SCALE]), "output"))
+    assert found.keys() == {"output.logits", "output.value[0]"}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stackwise.model.quantization import plain_tensors
 from stackwise.model.rack import Rack
@@ -43,10 +44,11 @@ class StackCacheStatistics:
 class StackCache:
     """Cache of the hidden states after the first Stacks of a Rack, computed once per batch.
 
-    For training on top of a frozen prefix over several epochs. The key of an entry consists of the batch, the
-    number of Stacks and the dtype of autocast. All entries are removed if a parameter or buffer of the prefix
-    was replaced, moved, cast or written to since the last call. torch does not count writes through `.data`
-    or NumPy arrays, and changed settings or code of a module are not seen: call `clear` after them.
+    For training on a frozen prefix over several epochs. Use one cache for each Rack. The key of an entry
+    consists of the batch, the number of Stacks and the dtype of autocast. An entry is removed if a parameter
+    or buffer of its prefix was replaced, moved, cast or written to. The cache does not see steps of fused
+    optimizers, writes through `.data` or NumPy arrays, and changed settings or code of a module: call `clear`
+    after them. Hooks of the prefix do not run on a hit, and random results are stored as any others.
 
     Entries are in host memory. If the budget is exceeded, the least recently used ones are removed.
 
@@ -124,7 +126,7 @@ class StackCache:
 
     def _drop_outdated(self, n_stacks: int, modules: dict[str, nn.Module]) -> None:
         """Remove the entries of this number of Stacks if their weights changed since the last call."""
-        tensors = list(_plain_tensors(modules))
+        tensors = list(_plain_tensors(modules.values()))
         known = self._versions.get(n_stacks, [])
         if len(known) == len(tensors) and all(
             version.is_of(tensor) for version, tensor in zip(known, tensors, strict=True)
@@ -153,12 +155,16 @@ class _Version:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return True if this is the same tensor, and torch has recorded no change of it."""
-        return self._tensor() is tensor and self._facts_of(tensor) == self._facts
+        # torch counts no versions of inference tensors.
+        is_same = self._tensor() is tensor and not tensor.is_inference()
+        return is_same and self._facts_of(tensor) == self._facts
 
     @staticmethod
     def _facts_of(tensor: Tensor) -> tuple[object, ...]:
-        version = None if tensor.is_inference() else tensor._version
-        return version, tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape
+        if tensor.is_inference():
+            return ()
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return tensor._version, storage, tensor.storage_offset(), tensor.dtype, tensor.device, tensor.shape
 
 
 def tensors_digest(*tensors: Tensor | None) -> str:
@@ -173,8 +179,8 @@ def tensors_digest(*tensors: Tensor | None) -> str:
     return digest.hexdigest()
 
 
-def _plain_tensors(modules: dict[str, nn.Module]) -> Iterator[Tensor]:
-    for module in modules.values():
+def _plain_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             yield from plain_tensors(tensor)
 

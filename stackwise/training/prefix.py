@@ -59,7 +59,7 @@ class PrefixOutputs:
     every phase, so that the least recently used ones are needed next. If the disk is full before the budget
     is reached, the current size becomes the budget, with a warning.
 
-    The trainer owns the weights and calls `forget` before it trains them, so the key is the batch alone. For
+    The trainer owns the weights and calls `forget` before it trains them, so the batch is the whole key. For
     weights that other code may change, see `stackwise.model.stack_cache.StackCache`.
 
     Args:

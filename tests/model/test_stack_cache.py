@@ -148,6 +148,15 @@ class TestMisses:
             assert cache.prefix(rack, make_ids(), 1).dtype == dtype
         assert counts(cache) == (0, 3)
 
+    def test_weights_of_inference_mode(self):
+        """torch counts no versions of these tensors, so that a write to them would not be seen."""
+        with torch.inference_mode():
+            cache, rack = StackCache(LARGE_BUDGET), make_rack()
+            for _ in range(2):
+                assert torch.equal(cache.prefix(rack, make_ids(), 1), computed(rack, make_ids(), 1))
+                rack.embedding.weight.mul_(2)
+        assert counts(cache) == (0, 2)
+
     def test_clear_after_a_write_that_torch_does_not_count(self):
         cache, rack = StackCache(LARGE_BUDGET), make_rack()
         cache.prefix(rack, make_ids(), 1)

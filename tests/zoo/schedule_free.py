@@ -94,7 +94,7 @@ def loss_after_steps(spec: TrainerSpec) -> float:
 
 @mutant("99", twin=schedule_free, family="evaluation", source="accelerate#4161", observable=loss_after_steps)
 def optimizer_stays_in_train_mode():
-    """Evaluation runs the weights at which gradients are computed, and not their average."""
+    """Evaluation uses the weights of train mode instead of their average."""
 
     class Mutant(EvaluatesTheAverage):
         def evaluate(self, batches):

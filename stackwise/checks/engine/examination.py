@@ -372,9 +372,11 @@ class Examination:
 
         RoBERTa counts from the position after its padding_idx.
         """
-        rows = (getattr(module, "padding_idx", None) for module in self.base.modules())
-        starts = [0, 1, 2, *(row + 1 for row in rows if row is not None)]
-        return next((first for first in starts if self.agrees_at(first)), 0)
+        tables = (module for module in self.base.modules() if isinstance(module, nn.Embedding))
+        paddings = ((table.padding_idx, table.num_embeddings) for table in tables)
+        # A position beyond a table would be an error of the device.
+        starts = (pad + 1 for pad, size in paddings if pad is not None and pad + self.lengths[-1] < size)
+        return next((first for first in dict.fromkeys((0, 1, 2, *starts)) if self.agrees_at(first)), 0)
 
     def agrees_at(self, first: int) -> bool:
         """Return True if a plain call gives the same answer with `position_ids` that start at `first`."""

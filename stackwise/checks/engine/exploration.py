@@ -209,7 +209,7 @@ class Explorer:
         return [name for name, reason in reasons.items() if not reason]
 
     def _ask_alone(self, names: list[str]) -> None:
-        """Execute the first values of variations, and each variation alone in the own dtype of the model."""
+        """Execute the first values of each variation, and each one alone in the model's own dtype."""
         self._ask_first_values(names, self._exam)
         if not names or not self._exam.is_float64 or self._is_large:
             return
@@ -222,7 +222,7 @@ class Explorer:
                 self._ask(Plan((name,), f"{name} own").draw(own), own)
 
     def _ask_first_values(self, names: list[str], exam: Examination) -> None:
-        """Execute the values that each variation wants first."""
+        """Execute the `first_values` of each variation."""
         for name in names:
             try:
                 values = list(known_variations()[name].first_values(exam))

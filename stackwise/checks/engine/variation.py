@@ -135,7 +135,7 @@ class Variation:
         return rng.choice(self.values(exam))
 
     def first_values(self, exam: Examination) -> Iterator[Any]:
-        """Yield values that are always executed: the usual ones, and ones that a quick test suspects."""
+        """Yield values that are always executed: usual ones, and those that a quick test suspects."""
         yield from ()
 
     def simpler(self, value: Any) -> Iterator[Any]:

@@ -23,10 +23,10 @@ from stackwise.checks.subject import Subject
 UNUSUAL, EXPLOSIVE, VANISHED = 1.5, 3.0, 12.0
 # In fewer layers, one unusual layer could decide.
 _ENOUGH_LAYERS = 4
-# Matrices of the smallest attention: a joint projection of queries, keys and values would be two.
-_BLOCK_MATRICES = 3
-_FACTOR_LIMIT = 1e-3  # by rounding of bfloat16
-_NO_BLOCKS = "needs at least two layers of one type with three matrices that run one after the other"
+_BLOCK_MATRICES = 3  # a feed-forward network has two
+_DOUBLED = 1.5  # smallest factor of a stream that is added twice
+_ROUNDING = 1e-2
+_NO_BLOCKS = "needs two layers of one type, one after the other, with at least three matrices each"
 _TOO_FEW = "needs at least two layers of one type that run one after the other"
 
 
@@ -35,8 +35,7 @@ def depth_activations(subject: Subject) -> CheckResult:
     """Is the size of the residual stream stable from layer to layer, in a new model?"""
     if subject.spec.trained:
         return subject.not_applicable("the weights are trained")
-    model = subject.model()
-    stream = residual_stream(model, lambda: subject.logits(model, subject.inputs(2)))
+    stream = _stream(subject, subject.model())
     if stream is None or len(stream.after) < 2:
         return subject.not_applicable(_TOO_FEW)
     sizes = [_size(x) for x in stream.after]
@@ -53,27 +52,30 @@ def depth_activations(subject: Subject) -> CheckResult:
 
 @check
 def residual_path(subject: Subject) -> CheckResult:
-    """Does the residual stream pass each layer unchanged, apart from norms, if the layer's weights are 0?"""
+    """If the weights of a layer are 0, does the layer pass the residual stream on, without a larger scale?"""
+    if subject.spec.trained:
+        return subject.not_applicable("the weights are trained")
     model = subject.model()
     stream = _stream(subject, model)
-    layers = [] if stream is None else [name for name in stream.layers if _is_block(model, name)]
+    # The stream after the last layer may be the output of this layer, which its caller adds.
+    layers = [] if stream is None else [name for name in stream.layers[:-1] if _is_block(model, name)]
     if not layers:
         return subject.not_applicable(_NO_BLOCKS)
-    for name in layers:
-        factor = _factor(subject, name)
-        if factor is None or abs(factor - 1) <= _FACTOR_LIMIT:
+    for name, factor in _factors(subject, layers).items():
+        if 0 < factor < _DOUBLED:
             continue
-        without = "the output of this layer is the same for all inputs: its weights have no path around them"
+        without = "the output of this layer is the same for all inputs: no path leads around the weights"
         times = f"this layer multiplies the residual stream by {factor:.4g}"
         return subject.warned(
             factor,
             1.0,
             where=name,
             meaning=f"If its weights are 0, {times if factor else without}.",
-            correct_if="the published architecture has no residual connection here, or scales the stream",
+            correct_if="the published architecture has no residual connection here, projects the stream, or "
+            "scales it",
             advice="Look for x = layer(x) in place of x = x + layer(x), and for x that is added twice.",
         )
-    return subject.passed(1.0, 1.0, meaning=f"{len(layers)} layers")
+    return subject.passed(meaning=f"{len(layers)} layers have a path around their weights.")
 
 
 def _stream(subject: Subject, model: nn.Module) -> Stream | None:
@@ -81,7 +83,7 @@ def _stream(subject: Subject, model: nn.Module) -> Stream | None:
 
 
 def _is_block(model: nn.Module, name: str) -> bool:
-    """Return True for a layer with the matrices of an attention or more, which is no recurrent layer."""
+    """Return True if a layer has at least three matrices and is not recurrent."""
     layer = model.get_submodule(name)
     return (
         not isinstance(layer, nn.RNNBase) and sum(p.ndim > 1 for p in layer.parameters()) >= _BLOCK_MATRICES
@@ -89,23 +91,36 @@ def _is_block(model: nn.Module, name: str) -> bool:
 
 
 @torch.no_grad()
-def _factor(subject: Subject, name: str) -> float | None:
-    """Return the factor of the residual stream in a layer whose matrices are 0. None: it is not constant."""
+def _factors(subject: Subject, layers: list[str]) -> dict[str, float]:
+    """Return the factor by which each layer scales the stream if all matrices are 0.
+
+    Without a constant factor, as after a norm, the factor is 1.
+    """
     model = subject.model()
-    for p in model.get_submodule(name).parameters():
-        if p.ndim > 1:
-            p.zero_()
     stream = _stream(subject, model)
-    if stream is None or name not in stream.layers:
-        return None
-    index = stream.layers.index(name)
-    before = stream.after[index - 1] if index else stream.first
-    start, end = (x.flatten(0, 1).double() for x in (before, stream.after[index]))
+    width = 0 if stream is None else stream.first.shape[-1]
+    for name in layers:
+        for p in model.get_submodule(name).parameters():
+            # The weights that mix several streams are small, and a gain may have dimensions of size 1.
+            if p.ndim > 1 and 4 * sorted(p.shape)[-2] >= width:
+                p.zero_()
+    stream = _stream(subject, model)
+    if stream is None:
+        return {}
+    before = dict(zip(stream.layers, (stream.first, *stream.after), strict=False))
+    after = dict(zip(stream.layers, stream.after, strict=False))
+    return {name: _factor(before[name], after[name]) for name in layers if name in after}
+
+
+def _factor(before: Tensor, after: Tensor) -> float:
+    start, end = (x.flatten(0, 1).double() for x in (before, after))
     start, end = start - start.mean(dim=0), end - end.mean(dim=0)  # without biases
-    if end.norm() <= _FACTOR_LIMIT * start.norm():
+    if not start.norm() > 0:
+        return 1.0  # a stream that starts at 0, or follows a layer without a path
+    if end.norm() <= _ROUNDING * start.norm():
         return 0.0
     factor = float((start * end).sum() / start.square().sum())
-    return factor if (end - factor * start).norm() <= _FACTOR_LIMIT * end.norm() else None
+    return factor if (end - factor * start).norm() <= _ROUNDING * end.norm() else 1.0
 
 
 @check

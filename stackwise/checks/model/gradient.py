@@ -509,19 +509,36 @@ def trainable(subject: Subject) -> CheckResult:
     thawed = [name for name in trains if name.startswith(subject.spec.frozen or "\0")]
     declared = (*subject.spec.unused, *subject.spec.frozen) or "\0"
     others = [name for name in as_built if name not in trains and not name.startswith(declared)]
-    finding = find(
-        thawed,
-        "are declared frozen, and are trainable.",
-        advice="Look for a prefix that does not match after wrapping, and for requires_grad_(True) "
-        "after the freezing.",
-    ) or find(
-        # A bias that only chooses experts has no gradient. Training code updates it.
-        _with_gradients(subject, others),
-        "are not trainable.",
-        correct_if=None if subject.spec.frozen else _ON_PURPOSE,
-        advice="Look for a requires_grad_(False) that was not reversed, or declare the prefix in frozen=.",
+    undeclared = _with_gradients(subject, others)
+    absent = [prefix for prefix in subject.spec.frozen if not any(n.startswith(prefix) for n in as_built)]
+    finding = (
+        find(
+            absent,
+            "are declared frozen, and no parameter has such a name.",
+            advice="Look for a prefix that does not match after wrapping.",
+        )
+        or find(
+            thawed,
+            "are declared frozen, and are trainable.",
+            advice="Look for requires_grad_(True) after the freezing.",
+        )
+        or find(
+            # A bias that only chooses experts has no gradient. Training code updates it.
+            undeclared,
+            "are not trainable.",
+            # A constant, such as a table of frequencies, is often a frozen parameter that nobody declares.
+            correct_if=None if subject.spec.frozen and _any_of_a_layer(model, undeclared) else _ON_PURPOSE,
+            advice="Look for a requires_grad_(False) that was not reversed. If it is on purpose, declare "
+            "the prefix in frozen=.",
+        )
     )
     return finding or subject.passed(0.0, 0.0, meaning=f"All {n} parameters are as declared.")
+
+
+def _any_of_a_layer(model: nn.Module, names: list[str]) -> bool:
+    """Return True if one of these parameters belongs to a linear layer or a convolution."""
+    owners = (model.get_submodule(name.rpartition(".")[0]) for name in names)
+    return any(isinstance(owner, nn.Linear | nn.modules.conv._ConvNd) for owner in owners)
 
 
 def _with_gradients(subject: Subject, frozen: list[str]) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from inspect import BoundArguments, signature
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import execute
 from stackwise.checks.engine.examination import Examination
 from stackwise.checks.engine.question import Call
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import real_inputs, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, relative_difference
 from stackwise.checks.probe.discarded import DiscardedResults
+from stackwise.checks.probe.number_arguments import number_arguments, other_values, with_argument
 from stackwise.checks.probe.ties import selects_positions
 from stackwise.checks.probe.unused_results import UnusedResults
 from stackwise.checks.result import CheckResult
@@ -28,7 +30,6 @@ from stackwise.support.hooks import temporary_hooks
 
 # Other last tokens. At least one must have an effect.
 _REPLACEMENTS = 8
-_HIDDEN = -1e3  # a number below it hides a position in an additive mask
 
 _ADVICE = (
     "Look for a window that is applied although it is switched off, a mask that hides too much, and a state "
@@ -91,78 +92,76 @@ def argument_effect(subject: Subject) -> CheckResult:
     exam = Examination.of(subject)
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
-    inputs, model = exam.plain_inputs, exam.model()
-    names = _number_arguments(subject, model, inputs)
-    if not names:
-        return subject.not_applicable("needs a forward that gets further numbers")
-    calls: list[Callable[[], object]] = [
-        lambda: spec.logits(model.eval(), inputs.clone()),
-        lambda: spec.loss_of(model.train(), inputs.clone()),
-    ]
-    spec, unused = exam.spec, list[str]()
+    spec, inputs = exam.spec, exam.plain_inputs
+    model = exam.model()
     with torch.no_grad(), exam.precision():
-        for name in names:
-            try:
-                if not any(_has_effect(subject, model, name, call) for call in calls):
-                    unused.append(name)
-            except refusals():  # the value may be out of range
-                continue
+        numbers = number_arguments(model, lambda: spec.logits(model, inputs), inputs)
+    unused = {name: value for name, value in numbers.items() if not _has_effect(exam, name, value)}
+    if not numbers:
+        return subject.not_applicable("needs a forward that gets further numbers, which are no mask")
     if not unused:
-        return subject.passed(0.0, 0.0, meaning=f"arguments: {', '.join(names)}")
-    return subject.failed(
+        return subject.passed(0.0, 0.0, meaning=f"arguments: {', '.join(numbers)}")
+    only_options = all(isinstance(value, float) for value in unused.values())
+    return subject.failed_unless(
+        "it is a limit that these inputs do not reach, a probability, or belongs to an argument that is not "
+        "passed"
+        if only_options
+        else None,
         float(len(unused)),
         0.0,
         where=", ".join(unused),
-        meaning="forward gets this number, and another value gives the same output and the same loss.",
+        meaning="Other values of these arguments give the same outputs, losses and gradients.",
         advice="Look for an argument that is not passed to the layers, and for a default that replaces it.",
     )
 
 
-def _arguments(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> BoundArguments:
-    return signature(model.forward).bind(*args, **kwargs)
+def _has_effect(exam: Examination, name: str, value: Any) -> bool:
+    """Return True if another value of an argument changes a result, or if no other value is accepted."""
+    is_measured = False
+    for results in (_outputs, _gradients):
+        try:
+            plain = results(exam, None)
+        except refusals():
+            continue
+        for other in other_values(value):
+            try:
+                found = results(exam, (name, other))
+            except refusals():  # the value may be out of range
+                continue
+            is_measured = True
+            if len(found) != len(plain) or not all(map(torch.equal, plain, found)):
+                return True
+    return not is_measured
 
 
-def _number_arguments(subject: Subject, model: nn.Module, inputs: Tensor) -> list[str]:
-    """Return the names of the floating-point arguments of a call that are neither the inputs nor a mask."""
-    names: list[str] = []
-
-    def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        for name, value in _arguments(module, args, kwargs).arguments.items():
-            is_input = isinstance(value, Tensor) and value.shape == inputs.shape
-            if name not in names and not is_input and _is_number(value):
-                names.append(name)
-
-    with temporary_hooks([model.register_forward_pre_hook(record, with_kwargs=True)]), torch.no_grad():
-        subject.spec.logits(model, inputs)
-    return names
-
-
-def _is_number(value: object) -> bool:
-    if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
-        return isinstance(value, float)
-    is_mask = ((value == 0) | (value == 1) | (value < _HIDDEN)).all()
-    return not bool(is_mask)
-
-
-def _has_effect(subject: Subject, model: nn.Module, name: str, call: Callable[[], object]) -> bool:
-    """Return True if another value of an argument changes a result."""
-
-    def change(
-        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[object, dict[str, Any]]:
-        bound = _arguments(module, args, kwargs)
-        bound.arguments[name] = bound.arguments[name] * 0.7 + 0.1
-        return bound.args, bound.kwargs
-
-    with subject.fixed_randomness():
-        plain = call()
+def _outputs(exam: Examination, change: tuple[str, Any] | None) -> list[Tensor]:
+    """Return all tensors in the output of the model in eval mode."""
+    model, kept = exam.model().eval(), list[Tensor]()
+    hook = model.register_forward_hook(lambda _module, _args, output: kept.extend(tensors_in(output)))
+    replaced = nullcontext() if change is None else with_argument(model, *change)
     with (
-        subject.fixed_randomness(),
-        temporary_hooks([model.register_forward_pre_hook(change, with_kwargs=True)]),
+        torch.no_grad(),
+        exam.precision(),
+        exam.subject.fixed_randomness(),
+        temporary_hooks([hook]),
+        replaced,
     ):
-        other = call()
-    assert isinstance(plain, Tensor) and isinstance(other, Tensor)
-    return not torch.equal(plain, other)
+        logits = exam.spec.logits(model, exam.plain_inputs.clone())
+    return [logits, *kept]
+
+
+def _gradients(exam: Examination, change: tuple[str, Any] | None) -> list[Tensor]:
+    """Return the losses in train mode, and their gradients."""
+    model, spec, inputs = exam.model().train(), exam.spec, exam.plain_inputs
+    replaced = nullcontext() if change is None else with_argument(model, *change)
+    with torch.enable_grad(), exam.precision(), exam.subject.fixed_randomness(), replaced:
+        losses = [spec.loss_of(model, inputs.clone())]
+        if spec.labelled_loss is not None and spec.inputs == "tokens":
+            losses.append(spec.labelled_loss(model, inputs.clone(), inputs.clone()))
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        weights = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    return [*(loss.detach() for loss in losses), *(g for g in gradients if g is not None)]
 
 
 @check

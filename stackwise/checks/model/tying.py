@@ -47,12 +47,12 @@ def tying(subject: Subject) -> CheckResult:
             meaning = "The head is declared untied, but reads the embedding's weight."
             advice = "Look for a tie_weights() that ignores the configuration, and for a shared Parameter."
         return subject.failed(float(now), float(spec.tied), meaning=meaning, advice=advice)
-    if spec.tied is False and (shared := _shared_embedding(model, spec.width)):
+    if spec.tied is False and (table := _other_tied_table(subject, model)):
         return subject.failed(
             1.0,
             0.0,
-            where=shared,
-            meaning="The head is declared untied, but another kind of module has this embedding's weight.",
+            where=table,
+            meaning="The head is declared untied, but reads the weight of this embedding.",
             advice="Look for the order in which tied weights are assigned after a checkpoint is loaded.",
         )
     for how, other in _copies(subject, model):
@@ -77,19 +77,13 @@ def tying(subject: Subject) -> CheckResult:
     return subject.passed(float(now), float(now), meaning="tied" if now else "not tied")
 
 
-def _shared_embedding(model: nn.Module, n_tokens: int) -> str | None:
-    """Return the name of a table of tokens whose weight another kind of module has as well."""
-    modules = dict(model.named_modules())
-    tables = {
-        name: m for name, m in modules.items() if isinstance(m, nn.Embedding) and len(m.weight) >= n_tokens
-    }
-    others = {
-        id(p)
-        for m in modules.values()
-        if not isinstance(m, nn.Embedding)
-        for p in m.parameters(recurse=False)
-    }
-    return next((f"{name}.weight" for name, m in tables.items() if id(m.weight) in others), None)
+def _other_tied_table(subject: Subject, model: nn.Module) -> str | None:
+    """Return the name of a further embedding of tokens, as of an encoder, whose weight the head reads."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and module.num_embeddings == subject.spec.width
+        if is_table and _reads(subject, model, module.weight):
+            return f"{name}.weight"
+    return None
 
 
 def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -106,16 +100,24 @@ def _copies(subject: Subject, model: nn.Module) -> list[tuple[str, nn.Module]]:
     return copies
 
 
-@torch.no_grad()
 def _is_tied(subject: Subject, model: nn.Module) -> bool | None:
-    """Return True if an embedding changes its token's logit without being an input. None: unknown."""
+    """Return True if the head reads the weight of the embedding of the inputs. None: unknown."""
+    try:
+        weight = _embedding_weight(subject, model, subject.inputs(1))
+    except refusals():
+        return None
+    return None if weight is None else _reads(subject, model, weight)
+
+
+@torch.no_grad()
+def _reads(subject: Subject, model: nn.Module, weight: Tensor) -> bool | None:
+    """Return True if the row of a token that is no input changes the logit of this token. None: unknown."""
     inputs = subject.inputs(1)
     absent = set(range(subject.spec.width)) - {*inputs.flatten().tolist()}
+    if not absent:
+        return None
+    token = max(absent)  # because the first one is often the padding token
     try:
-        weight = _embedding_weight(subject, model, inputs)
-        if weight is None or not absent:
-            return None
-        token = max(absent)  # because the first one is often the padding token
         before = subject.logits(model, inputs)
         row = weight[token].clone()
         generator = torch.Generator().manual_seed(subject.seed)

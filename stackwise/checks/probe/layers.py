@@ -152,7 +152,7 @@ def _continues(name: str, before: Tensor, after: Tensor, trace: _Trace) -> bool:
     branch = trace.outputs.get(name)
     if branch is None:
         return True  # the layer is not called, and its caller computes the sum
-    if branch.shape != after.shape:
+    if branch.shape != after.shape or before.shape != after.shape:
         return False
     # The caller may add, scale or copy. A norm does not fit, because it scales each position differently.
     parts = torch.stack((before, branch), dim=-1).detach().flatten(0, -2).double().cpu()

@@ -39,8 +39,9 @@ _SHARP = ("softmax", "scaled_dot_product", "exp", "mm")
 # Share of positions that may be much worse than the rest: a vector near 0, or of nearly equal numbers, has
 # lost digits, and a norm scales it up.
 _FEW, _ENOUGH_POSITIONS = 1 / 20, 8
-# A sine or cosine near 0, such as the cosine of pi / 2, has no correct digits. Its error is relative to this.
+# sin and cos near 0 have no correct digits, such as cos(pi / 2). Their error is divided by this or more.
 _PERIODIC, _NEAR_ZERO = ("cos", "sin"), 0.1
+_TINY = torch.finfo(torch.float64).tiny
 _PRUNE_EVERY = 64
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm")
 # Constant cost of an operation, in elements.
@@ -267,7 +268,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             off, size = off[both], exact[both]
             if off.numel() == 0:
                 return
-        least = _NEAR_ZERO * size.numel() ** 0.5 if name in _PERIODIC else torch.finfo(torch.float64).tiny
+        least = _NEAR_ZERO * size.numel() ** 0.5 if name.rstrip("_") in _PERIODIC else _TINY
         error = (off.norm() / _spread(size, _KINDS[kind]).clamp(min=least)).item()
         self.worst[_KINDS[kind]] = max(self.worst[_KINDS[kind]], error)
         limit = self._limits.get(_KINDS[kind], torch.inf)
@@ -276,7 +277,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _KINDS[kind] == "activation" and _without_worst(real, exact, self._n_positions) <= limit:
             self.loss_of_few = self.loss_of_few or self._found(error, name, kind)
         else:
-            angle = operands[0][0].abs().max().item() if name in _PERIODIC else 0.0
+            angle = operands[0][0].abs().max().item() if name.rstrip("_") in _PERIODIC else 0.0
             self.loss = self._found(error, name, kind, angle)
 
     def _found(self, error: float, name: str, kind: int, angle: float = 0.0) -> Loss:
@@ -364,7 +365,7 @@ def _without_worst(real: Tensor, exact: Tensor, n_positions: int) -> float:
         worst = errors.topk(math.ceil(_FEW * n_positions)).indices
         off.index_fill_(axis, worst, 0.0)
         exact.index_fill_(axis, worst, 0.0)
-    return float(off.norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    return float(off.norm() / exact.norm().clamp(min=_TINY))
 
 
 def _is_count(function: Any, shadows: list[tuple[Tensor, int]]) -> bool:

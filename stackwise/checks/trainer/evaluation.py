@@ -1,4 +1,4 @@
-"""Evaluation: the loss gives each target the same weight, a perplexity is exp of it; weights in eval mode."""
+"""Evaluation: the loss weights all targets equally, a perplexity is exp of it, and averages are evaluated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stackwise.support.optimizer_state import optimizers_in
 
 _ROWS = 4
 _STEPS = 4
-_CLOSE = 0.1  # largest distance from the weights of eval mode, as a part of their distance from train mode
+_CLOSE = 0.1  # largest distance from the weights of eval mode; the weights of train mode have the distance 1
 _EXACT = 1e-5
 _NARROW = 1e-2
 _UNEQUAL = "batches of 1 and 3 rows"
@@ -166,12 +166,14 @@ def perplexity_exact(subject: TrainerSubject) -> CheckResult:
 
 @trainer_check
 def evaluation_weights(subject: TrainerSubject) -> CheckResult:
-    """Does evaluate() run the weights of the optimizer's eval mode (schedule-free optimizers)?"""
+    """Does evaluate() use the weights of the optimizer's eval mode (schedule-free optimizers)?"""
     run: Any = subject.run()
     needed(subject.has(run, "evaluate"), "evaluate(batches)")
     modal = [each for each in optimizers_in(run.optimizer) if _has_modes(each)]
     needed(modal, "an optimizer with the methods train() and eval()")
     train(subject, run, _STEPS)
+    for optimizer in modal:
+        optimizer.train()
     trained = weights_of(run)
     for optimizer in modal:
         optimizer.eval()
@@ -180,15 +182,24 @@ def evaluation_weights(subject: TrainerSubject) -> CheckResult:
         optimizer.train()
     between = distance(trained, averaged)
     needed(between > 0, "an optimizer whose eval mode changes the weights")
-    seen: list[dict[str, Tensor]] = []
-    with temporary_hooks([run.model.register_forward_pre_hook(lambda *_: seen.append(weights_of(run)))]):
-        run.evaluate([subject.batch(_STEPS)])
+    seen: list[float] = []
+
+    def record(*_: object) -> None:
+        seen.append(distance(weights_of(run), averaged))
+
+    with temporary_hooks([run.model.register_forward_pre_hook(record)]):
+        run.evaluate([subject.batch(_STEPS), subject.batch(_STEPS + 1)])
     needed(seen, "an evaluate(batches) that calls the model of the run")
-    return subject.at_most(
-        max(distance(each, averaged) for each in seen) / between,
+    nearest, farthest = min(seen) / between, max(seen) / between
+    if farthest <= _CLOSE:
+        return subject.passed(farthest, _CLOSE)
+    return subject.failed_unless(
+        "evaluate() also calls the model with other weights on purpose" if nearest <= _CLOSE else None,
+        farthest,
         _CLOSE,
         where="the weights during evaluate(batches)",
-        meaning="Distance from the weights of the optimizer's eval mode. The weights of train mode have 1.",
+        meaning="evaluate() runs weights that are not those of the optimizer's eval mode. The value is their "
+        "distance; the weights of train mode have the distance 1.",
         advice="Call optimizer.eval() before the evaluation, and optimizer.train() after it. If a "
         "wrapper has these methods, look for an inner optimizer that it does not reach.",
     )

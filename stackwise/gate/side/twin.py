@@ -141,9 +141,9 @@ def _prepare(told: dict[str, Any]) -> None:
 
 
 def _customize() -> None:
-    """Run the `sitecustomize` of this side's import path, unless this process ran the same file at its start.
+    """Run `sitecustomize` of this side, unless the interpreter already ran this file.
 
-    Debian's Python has a `sitecustomize` of its own. The side's module precedes it in the import path.
+    Debian's Python has its own `sitecustomize`, which runs first.
     """
     imported = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     found = importlib.machinery.PathFinder.find_spec("sitecustomize")

@@ -116,9 +116,9 @@ def search_architecture_space(
         small_factor: train `create_small_variant` of each configuration instead of the configuration.
         weights: weights of the score. None: `ScoreWeights()`.
         evaluate: replacement for the training of an `ArchitecturePrototype`: (configuration, seed, report) ->
-            `TrialOutcome`; see `Evaluate`. The name of a function of a module is part of the study's
-            identity. Any other callable, also a function of a script, requires a `name`, which must change
-            with its results.
+            `TrialOutcome`; see `Evaluate`. A function of a module is identified by its name. Any other
+            callable, such as a function of a script, requires a `name`. Choose another name if the callable
+            computes other results.
         on_trial: called in this process with each trial that finishes during this call.
         stale_seconds: see above.
 
@@ -267,13 +267,13 @@ def _evaluation(
     if evaluate is None:
         return {"evaluate": None, "device": _device_type(space, device)}
     # Scripts, closures and objects with values of their own may share a name.
-    is_unique = (
-        isinstance(evaluate, FunctionType)
-        and "<" not in evaluate.__qualname__
-        and evaluate.__module__ != "__main__"
+    needs_name = (
+        not isinstance(evaluate, FunctionType)
+        or "<" in evaluate.__qualname__
+        or evaluate.__module__ == "__main__"
     )
-    allowed = f"a name of the study, because evaluate={evaluate!r} is no function of a module"
-    require(is_named or is_unique, "name", None, allowed)
+    allowed = f"a name of the study, because evaluate={evaluate!r} is not a function of an imported module"
+    require(is_named or not needs_name, "name", None, allowed)
     kind = evaluate if hasattr(evaluate, "__qualname__") else type(evaluate)
     return {"evaluate": f"{kind.__module__}:{kind.__qualname__}", "device": None}
 

@@ -221,7 +221,7 @@ def _unused_arguments(model: nn.Module, form: CallForm, found: Mapping[str, Any]
 
 
 def _is_sequence_first(model: nn.Module) -> bool:
-    """Return True for a model with inputs (positions, batch, ...), by its `batch_first`."""
+    """Return True if `batch_first` of a layer of torch, or of `forward`, says (positions, batch, ...)."""
     match model:
         case nn.RNNBase() | nn.MultiheadAttention():
             return not model.batch_first
@@ -230,7 +230,7 @@ def _is_sequence_first(model: nn.Module) -> bool:
         case nn.TransformerEncoderLayer():
             return not model.self_attn.batch_first
     argument = forward_parameters(model).get("batch_first")
-    return (getattr(model, "batch_first", None) if argument is None else argument.default) is False
+    return argument is not None and argument.default is False
 
 
 def _transposed_call(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -336,34 +336,79 @@ def test_discarded_results_passes_statements_with_an_effect(subjects, statement)
     assert subjects.ask(lambda: Statement(statement), "discarded_results").status == "passed"
 
 
-class Conditioned(GPT):
-    """Adds a time and scales by a strength, if it uses them."""
+class Conditioned(nn.Module):
+    """Computes `use(x, value)` on embeddings x."""
 
-    def __init__(self, *, uses=("time", "strength")):
+    def __init__(self, use):
         super().__init__()
-        self.uses = uses
+        self.embedding, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.use = use
 
-    def forward(self, input_ids, time, strength=0.1, attention_mask=None):
-        self.time = time if "time" in self.uses else torch.full_like(time, 0.5)
-        self.strength = strength if "strength" in self.uses else 0.1
-        return super().forward(input_ids).logits
-
-    def embed(self, input_ids):
-        return super().embed(input_ids) * (1 + self.strength) + self.time[:, None, None]
+    def forward(self, ids, value, attention_mask=None):
+        return self.head(self.use(self.embedding(ids), value))
 
 
-@pytest.mark.parametrize(
-    ("uses", "unused"),
-    [(("time", "strength"), ""), (("time",), "strength"), (("strength",), "time"), ((), "time, strength")],
-)
-def test_numbers_that_forward_gets_have_an_effect(subjects, uses, unused):
+class Reversed(torch.autograd.Function):
+    """Scales the gradient only, as in domain-adversarial training."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+def conditioned(use, value):
     def forward(model, ids):
-        time = torch.full((len(ids),), 0.3, dtype=model.embedding.weight.dtype)
-        return model(ids, time, 0.5, torch.ones(ids.shape))
+        if isinstance(value, float):
+            return model(ids, value, torch.ones(ids.shape))
+        row = value.expand(len(ids))
+        return model(ids, row.to(model.head.weight) if row.is_floating_point() else row)
 
-    spec = ModelSpec.of(lambda: Conditioned(uses=uses), inputs="tokens", width=29, forward=forward)
-    result = subjects.ask(spec, "argument_effect")
-    assert (result.status, result.where) == ("failed" if unused else "passed", unused)
+    return ModelSpec.of(lambda: Conditioned(use), inputs="tokens", width=29, forward=forward)
+
+
+TENSOR, NUMBER = torch.tensor(0.3), 0.3
+USES = {
+    "time": (lambda x, t: x + t[:, None, None], TENSOR, "passed"),
+    "ignored time": (lambda x, t: x, TENSOR, "failed"),
+    "ignored integer": (lambda x, t: x, torch.tensor(3), "not applicable"),  # it is not named like a step
+    "bucket": (lambda x, t: x + (t * 50).long()[:, None, None], TENSOR, "passed"),
+    "temperature of 1 / 3": (lambda x, t: x / t, 1 / 3, "passed"),
+    "gradient": (Reversed.apply, NUMBER, "passed"),
+    "limit": (lambda x, cap: x.clamp(-cap, cap), 100.0, "passed"),
+    "ignored strength": (lambda x, strength: x, NUMBER, "warned"),
+    "no limit": (lambda x, cap: x, float("inf"), "not applicable"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_numbers_that_forward_gets_have_an_effect(subjects, name):
+    use, value, status = USES[name]
+    result = subjects.ask(conditioned(use, value), "argument_effect")
+    assert (result.status, result.where) == (status, "value" if status in ("failed", "warned") else ""), (
+        result
+    )
+
+
+class Denoiser(nn.Module):
+    """The inferred call passes 3 as the time step."""
+
+    def __init__(self, *, reads_step):
+        super().__init__()
+        self.embedding, self.layer, self.reads_step = nn.Embedding(10, 8), nn.Linear(8, 8), reads_step
+
+    def forward(self, x, t):
+        return self.layer(x) + self.embedding(t)[:, None] * self.reads_step
+
+
+@pytest.mark.parametrize(("reads_step", "status"), [(True, "passed"), (False, "failed")])
+def test_step_of_a_denoiser_has_an_effect(subjects, reads_step, status):
+    result = subjects.ask(ModelSpec.of(lambda: Denoiser(reads_step=reads_step)), "argument_effect")
+    assert result.status == status, result
 
 
 def test_a_model_that_gets_ids_only(subjects):

@@ -125,6 +125,16 @@ def test_another_embedding_that_an_untied_head_shares(subjects, tied, status):
     assert (result.status, result.where) == (status, "source.weight" if tied else "")
 
 
+def test_second_name_of_a_table_that_the_head_does_not_read(subjects):
+    def build():
+        model = Untied()
+        model.vocabulary = nn.Linear(16, 29, bias=False)
+        model.vocabulary.weight = model.tokens.weight
+        return model
+
+    assert subjects.ask(ModelSpec.of(build, tied=False), "tying").status == "passed"
+
+
 def test_a_head_without_a_weight_of_its_own(subjects):
     assert subjects.ask(ModelSpec.of(Functional, tied=True), "tying").status == "passed"
 

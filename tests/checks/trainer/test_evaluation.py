@@ -10,7 +10,7 @@ from stackwise.checks import check_trainer
 from stackwise.subject.trainer_spec import TrainerSpec
 from tests.zoo.gpt import GPT
 from tests.zoo.loop import Loop, loop, loop_spec_of
-from tests.zoo.schedule_free import optimizer_stays_in_train_mode, schedule_free
+from tests.zoo.schedule_free import EvaluatesTheAverage, optimizer_stays_in_train_mode, schedule_free
 
 
 def ask(subject, check, **declared):
@@ -278,6 +278,18 @@ def test_weights_of_a_schedule_free_optimizer():
     assert result.status == "passed" and result.value < 1e-4
     result = ask(optimizer_stays_in_train_mode(), "evaluation_weights")
     assert result.status == "failed" and result.value == pytest.approx(1, rel=1e-4)
+
+
+def test_weights_of_some_calls_of_an_evaluation():
+    """A log of the loss at both weights is allowed; train mode from the second batch on is not told apart."""
+
+    class Both(EvaluatesTheAverage):
+        def evaluate(self, batches):
+            Loop.evaluate(self, batches)
+            return super().evaluate(batches)
+
+    result = ask(loop_spec_of(Both, learning_rate=None, decayed=None), "evaluation_weights")
+    assert result.status == "warned"
 
 
 def test_weights_of_an_optimizer_without_modes():

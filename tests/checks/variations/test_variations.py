@@ -762,8 +762,8 @@ class FirstTokenNotCached(GPT):
         return y, (k, v)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [5, 12])
 def test_single_tokens_from_the_start_are_always_decoded(seed):
-    """The draws of a seed may have no composition whose first part is one token."""
+    """With these seeds, no drawn composition has a first part of one token."""
     [result] = check_model(spec_of(FirstTokenNotCached), checks=["cache_decoding"], seed=seed)
     assert result.status == "failed"

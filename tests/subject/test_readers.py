@@ -260,3 +260,32 @@ class Experts(Net):
 def test_balance_loss_that_is_constant_fails(dim, status):
     [result] = check_model(lambda: Experts(dim), checks=["auxiliary_gradient"])
     assert result.status == status
+
+
+class ImageTokens(nn.Module):
+    """Puts two vectors at the ids 20, of which there must be two in each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.vectors = nn.Embedding(21, 8), nn.Parameter(torch.randn(2, 8))
+        self.head = nn.Linear(8, 21)
+
+    def forward(self, ids):
+        if not ((ids == 20).sum(dim=1) == 2).all():
+            raise ValueError("two ids 20 are needed")
+        x = self.embedding(ids)
+        places = (ids == 20)[..., None].expand_as(x)
+        return self.head(x.masked_scatter(places, self.vectors.repeat(len(ids), 1)).cumsum(dim=1))
+
+
+def test_model_that_refuses_other_ids():
+    """Inference of the causality changes ids, and must not raise the error of the model."""
+
+    def make_batch(batch_size, seq_len, generator):
+        ids = torch.randint(20, (batch_size, seq_len), generator=generator)
+        ids[:, -2:] = 20
+        return ids
+
+    spec = ModelSpec.of(ImageTokens, make_batch=make_batch)
+    assert spec.causal is None
+    assert "it refuses other ids" in spec.notes

@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.backward import gradients_at
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.layers import Stream, residual_stream
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
+from stackwise.support.hooks import temporary_hooks
 
 # Growth in nats beyond ln L, the largest growth by L equal contributions to a residual stream.
 UNUSUAL, EXPLOSIVE, VANISHED = 1.5, 3.0, 12.0
@@ -62,7 +65,7 @@ def residual_path(subject: Subject) -> CheckResult:
     if not layers:
         return subject.not_applicable(_NO_BLOCKS)
     for name, factor in _factors(subject, layers).items():
-        if 0 < factor < _DOUBLED:
+        if 0 < factor < _DOUBLED or _has_other_stream(subject, name):
             continue
         without = "the output of this layer is the same for all inputs: no path leads around the weights"
         times = f"this layer multiplies the residual stream by {factor:.4g}"
@@ -75,7 +78,7 @@ def residual_path(subject: Subject) -> CheckResult:
             "scales it",
             advice="Look for x = layer(x) in place of x = x + layer(x), and for x that is added twice.",
         )
-    return subject.passed(meaning=f"{len(layers)} layers have a path around their weights.")
+    return subject.passed(meaning=f"Layers with a path around their weights: {len(layers)}.")
 
 
 def _stream(subject: Subject, model: nn.Module) -> Stream | None:
@@ -88,6 +91,21 @@ def _is_block(model: nn.Module, name: str) -> bool:
     return (
         not isinstance(layer, nn.RNNBase) and sum(p.ndim > 1 for p in layer.parameters()) >= _BLOCK_MATRICES
     )
+
+
+def _has_other_stream(subject: Subject, name: str) -> bool:
+    """Return True if a layer gets or returns several activations. One of them may be the residual stream."""
+    model, counts = subject.model(), list[int]()
+
+    def count(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        streams = [x for x in tensors_in(output) if x.ndim > 2]
+        for tensors in ((*args, *kwargs.values()), output):
+            alike = [x for x in tensors_in(tensors) if x.shape[:2] == streams[0].shape[:2]] if streams else []
+            counts.append(sum(x.ndim > 2 and x.shape[-1] == streams[0].shape[-1] for x in alike))
+
+    with temporary_hooks([model.get_submodule(name).register_forward_hook(count, with_kwargs=True)]):
+        subject.logits(model, subject.inputs(2))
+    return max(counts, default=0) > 1
 
 
 @torch.no_grad()

@@ -66,7 +66,10 @@ def claimed_causality(
         return None, "no claim about causality: it gets the ids twice (declare causal=True to check it)"
     if known["inputs"] != "tokens":
         return None, "no claim about causality (declare causal=True to check it)"
-    if not _reads_ahead(model, known) or _is_meant_causal(model, known):
+    reads_ahead = attempt(lambda: _reads_ahead(model, known))
+    if reads_ahead is None:
+        return None, "no claim about causality: it refuses other ids (declare causal=True to check it)"
+    if not reads_ahead or _is_meant_causal(model, known):
         opens = has_own_call and _opens_later_tokens(model, known)
         return True, CALL_READS_AHEAD if opens else ASSUMED_CAUSAL
     if _may_be_causal(model, known):
@@ -193,7 +196,8 @@ def _setting_against_causality(model: nn.Module, known: Mapping[str, Any]) -> st
 
 def _opens_later_tokens(model: nn.Module, known: Mapping[str, Any]) -> bool:
     """Return True if only the declared call reads later tokens, and it passes more than ids and masks."""
-    start = next((n for n in range(1, known["seq_len"]) if _reads_ahead(model, known, n)), None)
+    starts = range(1, known["seq_len"])
+    start = next((n for n in starts if attempt(lambda: _reads_ahead(model, known, n))), None)  # noqa: B023
     if start is None or not _passes_more(model, known):
         return False
     return attempt(lambda: _reads_ahead(model, {**known, "forward": _called}, start)) is False

@@ -254,6 +254,28 @@ def test_stream_of_layers_that_are_no_blocks(subjects, build):
     assert subjects.ask(ModelSpec.of(build, **vectors), "residual_path").status == "not applicable"
 
 
+def test_layers_that_return_the_residual_stream_beside_their_result(subjects):
+    """As mamba-ssm does: the norm of the next layer adds both."""
+
+    class Fused(Attention):
+        def forward(self, x, residual):
+            residual = x if residual is None else x + residual
+            return self.attention(self.norms[0](residual)) + self.down(self.up(x).relu()), residual
+
+    class Pairs(Residual):
+        def __init__(self):
+            super().__init__("pre-norm")
+            self.layers = nn.ModuleList(Fused("pre-norm") for _ in range(3))
+
+        def forward(self, ids):
+            x, residual = self.tokens(ids), None
+            for layer in self.layers:
+                x, residual = layer(x, residual)
+            return self.head(self.norm(x + residual))
+
+    assert subjects.ask(Pairs, "residual_path").status in ("passed", "not applicable")
+
+
 def test_layers_of_two_widths_whose_caller_adds(subjects):
     """All linear layers have one name pattern, and the stream does not run through them."""
 

@@ -510,7 +510,8 @@ def trainable(subject: Subject) -> CheckResult:
     declared = (*subject.spec.unused, *subject.spec.frozen) or "\0"
     others = [name for name in as_built if name not in trains and not name.startswith(declared)]
     undeclared = _with_gradients(subject, others)
-    absent = [prefix for prefix in subject.spec.frozen if not any(n.startswith(prefix) for n in as_built)]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has two
+    absent = [prefix for prefix in subject.spec.frozen if not any(n.startswith(prefix) for n in names)]
     finding = (
         find(
             absent,

@@ -198,8 +198,8 @@ def evaluation_weights(subject: TrainerSubject) -> CheckResult:
         farthest,
         _CLOSE,
         where="the weights during evaluate(batches)",
-        meaning="evaluate() runs weights that are not those of the optimizer's eval mode. The value is their "
-        "distance; the weights of train mode have the distance 1.",
+        meaning="The weights during evaluate() are not those of the optimizer's eval mode. The value is "
+        "their distance; the weights of train mode have the distance 1.",
         advice="Call optimizer.eval() before the evaluation, and optimizer.train() after it. If a "
         "wrapper has these methods, look for an inner optimizer that it does not reach.",
     )

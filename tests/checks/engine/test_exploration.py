@@ -170,6 +170,7 @@ def test_large_model_is_asked_each_variation_alone(monkeypatch):
     monkeypatch.setattr("stackwise.checks.engine.exploration.LARGE", 10)
     asked = Explorer(Subject(gpt(), CPU), SOME).explore().asked
     assert asked.pop(frozenset({"history"})) == 2  # and after a long call
+    assert asked.pop(frozenset({"cache_parts"})) == 3  # and in the two usual ways to generate text
     assert asked and all(len(names) == 1 and count == 1 for names, count in asked.items())
 
 

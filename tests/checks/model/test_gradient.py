@@ -523,6 +523,7 @@ class FrozenHead(nn.Module):
         self.adapter, self.head = nn.Linear(16, 16), nn.Linear(16, 29)
         self.base.requires_grad_(False)
         self.head.requires_grad_(head)
+        self.alias = self.base
 
     def forward(self, ids):
         return self.head(self.adapter(self.base(ids)) * self.scale)
@@ -535,6 +536,7 @@ class FrozenHead(nn.Module):
         (False, (), "warned", "scale, base.weight, head.weight"),
         (True, ("base",), "warned", "scale"),  # a constant
         (True, ("base", "scale"), "passed", ""),
+        (True, ("base", "scale", "alias"), "passed", ""),  # a second name of the same weight
         (True, ("base", "scale", "decoder"), "failed", "decoder"),
     ],
 )

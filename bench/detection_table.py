@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.detection import without_head, zoo
 from bench.marked_tables import ROOT, bar_rows, recorded, replaced
-from bench.reports import OF_ANY_CLASS, SAMPLES, first_results, found, modules, report_names
+from bench.reports import SAMPLES, first_results, found, modules, report_names
 from bench.source_mutants.measure import by_operator
 
 __all__ = ["MARKS", "written"]
@@ -65,14 +65,14 @@ def samples(record: Mapping[str, Any]) -> str:
 
 
 def unseen(_record: Mapping[str, Any]) -> str:
-    """Return a sentence about the samples of any class: how many reports were found at first sight."""
-    firsts = [json.loads(SAMPLES[sample].read_text()) for sample in OF_ANY_CLASS]
+    """Return a sentence about all samples: how many reports were found at first sight."""
+    firsts = [json.loads(path.read_text()) for path in SAMPLES.values()]
     n_reports = sum(len(report_names(first)) for first in firsts)
     n_found = sum(_count(first, report_names(first)) for first in firsts)
+    page = "docs/reference/detection.md#public-bug-reports"
     return (
-        f"Known bugs are the easy part. Of {n_reports} public bug reports that the authors of the checks had "
-        f"not seen,\nstackwise found {n_found} "
-        "([how they were chosen](docs/reference/detection.md#public-bug-reports))."
+        f"These bugs are known to the checks. Of {n_reports} public bug reports that were new to them, "
+        f"stackwise\nfound {n_found} at first sight ([by sample]({page}))."
     )
 
 

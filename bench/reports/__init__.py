@@ -17,6 +17,9 @@ sample of models were asked at 18acfcc: `sixth_result.json`. Those of the sevent
 authors left out all classes of the other samples. The 30 reports of the ninth sample and the
 nine of the fourth sample of training loops were asked at 95b97bf: `ninth_result.json` and
 `fourth_loops_result.json`. Their authors took reports of any class, as searches of issue trackers gave them.
+The searches were for bugs without an exception, and half of those for models for features that interact.
+One author saw the inferred window of mlx_lm_843 before the first run, and moved an attribute. vllm_13474 and
+vllm_40095 declare the healthy form as reference.
 
 A module in `cases/` has `buggy()`, `healthy()`, and `observe(model)`, which shows the bug without any check.
 `declared(make)` returns a ModelSpec of one of them with facts that a user would state. Forms with different
@@ -42,7 +45,6 @@ from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec
 
 __all__ = [
-    "OF_ANY_CLASS",
     "SAMPLES",
     "first_results",
     "forms",
@@ -70,7 +72,6 @@ SAMPLES = {
     "ninth sample of models": FOLDER / "ninth_result.json",
     "fourth sample of training loops": FOLDER / "fourth_loops_result.json",
 }
-OF_ANY_CLASS = ("ninth sample of models", "fourth sample of training loops")
 _FORMS = ("buggy", "healthy", "buggy_declared", "healthy_declared")
 _SECONDS = 300.0
 

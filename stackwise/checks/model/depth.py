@@ -64,7 +64,8 @@ def residual_path(subject: Subject) -> CheckResult:
     layers = [] if stream is None else [name for name in stream.layers[:-1] if _is_block(model, name)]
     if not layers:
         return subject.not_applicable(_NO_BLOCKS)
-    for name, factor in _factors(subject, layers).items():
+    assert stream is not None
+    for name, factor in _factors(subject, layers, width=stream.first.shape[-1]).items():
         if 0 < factor < _DOUBLED or _has_other_stream(subject, name):
             continue
         without = "the output of this layer is the same for all inputs: no path leads around the weights"
@@ -98,10 +99,12 @@ def _has_other_stream(subject: Subject, name: str) -> bool:
     model, counts = subject.model(), list[int]()
 
     def count(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        streams = [x for x in tensors_in(output) if x.ndim > 2]
-        for tensors in ((*args, *kwargs.values()), output):
-            alike = [x for x in tensors_in(tensors) if x.shape[:2] == streams[0].shape[:2]] if streams else []
-            counts.append(sum(x.ndim > 2 and x.shape[-1] == streams[0].shape[-1] for x in alike))
+        # (B, T, ..., C): the layer may keep several streams, or those of earlier layers.
+        got, returned = (
+            [(*x.shape[:2], x.shape[-1]) for x in tensors_in(each) if x.ndim > 2]
+            for each in ((*args, *kwargs.values()), output)
+        )
+        counts.extend(shapes.count(returned[0]) for shapes in (got, returned) if returned)
 
     with temporary_hooks([model.get_submodule(name).register_forward_hook(count, with_kwargs=True)]):
         subject.logits(model, subject.inputs(2))
@@ -109,14 +112,12 @@ def _has_other_stream(subject: Subject, name: str) -> bool:
 
 
 @torch.no_grad()
-def _factors(subject: Subject, layers: list[str]) -> dict[str, float]:
+def _factors(subject: Subject, layers: list[str], *, width: int) -> dict[str, float]:
     """Return the factor by which each layer scales the stream if all matrices are 0.
 
     Without a constant factor, as after a norm, the factor is 1.
     """
     model = subject.model()
-    stream = _stream(subject, model)
-    width = 0 if stream is None else stream.first.shape[-1]
     for name in layers:
         for p in model.get_submodule(name).parameters():
             # The weights that mix several streams are small, and a gain may have dimensions of size 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ def _bound(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
 
 def _is_number(name: str, value: object) -> bool:
     if isinstance(value, float):
-        return value == value and abs(value) != float("inf")
+        return math.isfinite(value)
     if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
         return value.ndim < 2 or not bool(((value == 0) | (value == 1) | (value < _HIDDEN)).all())
     is_step = isinstance(value, int) or (isinstance(value, Tensor) and value.ndim < 2 and value.numel() > 0)

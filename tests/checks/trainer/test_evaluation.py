@@ -281,7 +281,7 @@ def test_weights_of_a_schedule_free_optimizer():
 
 
 def test_weights_of_some_calls_of_an_evaluation():
-    """A log of the loss at both weights is allowed; train mode from the second batch on is not told apart."""
+    """A run may log the loss of both kinds of weights, so this is only a warning."""
 
     class Both(EvaluatesTheAverage):
         def evaluate(self, batches):

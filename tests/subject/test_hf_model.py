@@ -229,3 +229,22 @@ def test_model_types_of_transformers(tmp_path, step, most):
     assert len(reduced) >= 60 / step
     assert len(refused) <= most, refused
     assert not [text for text in refused if "\n" in text]
+
+
+@pytest.mark.parametrize("pad_token_id", [1, 4])
+def test_limit_of_positions_that_start_after_the_padding_id(pad_token_id):
+    """The rows of RoBERTa's table up to the padding id belong to no position."""
+    import transformers
+
+    config = transformers.RobertaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        is_decoder=True,
+        pad_token_id=pad_token_id,
+    )
+    spec = ModelSpec.of(lambda: transformers.RobertaForCausalLM(config))
+    assert spec.max_length == 40 - 1 - pad_token_id

@@ -232,10 +232,10 @@ def test_longest_sequence_has_many_names(name, on_model, limit):
 
 @pytest.mark.parametrize(
     ("n_reserved", "padding_idx", "limit"),
-    [(0, None, 12), (1, None, 12), (1, 0, 11), (2, 1, 10), (3, 2, 12)],
+    [(0, None, 12), (1, None, 12), (1, 0, 11), (2, 1, 10), (3, 2, 9), (4, 2, 12)],
 )
 def test_reserved_rows_of_a_position_table_are_no_positions(n_reserved, padding_idx, limit):
-    """Only a table with a padding_idx has reserved rows, and at most two."""
+    """Only a table with a padding_idx reserves rows: those up to it."""
 
     class Reserving(nn.Module):
         max_length = 12

@@ -238,25 +238,30 @@ def limit_by_trial(model: nn.Module, known: Mapping[str, Any], *, is_doubtful: b
     """Return the longest sequence that the model takes, near the limit of its settings.
 
     If the name of the limit is ambiguous and the model takes one position more, there is no limit. A table of
-    positions with a padding_idx has one or two reserved rows (RoBERTa). A limit is used without a trial if it
-    is long, if `make_batch` is declared, and on CUDA, where an index out of range ruins the process.
+    positions with a padding_idx reserves the rows up to it, or one or two (RoBERTa). A limit is used without
+    a trial if it is long, if `make_batch` is declared, and on CUDA, where an index out of range ruins the
+    process.
     """
     limit: int | None = known["max_length"]
     on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
     if limit is None or limit > _LONGEST_TRIAL or not on_cpu or "make_batch" in known:
         return limit
 
+    # Modules like an embedding, such as one that quantises its table, have the same attributes.
+    tables: list[Any] = [each for each in model.modules() if getattr(each, "padding_idx", None) is not None]
+
     def takes(length: int) -> bool:
         inputs = example_batch(model, {**known, "seq_len": length})[:1]
+        if known["inputs"] == "tokens":  # padding may take no position
+            for table in tables:
+                inputs[inputs == table.padding_idx] = (table.padding_idx + 1) % known["width"]
         logits = attempt(lambda: logits_of(known["forward"](model, inputs)))
         return logits is not None and logits.shape[:2] == inputs.shape[:2]
 
     if is_doubtful and takes(limit + 1):
         return None
-    # Modules like an embedding, such as one that quantises its table, have the same attributes.
-    tables = [each for each in model.modules() if getattr(each, "padding_idx", None) is not None]
-    reserves = any(len(getattr(each, "weight", ())) == limit for each in tables)
-    lengths = (limit, limit - 1, limit - 2) if reserves else (limit,)
+    paddings = [each.padding_idx for each in tables if len(getattr(each, "weight", ())) == limit]
+    lengths = (limit, limit - 1, limit - 2, *(limit - 1 - row for row in paddings)) if paddings else (limit,)
     return next((length for length in lengths if length > 0 and takes(length)), limit)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from stackwise import create_simple_rack
 from stackwise.model.attention import Attention
 from stackwise.subject.spec import ModelSpec
+from stackwise.support.random_state import seeded
 from tests.zoo.cache import Fused, fused
 from tests.zoo.gpt import GPT, Encoder, Placed, Windowed, encoder, gpt, placed, spec_of, windowed
 from tests.zoo.mutant import mutant
@@ -245,6 +246,90 @@ def window_lopsided():
         before = 4
 
     return encoder(Mutant)
+
+
+# Feed-forward networks, positions and modes
+
+
+class TwoMatrices(GPT):
+    """With a feed-forward network without a gate."""
+
+    def layer(self) -> nn.Module:
+        layer = super().layer()
+        del layer["gate"]
+        return layer
+
+    def mlp(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer["down"](F.silu(layer["up"](x)))
+
+
+def two_matrices(build: type[GPT] = TwoMatrices) -> ModelSpec:
+    return spec_of(build)
+
+
+@mutant("activation", twin=two_matrices, family="feed_forward", source="classic", observable=logits)
+def activation_after_both_matrices():
+    """The activation follows the second matrix of the feed-forward network."""
+
+    class Mutant(TwoMatrices):
+        def mlp(self, layer, x):
+            return F.silu(layer["down"](layer["up"](x)))
+
+    return two_matrices(Mutant)
+
+
+class Learned(Placed):
+    """With the name that GPT-2 gives to the table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wpe = self.places
+        del self.places
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids) + self.wpe(self.at)
+
+
+def learned(build: type[GPT] = Learned) -> ModelSpec:
+    return spec_of(build, max_length=64)
+
+
+@mutant("one-position", twin=learned, family="position", source="pytorch/examples#1178", observable=logits)
+def one_row_of_positions_for_all_tokens():
+    """All tokens get the first row of the table of positions."""
+
+    class Mutant(Learned):
+        def place(self, *arguments):
+            return torch.zeros_like(super().place(*arguments))
+
+    return learned(Mutant)
+
+
+@mutant(
+    "modes",
+    twin=gpt,
+    family="modes",
+    source="NVIDIA/Megatron-LM#411",
+    observable=lambda spec: train_after_eval(spec),
+)
+def dropout_lost_after_evaluation():
+    """A call in eval mode sets the dropout rate to 0."""
+
+    class Mutant(GPT):
+        def drop(self, x):
+            if not self.training:
+                self.dropout = 0.0
+            return super().drop(x)
+
+    return spec_of(Mutant)
+
+
+def train_after_eval(spec: ModelSpec) -> Tensor:
+    """Logits in train mode, after a call in eval mode."""
+    model, inputs = spec.create(), spec.batch(2, 12)
+    spec.logits(model.eval(), inputs)
+    with seeded(0):
+        return spec.logits(model.train(), inputs).detach()
 
 
 # Padding

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from stackwise.subject.facts import facts_in
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.random_state import seeded
@@ -195,3 +197,30 @@ def enter_all() -> None:
 
 
 enter_all()
+
+
+def llama_of_configuration() -> ModelSpec:
+    return ModelSpec.of(factory("llama"), max_length=60)
+
+
+class Exchanged(nn.Module):
+    """Returns sin and cos in place of cos and sin."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.rotary(*args, **kwargs)[::-1]
+
+
+@mutant("inferred facts", twin=llama_of_configuration, family="rotary", source="classic", observable=numbers)
+def llama_exchanges_cos_and_sin() -> ModelSpec:
+    """Queries and keys are rotated in the other direction."""
+
+    def build() -> Any:
+        model = factory("llama")()
+        model.model.rotary_emb = Exchanged(model.model.rotary_emb)
+        return model
+
+    return ModelSpec.of(build, max_length=60)

@@ -25,6 +25,32 @@ _Output = Callable[[Examination, int, bool], Tensor]
 
 @check
 @torch.no_grad()
+def encoder_effect(subject: Subject) -> CheckResult:
+    """Does the output of an encoder-decoder depend on the text of the encoder?"""
+    exam = Examination.of(subject)
+    if not isinstance(exam.base, Decoder):
+        return subject.not_applicable("needs an encoder-decoder")
+    if not exam.is_repeatable:
+        return subject.not_applicable(NOT_REPEATED)
+    alone = _with_source(exam, 0, False)
+    model = exam.model()
+    assert isinstance(model, Decoder)
+    model.source = model.source.roll(1, dims=1)
+    other = exam.plain(model, exam.sequence(0, exam.lengths[0]))
+    effect = float(relative_difference(alone, other).max())
+    if effect > exam.limit:
+        return subject.passed(effect, exam.limit)
+    return subject.failed(
+        effect,
+        exam.limit,
+        meaning="The output is the same for another text of the encoder.",
+        advice="Look for cross-attention that is not called, whose result is not added, or that reads the "
+        "states of the decoder.",
+    )
+
+
+@check
+@torch.no_grad()
 def encoder_padding(subject: Subject) -> CheckResult:
     """Is the output the same with masked padding in the encoder, and with a mask of ones?"""
     exam = Examination.of(subject)

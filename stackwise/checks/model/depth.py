@@ -6,6 +6,7 @@ Shapes: B batch, T positions, C width, L layers.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.checks.check import check
+from stackwise.checks.model.norm import is_named_norm
 from stackwise.checks.probe.backward import gradients_at
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
-from stackwise.checks.probe.layers import Stream, residual_stream
+from stackwise.checks.probe.layers import Stream, pattern, residual_stream
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
 from stackwise.support.hooks import temporary_hooks
@@ -82,6 +84,90 @@ def residual_path(subject: Subject) -> CheckResult:
     return subject.passed(meaning=f"Layers with a path around their weights: {len(layers)}.")
 
 
+@check
+def residual_norms(subject: Subject) -> CheckResult:
+    """Do the skip connections of a layer pass through norms either all or not at all?"""
+    model = subject.model()
+    stream = _stream(subject, model)
+    layers = [] if stream is None else [name for name in stream.layers if _is_block(model, name)]
+    if len(layers) < 2:
+        return subject.not_applicable(_NO_BLOCKS)
+    assert stream is not None
+    model = _without_matrices(subject, layers, width=stream.first.shape[-1])
+    norms = defaultdict[str, list[nn.Module]](list)
+    for layer in layers:
+        for name, module in model.get_submodule(layer).named_modules():
+            # A class such as PreLayerNormAttention contains more than a norm.
+            if is_named_norm(module) and all(p.ndim < 2 for p in module.parameters()):
+                norms[name].append(module)
+    in_all = {name: some for name, some in norms.items() if len(some) == len(layers)}
+    stream, reads, ends = _norms_of_stream(subject, model, in_all)
+    if stream is None or len(reads) < 2:
+        return subject.not_applicable("needs two norms in each layer that read the residual stream")
+    on_path = [name for name in reads if _is_on_path(subject, model, stream, norms[name])]
+    if not on_path or len(on_path) == len(reads) or ends.issuperset(on_path):
+        return subject.passed(meaning=f"Norms on the skip connections: {len(on_path)} of {len(reads)}.")
+    return subject.warned(
+        float(len(on_path)),
+        0.0,
+        where=f"{pattern(layers[0])}.{on_path[0]}",
+        meaning="A skip connection starts after this norm. Other skip connections of the layer start before "
+        "their norm.",
+        correct_if="the published architecture normalises the residual stream within the layer",
+        advice="Look for residual = x after x = norm(x): the residual must be stored before the norm.",
+    )
+
+
+def _norms_of_stream(
+    subject: Subject, model: nn.Module, norms: dict[str, list[nn.Module]]
+) -> tuple[Stream | None, list[str], set[str]]:
+    """Return the residual stream, the norms that read it, and those whose output is the output of a layer.
+
+    Args:
+        subject: the model under test.
+        model: the model without matrices, whose branches return constants.
+        norms: norms of all layers, by their name in the layer.
+    """
+    calls = dict[str, list[tuple[Tensor, Tensor]]]()
+
+    def note(name: str, args: Any, output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.setdefault(name, []).append((args[0], output))
+
+    handles = [
+        norm.register_forward_hook(lambda _, args, output, name=name: note(name, args, output))
+        for name, some in norms.items()
+        for norm in some
+    ]
+    with temporary_hooks(handles):
+        stream = _stream(subject, model)
+    if stream is None:
+        return None, [], set()
+    reads = {
+        name: pairs
+        for name, pairs in calls.items()
+        if all(x.shape == stream.first.shape and x.std(dim=1).max() > _ROUNDING * x.std() for x, _ in pairs)
+    }
+    after = [id(x) for x in stream.after]
+    return (
+        stream,
+        list(reads),
+        {name for name, pairs in reads.items() if any(id(y) in after for _, y in pairs)},
+    )
+
+
+def _is_on_path(subject: Subject, model: nn.Module, stream: Stream, norms: list[nn.Module]) -> bool:
+    """Return True if noise in the outputs of norms changes the residual stream."""
+    generator = torch.Generator().manual_seed(subject.seed)
+    noise = torch.randn(stream.first.shape, generator=generator).to(stream.first)
+    with temporary_hooks([norm.register_forward_hook(lambda _, __, y: y + noise) for norm in norms]):
+        changed = _stream(subject, model)
+    return changed is None or any(
+        (a - b).norm() > _ROUNDING * a.norm()
+        for a, b in zip(stream.after[:-1], changed.after[:-1], strict=True)
+    )
+
+
 def _stream(subject: Subject, model: nn.Module) -> Stream | None:
     return residual_stream(model, lambda: subject.logits(model, subject.inputs(2)))
 
@@ -117,18 +203,24 @@ def _factors(subject: Subject, layers: list[str], *, width: int) -> dict[str, fl
 
     Without a constant factor, as after a norm, the factor is 1.
     """
+    stream = _stream(subject, _without_matrices(subject, layers, width=width))
+    if stream is None:
+        return {}
+    before = dict(zip(stream.layers, (stream.first, *stream.after), strict=False))
+    after = dict(zip(stream.layers, stream.after, strict=False))
+    return {name: _factor(before[name], after[name]) for name in layers if name in after}
+
+
+@torch.no_grad()
+def _without_matrices(subject: Subject, layers: list[str], *, width: int) -> nn.Module:
+    """Return a new model in which the matrices of the layers are 0."""
     model = subject.model()
     for name in layers:
         for p in model.get_submodule(name).parameters():
             # The weights that mix several streams are small, and a gain may have dimensions of size 1.
             if p.ndim > 1 and 4 * sorted(p.shape)[-2] >= width:
                 p.zero_()
-    stream = _stream(subject, model)
-    if stream is None:
-        return {}
-    before = dict(zip(stream.layers, (stream.first, *stream.after), strict=False))
-    after = dict(zip(stream.layers, stream.after, strict=False))
-    return {name: _factor(before[name], after[name]) for name in layers if name in after}
+    return model
 
 
 def _factor(before: Tensor, after: Tensor) -> float:

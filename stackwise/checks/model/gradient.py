@@ -307,7 +307,11 @@ def _without_effect(subject: Subject, steps: _Steps, names: list[str]) -> CheckR
         if name in steps.connected and _is_layer_weight(steps.model, name) and name not in (changing or ())
         if not _is_unreached_expert(name, training)
     ]
-    reads_one = "the head reads one position, such as a class token, and these only affect the others"
+    reads_one: str | None = (
+        "the head reads one position, such as a class token, and these only affect the others"
+    )
+    if dead and not subject.spec.per_position and not _changes_a_module(subject, dead):
+        reads_one = None
     return _finding(
         subject,
         steps.n,
@@ -317,6 +321,30 @@ def _without_effect(subject: Subject, steps: _Steps, names: list[str]) -> CheckR
         advice="Look for a branch that is multiplied by 0, units that are never active, and for dropout "
         "or drop path with p = 1.",
     )
+
+
+@torch.no_grad()
+def _changes_a_module(subject: Subject, names: list[str]) -> bool:
+    """Return True if other values of parameters change the output of a module that contains their module."""
+    model = subject.model(dtype=torch.float64, fill_zeros=True)
+    outputs: list[Tensor] = []
+    inner = [module for name, module in model.named_modules() if name and any(module.children())]
+    handles = [
+        module.register_forward_hook(lambda _, __, output: outputs.extend(tensors_in(output)))
+        for module in inner
+    ]
+    try:
+        with temporary_hooks(handles):
+            subject.logits(model, subject.inputs(2))
+            before = [*outputs]
+            outputs.clear()
+            for name in names:
+                p = model.get_parameter(name)
+                p.add_(direction_of(subject, p))
+            subject.logits(model, subject.inputs(2))
+    except REFUSALS:  # no float64
+        return True
+    return not outputs or any(not torch.equal(a, b) for a, b in zip(before, outputs, strict=False))
 
 
 def _is_unreached_expert(name: str, training: set[str]) -> bool:

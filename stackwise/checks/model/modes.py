@@ -1,4 +1,4 @@
-"""Modes: causality in the model's own dtype, in train mode and in half precision, also of random outputs.
+"""Modes: train mode after eval mode, and causality in train mode, half precision and the model's own dtype.
 
 The variation `later_tokens` compares in eval mode and in float64.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.examination import HALF_PRECISION, Examination
-from stackwise.checks.probe.call import dtype_of, refusals
+from stackwise.checks.probe.call import dtype_of, reason_of, refusals
 from stackwise.checks.probe.difference import relative_difference, same_bits
 from stackwise.checks.probe.dropout import WithoutDropout
 from stackwise.checks.result import CheckResult
@@ -21,6 +21,37 @@ from stackwise.checks.subject import Subject
 # Largest difference in eps of the dtype, of float32 and of half precision. A router changes the order of sums
 # if it sends tokens elsewhere.
 _LIMIT, _HALF_LIMIT = 16.0, 1.0
+
+
+@check
+@torch.no_grad()
+def mode_switch(subject: Subject) -> CheckResult:
+    """Is the output in train mode the same before and after a call in eval mode, with the same randomness?"""
+    inputs, model = subject.inputs(2), subject.model(train=True)
+    try:
+        fresh, again = (_train_output(subject, subject.model(train=True), inputs) for _ in range(2))
+        subject.logits(model.eval(), inputs)
+        after = _train_output(subject, model.train(), inputs)
+    except refusals() as error:
+        return subject.not_applicable(f"needs a model that runs in train mode: {reason_of(error)}")
+    limit = _LIMIT * torch.finfo(fresh.dtype).eps
+    if not relative_difference(fresh, again).max() <= limit:
+        return subject.not_applicable("needs a model that repeats its output with the same random numbers")
+    gap = float(relative_difference(fresh, after).max())
+    if gap <= limit:
+        return subject.passed(gap, limit)
+    return subject.failed(
+        gap,
+        limit,
+        meaning="The output in train mode changes after a call in eval mode.",
+        advice="Look for a setting that eval mode overwrites and train mode does not restore, such as a "
+        "dropout rate of 0.",
+    )
+
+
+def _train_output(subject: Subject, model: nn.Module, inputs: Tensor) -> Tensor:
+    with subject.fixed_randomness():
+        return subject.spec.logits(model, inputs.clone())
 
 
 @check

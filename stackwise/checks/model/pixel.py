@@ -28,7 +28,7 @@ _LOCAL = 4.0
 def pixel_alignment(subject: Subject) -> CheckResult:
     """Does each pixel of an output image depend most on the input image at the same place?"""
     inputs = subject.inputs(_ROWS)
-    if not _is_image(inputs):
+    if not is_image(inputs):
         return subject.not_applicable("needs images as inputs")
     H, W = inputs.shape[-2:]
     places = [(i, j) for i in _spread(H) for j in _spread(W)]
@@ -102,7 +102,8 @@ def _channel_axis(subject: Subject, element: Tensor) -> int | None:
     return min(range(element.ndim), key=element.shape.__getitem__) if element.ndim > 1 else None
 
 
-def _is_image(inputs: Tensor) -> bool:
+def is_image(inputs: Tensor) -> bool:
+    """Return True for images (B, C, H, W) of more than 3 x 3 pixels."""
     return inputs.is_floating_point() and inputs.ndim > 3 and min(inputs.shape[-2:]) > 3
 
 

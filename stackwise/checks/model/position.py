@@ -19,8 +19,9 @@ from stackwise.checks.check import check
 from stackwise.checks.engine.call import accepts, execute
 from stackwise.checks.engine.examination import Examination, gradients_in, projection
 from stackwise.checks.engine.question import Call
+from stackwise.checks.model.pixel import is_image
 from stackwise.checks.probe.batch import tensors_in
-from stackwise.checks.probe.call import reason_of, refusals
+from stackwise.checks.probe.call import dtype_of, reason_of, refusals
 from stackwise.checks.probe.difference import NOT_REPEATED, coarsest_rounding, relative_difference
 from stackwise.checks.probe.recorded_calls import RecordedCall, recorded_calls
 from stackwise.checks.probe.widened import Widened
@@ -79,6 +80,16 @@ def token_order(subject: Subject) -> CheckResult:
     except refusals() as error:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     if order > limit:
+        shared = [name for name in tables if spec.causal and _has_one_row(exam, name, tables[name], sequence)]
+        if shared:
+            return subject.failed(
+                1.0,
+                float(length),
+                where=shared[0],
+                meaning=f"All {length} positions read the same row of this table of positions. Only the "
+                "causal mask tells the order of the inputs.",
+                advice="Look for positions that are constant, and for one row that all positions get.",
+            )
         return subject.passed(meaning=f"the output changes by {order:.2g}")
     if effect <= limit:
         return subject.not_applicable("needs a model in which positions read each other; see token_effect")
@@ -104,6 +115,47 @@ def token_order(subject: Subject) -> CheckResult:
         "positions, and for a rotation that is not applied. If the model needs no order and is not causal, "
         "declare positionless=True.",
     )
+
+
+@check
+@torch.no_grad()
+def patch_order(subject: Subject) -> CheckResult:
+    """Does exchanging two parts of an image change the output?"""
+    image = subject.inputs(1)
+    if not is_image(image) or subject.spec.per_position or subject.spec.positionless:
+        return subject.not_applicable(
+            "needs images with one output each, and no declaration positionless=True"
+        )
+    exam = Examination.of(subject)
+    if not exam.is_repeatable:
+        return subject.not_applicable(NOT_REPEATED)
+    model, size = exam.model(), min(image.shape[-2:]) // 2
+    plain, swapped, replaced = (
+        subject.logits(model, each.to(dtype_of(model))) for each in (image, *_with_other_corners(image, size))
+    )
+    effect, order = (float(relative_difference(plain, each).max()) for each in (replaced, swapped))
+    limit = _rounding(exam)
+    if order > limit or effect <= limit:
+        return subject.passed(meaning=f"the output changes by {order:.2g}")
+    tables = [name for name, _ in exam.base.named_parameters() if _TABLE_NAME.search(name)]
+    return subject.failed_unless(
+        None if tables else "it has no positions on purpose, as a bag of patches",
+        order,
+        limit,
+        where=listed(tables),
+        meaning=f"Exchanging two corners of {size} x {size} pixels does not change the output: the model "
+        "does not know the order of its patches.",
+        advice="Look for a position embedding with one row for all patches, and for positions that are not "
+        "added.",
+    )
+
+
+def _with_other_corners(image: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return images with two exchanged corners, and with two equal corners (B, C, H, W)."""
+    first, last = (..., slice(size), slice(size)), (..., slice(-size, None), slice(-size, None))
+    swapped, replaced = image.clone(), image.clone()
+    swapped[first], swapped[last], replaced[first] = image[last], image[first], image[last]
+    return swapped, replaced
 
 
 def _exchanged(exam: Examination, sequence: Tensor, limit: float) -> tuple[tuple[int, int], float, float]:
@@ -140,6 +192,12 @@ def _named_tables(model: nn.Module, length: int) -> dict[str, int]:
         and tensor.shape[-2] >= length
         and tensor.numel() == tensor.shape[-2] * tensor.shape[-1]
     }
+
+
+def _has_one_row(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:
+    """Return True if one row of a table has an effect on the output, and the others have none."""
+    has_effect = _effect_of_rows(exam, name, sequence)(list(range(n_rows)))
+    return has_effect and _has_one_row_at_most(exam, name, n_rows, sequence)
 
 
 def _has_one_row_at_most(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:

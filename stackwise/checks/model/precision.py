@@ -38,6 +38,9 @@ _OUTPUT_LIMITS: Mapping[Precision, float] = {
     torch.float16: 0.05,
     "autocast": 0.3,
 }
+# Differences that grow less than this many times as fast as the eps of the dtype are rounding. They are large
+# if the output is a difference of nearly equal numbers.
+_PROPORTIONAL = 4.0
 _SEQUENCES = 2
 # Spread of the gains of a trained model. Equal gains, as in a new model, lose no precision.
 _GAIN_SPREAD = 0.02
@@ -127,13 +130,17 @@ def dtype_outputs(subject: Subject) -> CheckResult:
     if not exam.is_repeatable:
         return subject.not_applicable(NOT_REPEATED)
     gaps: dict[str, float] = {}
+    roundings = 0.0  # typical gap of the own dtype, in its eps
     for precision, limit in _OUTPUT_LIMITS.items():
         other = exam.in_dtype(precision)
         if precision == "own" and (narrow := _narrowest(other.base)) in HALF_PRECISION:
             limit = _OUTPUT_LIMITS[narrow]  # a model of several dtypes
         name = _name(dtype_of(other.base) if precision == "own" else precision)
         if name != _name(dtype_of(exam.base)) and other.is_finite:
-            gaps[name] = _typical_gap(exam, other) / limit
+            gap, eps = _typical_gap(exam, other), torch.finfo(_dtype(other)).eps
+            gaps[name] = gap / max(limit, _PROPORTIONAL * roundings * eps)
+            if precision == "own":
+                roundings = gap / eps
     if not gaps:
         return subject.not_applicable("needs a model that runs in several dtypes")
     worst = max(gaps, key=lambda name: gaps[name])
@@ -149,6 +156,11 @@ def dtype_outputs(subject: Subject) -> CheckResult:
         advice="Look for branches on the dtype, for constants that one dtype cannot represent, and for "
         "x.to(dtype) before an operation in place, which changes x itself if the dtype is the same.",
     )
+
+
+def _dtype(exam: Examination) -> torch.dtype:
+    """Return the dtype of the products of an examination."""
+    return torch.bfloat16 if exam.dtype == "autocast" else dtype_of(exam.base)
 
 
 def _narrowest(model: nn.Module) -> torch.dtype:

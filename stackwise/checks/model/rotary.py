@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -88,12 +89,31 @@ def _compared(subject: Subject, layers: _Layers, claims: Sequence[RotaryClaim]) 
         place = f"attention {number + 1} of {len(layers)}"
         for product in layer:
             if all(map(_is_rotated, product[:2])):
-                yield _of_product(subject, product, own, place)
+                yield _reversed(subject, product, config, place) or _of_product(subject, product, own, place)
         # A sum of two products, such as that of latent attention, may have one that is not rotated.
         is_plain = len(layer) == 1 and len(layer[0]) > 2 and len(subject.spec.rotary) == 1
         if is_rotary and is_plain and any(x.is_pure and not x.turns for x in layer[0][:2]):
             text = "Queries or keys do not depend on the position, and the claim holds for each layer."
             yield subject.failed(1.0, 0.0, where=place, meaning=text, advice=_BOTH)
+
+
+def _reversed(subject: Subject, product: _Product, config: Any, place: str) -> CheckResult | None:
+    """Return a failure if a model with a configuration of a library rotates in the other direction.
+
+    All models of transformers and litgpt but one rotate the first element of a pair towards the second.
+    """
+    turns = product[0].turns.values()
+    is_stated = subject.spec.rotary == rotary_in(config)
+    if not is_stated or not turns or max(turns) > 0 or getattr(config, "model_type", "") == "nanochat":
+        return None
+    return subject.failed(
+        max(turns),
+        0.0,
+        where=f"queries of {place}",
+        meaning="Queries and keys are rotated in the opposite direction of the models with this "
+        "configuration, so that their weights give other outputs.",
+        advice="Look for cos and sin in the wrong order, and for the sign in rotate_half.",
+    )
 
 
 def _of_product(

@@ -129,6 +129,27 @@ def encoder_decoder():
     return transformers.BartForConditionalGeneration(config)
 
 
+class NoText(nn.Module):
+    """Cross-attention without a result."""
+
+    def forward(self, hidden_states, **arguments):
+        return torch.zeros_like(hidden_states), None
+
+
+def without_cross_attention():
+    model = encoder_decoder()
+    model.model.decoder.layers[0].encoder_attn = NoText()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "status"),
+    [(encoder_decoder, "passed"), (without_cross_attention, "failed"), (Decoder, "not applicable")],
+)
+def test_text_of_the_encoder_has_an_effect(subjects, build, status):
+    assert subjects.ask(build, "encoder_effect").status == status
+
+
 def without_mask_in_the_encoder():
     model = encoder_decoder()
     encode = model.model.encoder.forward

@@ -195,7 +195,7 @@ class Attention(nn.Module):
     def __init__(self, mode):
         super().__init__()
         self.mode = mode
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
         self.gain = nn.Parameter(torch.ones(1, 1, 16))
         self.qkv, self.out, self.up = (nn.Linear(16, n) for n in (48, 16, 32))
         self.down = nn.Linear(32, 16)
@@ -208,9 +208,15 @@ class Attention(nn.Module):
         if self.mode.startswith("post-norm"):
             x = self.norms[0](x * ("residual" in self.mode) + self.attention(x))
             return self.norms[1](x * ("residual" in self.mode) + self.down(self.up(x).relu())) * self.gain
-        y = self.attention(self.norms[0](x))
+        y = self.norms[0](x)
+        x = y if self.mode == "norm before attention" else x
+        y = self.attention(y)
         x = y if self.mode == "attention only" else x + y
-        y = self.down(self.up(self.norms[1](x)).relu())
+        y = self.norms[1](x)
+        x = y if self.mode == "norm before feed-forward" else x
+        y = self.down(self.up(y).relu())
+        if self.mode == "norm at the end":
+            return self.norms[2](x + y)
         modes = {"feed-forward only": y, "twice": x + x + y, "gated": (x + y) * 0.5**0.5, "branch": x + y - x}
         return modes.get(self.mode, x + y)
 
@@ -246,6 +252,21 @@ def test_the_stream_passes_layers_whose_weights_are_0(subjects, mode, factor):
     result = subjects.ask(lambda: Residual(mode), "residual_path")
     assert result.status == ("passed" if factor is None else "warned"), result
     assert result.value == (None if factor is None else pytest.approx(factor))
+
+
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("pre-norm", None),
+        ("post-norm, residual", None),
+        ("norm at the end", None),
+        ("norm before attention", "layers.*.norms.0"),
+        ("norm before feed-forward", "layers.*.norms.1"),
+    ],
+)
+def test_norms_on_some_skip_connections_are_a_warning(subjects, mode, where):
+    result = subjects.ask(lambda: Residual(mode), "residual_norms")
+    assert (result.status, result.where) == (("warned", where) if where else ("passed", "")), result
 
 
 @pytest.mark.parametrize("build", [lambda: Tower(1.0, 4), lambda: nn.LSTM(16, 16, 3)])

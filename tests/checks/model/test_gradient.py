@@ -650,6 +650,33 @@ def test_parameters_behind_a_class_token_are_unusual(subjects):
     assert "class token" in result.advice
 
 
+class ConstantWeight(nn.Module):
+    """A weight that a softmax over one entry replaces by 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.score, self.out = nn.Parameter(torch.randn(8, 1)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out((x @ self.score).softmax(-1) * x)
+
+
+def test_parameter_that_changes_no_module_is_a_mistake(subjects):
+    class Pooled(ClassToken):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(ConstantWeight() for _ in range(2))
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x.mean(1))
+
+    result = subjects.ask(Pooled, "gradient_flow")
+    assert (result.status, result.where) == ("failed", "layers.0.score, layers.1.score")
+
+
 def test_parameters_of_positions_that_the_head_does_not_read(subjects):
     result = subjects.ask(ClassTokenBlocks, "gradient_flow")
     assert (result.status, result.where) == ("passed", "layers.1.weight, layers.1.bias")

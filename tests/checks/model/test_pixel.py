@@ -176,3 +176,35 @@ def test_token_ids_have_no_numbers(subjects):
             subjects.ask(lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), check).status
             == "not applicable"
         )
+
+
+class PatchClassifier(nn.Module):
+    """Image -> classes, by patches and a class token, with `n_rows` rows of positions."""
+
+    def __init__(self, n_rows):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 32, PATCH, stride=PATCH)
+        self.token = nn.Parameter(0.1 * torch.randn(1, 1, 32))
+        self.pos_embed = nn.Parameter(0.1 * torch.randn(1, n_rows, 32)) if n_rows else 0.0
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, images):
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.pos_embed
+        return self.head(self.layer(x)[:, 0])
+
+
+@pytest.mark.parametrize(("n_rows", "status"), [(17, "passed"), (1, "failed"), (0, "warned")])
+def test_order_of_patches_has_an_effect(subjects, n_rows, status):
+    result = subjects.ask(images(lambda: PatchClassifier(n_rows)), "patch_order")
+    assert (result.status, result.where) == (status, "pos_embed" if status == "failed" else "")
+
+
+def test_order_of_patches_is_asked_of_images_with_one_output(subjects):
+    convolutions = images(lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)))
+    unordered = images(lambda: PatchClassifier(0), positionless=True)
+
+    assert subjects.ask(convolutions, "patch_order").status == "passed"
+    assert subjects.ask(unordered, "patch_order").status == "not applicable"
+    assert subjects.ask(lambda: nn.Embedding(31, 31), "patch_order").status == "not applicable"

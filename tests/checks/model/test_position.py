@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from stackwise.subject.spec import ModelSpec
+from tests.zoo.forward import one_row_of_positions_for_all_tokens
 from tests.zoo.gpt import GPT, Encoder, Placed, encoder, gpt, placed, spec_of
 
 
@@ -44,6 +45,11 @@ def test_unknown_order_is_a_warning(subjects, build, causal):
     result = subjects.ask(spec, "token_order")
     assert result.status == "warned"
     assert "positionless=True" in result.advice
+
+
+def test_one_row_of_positions_for_all_tokens_fails(subjects):
+    result = subjects.ask(one_row_of_positions_for_all_tokens(), "token_order")
+    assert (result.status, result.where) == ("failed", "wpe.weight"), result
 
 
 class PooledFrames(nn.Module):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stackwise.checks import check_model
 from stackwise.checks.probe.rotation import rotation_of
@@ -352,3 +353,30 @@ def test_attention_factor_without_a_scale_is_noted():
     claim = replace(RotaryClaim(), attention_factor=1.5)
     result = ask(replace(of(Rotating), rotary=(claim,)))
     assert (result.status, "The attention factor is not measured" in result.meaning) == ("passed", True)
+
+
+class Exchanged(nn.Module):
+    """Rotary module that returns sin and cos in place of cos and sin."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)[::-1]
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_direction_of_the_rotation_is_that_of_the_configuration(is_exchanged):
+    def build():
+        config = LlamaConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+        model = LlamaForCausalLM(config)
+        if is_exchanged:
+            model.model.rotary_emb = Exchanged(model.model.rotary_emb)
+        return model
+
+    result = ask(ModelSpec.of(build))
+    assert result.status == ("failed" if is_exchanged else "passed"), result
+    assert ("opposite direction" in result.meaning) == is_exchanged

@@ -1,0 +1,90 @@
+"""Feed-forward: products that one matrix could replace are found."""
+
+import pytest
+import torch
+from torch import nn
+
+
+class Perceptrons(nn.Module):
+    """Residual layers of two products: 16 -> `hidden` -> 16. The mode says where the activation is."""
+
+    def __init__(self, mode="between", hidden=32):
+        super().__init__()
+        self.mode = mode
+        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
+        self.up = nn.ModuleList(nn.Linear(16, hidden) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(hidden, 16) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(hidden))
+
+    def layer(self, x, up, down):
+        match self.mode:
+            case "between":
+                return down(up(x).relu())
+            case "before":
+                return down(up(x.relu()))
+            case "after":
+                return down(up(x)).relu()
+            case "scaled":  # dropout, a gain and a factor are no nonlinear functions
+                return down(nn.functional.dropout(up(x) * self.gain / 2, 0.1, self.training))
+            case "gated":
+                return down(up(x) * up(x))
+        raise AssertionError(self.mode)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + self.layer(x, up, down)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("mode", ["before", "after", "scaled"])
+def test_products_without_an_activation_between_fail(subjects, mode):
+    result = subjects.ask(lambda: Perceptrons(mode), "product_separation")
+    assert result.status == "failed"
+    assert result.where == "up.0.weight and down.0.weight"
+    assert "16 -> 32 -> 16" in result.meaning
+
+
+@pytest.mark.parametrize("mode", ["between", "gated"])
+def test_products_with_a_nonlinear_function_pass(subjects, mode):
+    assert subjects.ask(lambda: Perceptrons(mode), "product_separation").status == "passed"
+
+
+class WithLowRank(Perceptrons):
+    """Adds a product whose rank is larger than the width of a small model."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleList(parts) for parts in zip(self.up, self.down, self.left, self.right, strict=True)
+        )
+        del self.up, self.down, self.left, self.right
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for up, down, left, right in self.layers:
+            x = x + down(up(x).relu()) + right(left(x))
+        return self.head(x)
+
+
+def test_low_rank_product_beside_a_feed_forward_network_is_a_warning(subjects):
+    result = subjects.ask(WithLowRank, "product_separation")
+    assert (result.status, result.where) == ("warned", "layers.0.2.weight and layers.0.3.weight")
+
+
+def test_narrow_product_is_a_low_rank_matrix(subjects):
+    assert subjects.ask(lambda: Perceptrons("before", hidden=8), "product_separation").status == "passed"
+
+
+def test_model_without_products_is_not_applicable(subjects):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(29, 29)
+
+        def forward(self, ids):
+            return self.table(ids)
+
+    assert subjects.ask(Table, "product_separation").status == "not applicable"

@@ -334,7 +334,7 @@ def _trial_text(test: TestResult, metric: str, trial: TrialResult) -> str:
     costs = f"{_levels(trial)}{beside}, " if _levels(trial) else ""
     return (
         f"{metric} {decision.verdict}: {costs}{change_text(trial)} {interval_text(trial)} at "
-        f"{_level(decision.level)}, tolerance {tolerance_text(trial)}: {decision.reason}{_unlike(trial)}"
+        f"{_level(decision.level)}, tolerance {tolerance_text(trial)}: {decision.reason}"
     )
 
 
@@ -342,17 +342,6 @@ def _level(level: float) -> str:
     """Return the level in percent, with enough digits that a high level is not shown as 100 %."""
     doubt = max(100 * (1 - level), 1e-9)
     return f"{level:.{max(1, -math.floor(math.log10(doubt)))}%}"
-
-
-def _unlike(trial: TrialResult) -> str:
-    """Return a warning if the robust centre of all rounds is outside of the interval of the decision."""
-    robust = trial.robust
-    if robust is None:
-        return ""
-    centre = math.expm1(robust.estimate)
-    if trial.decision.low <= centre <= trial.decision.high:
-        return ""
-    return f"; some rounds are unlike the others, the centre of all is {centre:+.2%} (Hodges-Lehmann)"
 
 
 def _worst_first(test: TestResult) -> Sequence[tuple[str, TrialResult]]:

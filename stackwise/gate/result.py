@@ -7,7 +7,6 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, get_args
 
-from stackwise.gate.hodges_lehmann import HodgesLehmann, hodges_lehmann
 from stackwise.gate.verdict import WORST_FIRST, Decision, Verdict
 from stackwise.support.arguments import check_choice, require
 
@@ -92,32 +91,16 @@ class TrialResult:
         base, estimate = statistics.median(self.base), self.decision.estimate
         return base, base * (1 + estimate) if math.isfinite(estimate) else statistics.median(self.head)
 
-    @property
-    def robust(self) -> HodgesLehmann | None:
-        """Hodges-Lehmann centre of all differences, with its 95 % interval; None without rounds.
-
-        Single outliers do not move it. If it is not close to the estimate of the decision, some rounds differ
-        from the rest.
-        """
-        return hodges_lehmann(self.differences) if self.differences else None
-
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON, with `robust` as relative changes."""
-        robust = self.robust
-        ends = ("estimate", "low", "high")
-        return {
-            **asdict(self),
-            "decision": self.decision.to_dict(),
-            **{key: list(getattr(self, key)) for key in ("differences", "base", "head")},
-            "robust": robust and {key: _share(getattr(robust, key)) for key in ends},
-        }
+        """Return plain values, for JSON."""
+        rows = {key: list(getattr(self, key)) for key in ("differences", "base", "head")}
+        return {**asdict(self), **rows, "decision": self.decision.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Create the result from the values of `to_dict`, also after a round trip through JSON."""
         rows = {key: tuple(values[key]) for key in ("differences", "base", "head")}
-        kept = {key: value for key, value in values.items() if key != "robust"}
-        return cls(**{**kept, **rows, "decision": Decision.from_dict(values["decision"])})
+        return cls(**{**values, **rows, "decision": Decision.from_dict(values["decision"])})
 
 
 @dataclass(frozen=True)
@@ -345,7 +328,3 @@ class GateResult:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _share(logarithm: float) -> float | None:
-    return math.expm1(logarithm) if math.isfinite(logarithm) else None

@@ -220,12 +220,6 @@ def test_properties_for_junit_are_numbers():
     }
 
 
-def test_rounds_that_are_unlike_the_others_are_told():
-    odd = replace(SLOWER.trials["time"], differences=(0.0,) * 7 + (0.4,))
-    text = test_text(TestResult("a", trials={"time": odd}))
-    assert text.endswith("; some rounds are unlike the others, the centre of all is +0.00% (Hodges-Lehmann)")
-
-
 def test_a_tolerance_that_a_floor_has_raised_stays_legible():
     small = replace(SLOWER.trials["memory"], tolerance=1024.0, base=(64.0,), head=(128.0,))
     assert "tolerance 64 KiB:" in test_text(TestResult("a", trials={"memory": small}))

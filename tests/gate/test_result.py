@@ -1,7 +1,5 @@
-import itertools
 import json
 import math
-import statistics
 from dataclasses import replace
 from typing import get_args
 
@@ -100,17 +98,6 @@ def test_a_result_is_the_same_after_json(result):
 def test_what_is_not_known_is_none_in_json():
     values = gate(order_bias=math.nan, balance=math.nan).to_dict()
     assert values["order_bias"] is None and values["balance"] is None
-
-
-def test_one_wild_round_is_seen_beside_the_estimate():
-    wild = (0.01, 0.011, 0.009, 0.0105, 0.0095, 0.01, 0.5)
-    values = replace(trial(), differences=wild).to_dict()
-    middle = statistics.median((a + b) / 2 for a, b in itertools.combinations_with_replacement(wild, 2))
-    assert values["robust"]["estimate"] == pytest.approx(math.expm1(middle))
-    assert 0.009 < values["robust"]["low"] < values["robust"]["estimate"] < 0.011
-    few = replace(trial(), differences=(0.01,)).to_dict()
-    assert few["robust"] == {"estimate": math.expm1(0.01), "low": None, "high": None}
-    assert replace(trial(), differences=()).to_dict()["robust"] is None
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None], ids=repr)

@@ -73,10 +73,6 @@ class SideProcess:
         seed: seed of the random properties.
         environment: variables in addition to the environment of the current process.
         twins: twins from which the process is taken, seeded already; None: a new interpreter is started.
-
-    Attributes:
-        early: names of imported installed modules that twins of later rounds may import before their fork;
-            None: they may not import any.
     """
 
     def __init__(
@@ -98,7 +94,6 @@ class SideProcess:
         twins: Twins | None = None,
     ) -> None:
         self.role, self._seconds, self._log = role, seconds, log
-        self.early: list[str] | None = []
         inherited = os.environ.get("PYTHONPATH")
         variables = {
             **environment,
@@ -174,14 +169,10 @@ class SideProcess:
             except ChannelClosedError:
                 raise self._gone() from None
             if message is not None:
-                self._note(message.pop("early", []))
                 return message
             if ended:
                 raise self._gone()
         raise self._hung("nothing was heard of it")
-
-    def _note(self, early: list[str] | None) -> None:
-        self.early = None if self.early is None or early is None else [*self.early, *early]
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Send a message and return the answer.

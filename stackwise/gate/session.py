@@ -29,7 +29,6 @@ from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.suite import suite_result
 from stackwise.gate.tree import TEMPORARY, Tree
 from stackwise.gate.turns import OrderCheck, check_order
-from stackwise.gate.twin_supply import TwinSupply
 from stackwise.gate.twins import Twins
 from stackwise.gate.verdict import Verdict
 from stackwise.support.arguments import check_number, check_sizes
@@ -489,12 +488,8 @@ def _starter(
     is_long = len(str(folder)) > _LONGEST_TEMPORARY
     shorter = temporary_folder(TEMPORARY, Path("/tmp")) if is_long else nullcontext(folder)  # noqa: S108
     shutil.copytree(_SOURCE, folder / "stackwise_side", ignore=shutil.ignore_patterns("__pycache__"))
-    supply = TwinSupply(folder)
     with shorter as temporaries:
-        try:
-            yield _Starter(folder, temporaries, {"base": base, "head": head}, launch, all_tests, supply).start
-        finally:
-            supply.end()
+        yield _Starter(folder, temporaries, {"base": base, "head": head}, launch, all_tests).start
 
 
 @dataclass(frozen=True)
@@ -506,18 +501,16 @@ class _Starter:
     trees: Mapping[str, Tree]
     launch: Launch
     all_tests: Mapping[str, OpenTest]
-    supply: TwinSupply
 
     def start(self, tests: Sequence[str]) -> Callable[[str, int], SideProcess]:
         """Return the function that starts a side with a seed, for these tests."""
         twins: Twins | None = None
-        purpose = frozenset(self.launch.files[test] for test in tests)
 
         def process(role: str, seed: int) -> SideProcess:
             nonlocal twins
             if _FORKS and not (twins and twins.left):
-                twins = self.supply.next(seed, purpose)
-            made = self.supply.sides[role] = self._process(role, seed, tests, twins)
+                twins = Twins(seed, self.folder / "twins.log")
+            made = self._process(role, seed, tests, twins)
             try:
                 made.send(tests=list(tests))
             except BaseException:

@@ -104,14 +104,13 @@ class Twins:
     Args:
         seed: seed of the random properties.
         log: file for the output before a twin has a task.
-        imports: names of installed modules that are imported before the fork.
 
     Attributes:
         left: number of unused twins.
         log: file with the output before the twins had a task.
     """
 
-    def __init__(self, seed: int, log: Path, imports: Sequence[str] = ()) -> None:
+    def __init__(self, seed: int, log: Path) -> None:
         self.log = log
         pairs = [socket.socketpair() for _ in range(1 + _COUNT)]
         self._channels = [Channel(own) for own, _ in pairs]
@@ -130,9 +129,6 @@ class Twins:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        # If the process is dead, the next request for a twin raises the error.
-        with contextlib.suppress(ChannelClosedError, TimeoutError):
-            self._parent.send({"imports": list(imports)}, _PATIENCE)
 
     @property
     def left(self) -> int:  # noqa: D102

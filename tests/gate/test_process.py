@@ -11,7 +11,6 @@ import pytest
 from stackwise.gate import side
 from stackwise.gate.lock_wait import awaited_lock
 from stackwise.gate.process import SideFailedError, SideProcess
-from stackwise.gate.side import early_imports
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.twins import Twins
 
@@ -539,56 +538,6 @@ def test_waits():
         process._seconds = 0.05
         with pytest.raises(SideFailedError, match=r"it waits for the lock of .*/lock, which the other side"):
             process.receive()
-
-
-IMPORTS = """
-import os
-import numpy.fft
-
-def test_first(benchmark):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/nowhere"  # as torch does where it compiles
-    benchmark(int)
-
-def test_once(benchmark):
-    benchmark.pedantic(int)
-
-def test_changed(benchmark):
-    os.environ["OF_A_LIBRARY"] = "1"
-    benchmark(int)
-"""
-
-
-beside_no_device = pytest.mark.skipif(
-    any(Path(device).exists() for device in early_imports._DEVICES),
-    reason="beside a device none is made ahead",
-)
-
-
-def finish(process):
-    """Let it come to the end of a test."""
-    while not (message := process.receive()).get("over"):
-        if message.get("ready"):
-            process.send(go_on=True)
-
-
-@beside_no_device
-def test_what_later_twins_may_import_ahead(start):
-    process = start(["test_first"], IMPORTS)
-    finish(process)
-    assert {"numpy", "numpy.fft"} <= set(process.early)
-    assert process.early.index("numpy") < process.early.index("numpy.fft")
-    assert {name.partition(".")[0] for name in process.early} <= {"numpy", "scipy", "torch"}
-
-
-@beside_no_device
-@pytest.mark.parametrize("name", ["test_once", "test_changed"])
-def test_no_early_imports_if_import_is_measured_or_environment_changes(start, name):
-    """What is called once may be the import; a library may read the variable that the tests have set."""
-    process = start(["test_first", name], IMPORTS)
-    finish(process)
-    assert process.early
-    finish(process)
-    assert process.early is None
 
 
 def test_it_has_the_options_of_this_interpreter(start, monkeypatch):

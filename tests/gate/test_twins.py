@@ -1,6 +1,5 @@
 """Twins: what they have in common, what each becomes, and that none is left."""
 
-import colorsys
 import json
 import os
 import signal
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there
 
 # In the place of pytest, which is found in the folder.
 PYTEST = """
-import json, os, sys, tempfile
+import json, os, sys
 told = {
-    "temporary": tempfile.gettempdir(),
     "argv": sys.argv[1:],
     "path": sys.path[:3],
     "folder": os.getcwd(),
@@ -34,7 +32,6 @@ told = {
     "place": [id(sys), id(object), id(json.dumps)],
     "who": os.environ["WHO"],
     "customized": os.environ.get("CUSTOMIZED"),
-    "colors": getattr(sys.modules.get("colorsys"), "__file__", None),
     "path_variable": os.environ["PYTHONPATH"],
 }
 print(json.dumps(told), flush=True)
@@ -52,8 +49,8 @@ def made(tmp_path, monkeypatch):
     pairs, channels = [], []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inherited"))
 
-    def of(seed=0, arguments=("exit", "stay"), imports=()):
-        twins = Twins(seed, tmp_path / "twins.log", imports)
+    def of(seed=0, arguments=("exit", "stay")):
+        twins = Twins(seed, tmp_path / "twins.log")
         pairs.append(twins)
         found = []
         for who, argument in zip(("base", "head"), arguments, strict=True):
@@ -107,45 +104,6 @@ def test_they_differ_in_nothing_but_what_they_were_told(made, tmp_path):
     assert (base["argv"], head["argv"]) == (["exit"], ["stay"])
 
 
-def test_imports_come_before_the_fork(made, tmp_path):
-    """Out of what is installed, whatever of that name lies where the sides' own code does."""
-    for folder in ("inherited", "base", "head"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "colorsys.py").write_text("raise SystemExit('wrong')\n")
-    made(imports=["nowhere.to_be.found", "colorsys"])
-    base, head = (told(tmp_path, who) for who in ("base", "head"))
-    assert base["colors"] == head["colors"] == colorsys.__file__
-    # And what each finds behind that is its own.
-    assert base["path"] == [str(tmp_path / "base"), f"{tmp_path}/base/first", f"{tmp_path}/inherited"]
-    assert base["place"] == head["place"]
-    assert (tmp_path / "twins.log").read_text() == ""
-
-
-def test_what_pythonpath_has_of_installed_modules_is_imported(made, tmp_path, monkeypatch):
-    """As the sides would, which look there too; not what its other folders have, absolute or relative."""
-    installed = tmp_path / "overlay" / "site-packages"
-    for folder in (installed, tmp_path / "src"):
-        folder.mkdir(parents=True)
-        (folder / "colorsys.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"src{os.pathsep}overlay/site-packages")
-    made(imports=["colorsys"])
-    for who in ("base", "head"):
-        assert told(tmp_path, who)["colors"] == str(installed / "colorsys.py")
-
-
-def test_temporary_folder_is_its_own_if_an_import_has_looked_for_it_before(made, tmp_path, monkeypatch):
-    installed = tmp_path / "overlay" / "site-packages"
-    installed.mkdir(parents=True)
-    (installed / "colorsys.py").write_text("import tempfile\ntempfile.gettempdir()\n")
-    monkeypatch.setenv("PYTHONPATH", str(installed))
-    made(imports=["colorsys"])
-    assert [told(tmp_path, who)["temporary"] for who in ("base", "head")] == [
-        str(tmp_path / "base"),
-        str(tmp_path / "head"),
-    ]
-
-
 def test_sitecustomize_of_a_side_replaces_the_installed_one(made, tmp_path, monkeypatch):
     """The installed one runs when the twins' parent starts, as with Debian's Python."""
     installed = tmp_path / "overlay" / "site-packages"
@@ -157,14 +115,7 @@ def test_sitecustomize_of_a_side_replaces_the_installed_one(made, tmp_path, monk
         assert told(tmp_path, who)["customized"] == who
 
 
-def test_imports_are_told_in_no_argument(made, tmp_path):
-    """Of which Linux takes 2 MiB at most, and `ps` shows them all."""
-    twins, [(base, _), _] = made(imports=[f"colorsys.{number}{'x' * 30_000}" for number in range(100)])
-    assert base.pid and b"colorsys" not in Path(f"/proc/{twins._process.pid}/cmdline").read_bytes()
-    assert told(tmp_path, "base")["colors"] == told(tmp_path, "head")["colors"] == colorsys.__file__
-
-
-def test_where_nobody_says_what_to_import_they_end():
+def test_twins_end_if_nobody_holds_their_channels():
     parent, *others = (socket.socketpair() for _ in range(3))
     descriptors = [theirs.fileno() for _, theirs in (parent, *others)]
     process = subprocess.Popen(

@@ -31,7 +31,6 @@ from .channel import (  # copied together with this file
     Channel,
     ChannelClosedError,
 )
-from .early_imports import EarlyImports
 from .imports import Imports
 from .refusal import RefusedError
 from .seeds import Seeds
@@ -59,7 +58,6 @@ _SHARED = {
     "unable to lock file": _FILE,  # HDF5
     "could not set lock on file": _FILE,  # DuckDB
 }
-_EARLY = EarlyImports()
 _SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws numbers
 
 
@@ -120,7 +118,6 @@ class SidePlugin:
                 stray=stray,
                 imported=self.imports.new(),
                 files=_FILES.new(),
-                early=_EARLY.new(),
                 warnings=self._warnings.pop(item.nodeid, [])[:_MOST_WARNINGS],
             )
         return True
@@ -257,8 +254,6 @@ class SidePlugin:
                 "switch it off in runs of the gate"
             )
         self._served.add(nodeid)
-        if subject.only_once:
-            _EARLY.forbid()
         settle()
         taken: list[float] = []
         self._send(test=nodeid, ready=True, only_once=subject.only_once, tokens=tokens)

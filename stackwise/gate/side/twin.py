@@ -6,14 +6,11 @@ differed by 1.7 % (standard deviation) with a separate layout per side, in steps
 twins differed by 0.3 %, even if one side had more code.
 
 Arguments: the descriptor of the parent's channel, and the descriptor of each twin's channel. The parent
-receives `imports`, names of installed modules that both twins would import. It imports them before the fork,
-and reports on the twins. Each twin receives its task: `module`, `arguments`, `folder`, `import_path`,
+reports on the twins. Each twin receives its task: `module`, `arguments`, `folder`, `import_path`,
 `environment`, `log`. Each message is a line of JSON.
 """
 
 import contextlib
-import gc
-import importlib
 import importlib.machinery
 import json
 import os
@@ -21,18 +18,12 @@ import runpy
 import signal
 import site
 import sys
-import warnings
-from collections.abc import Iterable
 from typing import Any
-
-_INSTALLED = frozenset({"dist-packages", "site-packages"})  # as in `early_imports`
-_CHUNK = 65536
 
 
 def become() -> str:
     """Fork the twins. Return, in each twin only, the name of the module that it runs."""
     parent, *channels = map(int, sys.argv[1:])
-    _import(_told(parent, _CHUNK)["imports"])  # the only message to the parent
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     twins = []
     for channel in channels:
@@ -51,27 +42,6 @@ def become() -> str:
         os.close(channel)
     _watch(parent, twins)
     return os._exit(0)
-
-
-def _import(names: Iterable[str]) -> None:
-    """Import installed modules. Ignore errors, which the sides will raise themselves."""
-    path = list(sys.path)
-    # Without the folder of this file, and without folders of PYTHONPATH that may contain code of the sides.
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    own = {os.path.abspath(place) for place in inherited if not _is_installed(place)}  # noqa: PTH100
-    sys.path[:] = [place for place in (path if sys.flags.safe_path else path[1:]) if place not in own]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-    sys.path[:] = path
-    gc.collect()
-    gc.freeze()  # otherwise the first collection of each side would write to these objects
-
-
-def _is_installed(place: str) -> bool:
-    return not _INSTALLED.isdisjoint(place.split(os.sep))  # noqa: PTH206
 
 
 def _watch(parent: int, twins: list[int]) -> None:
@@ -109,11 +79,11 @@ def _tell(descriptor: int, **what: object) -> None:
         os.write(descriptor, json.dumps(what).encode() + b"\n")
 
 
-def _told(channel: int, at_once: int = 1) -> dict[str, Any]:
-    """Return the first line of a channel. If `at_once` is 1, no byte after the line is read."""
+def _told(channel: int) -> dict[str, Any]:
+    """Return the first line of a channel. No byte after the line is read."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        piece = os.read(channel, at_once)
+        piece = os.read(channel, 1)
         if not piece:
             os._exit(0)
         line += piece
@@ -128,9 +98,6 @@ def _prepare(told: dict[str, Any]) -> None:
         os.dup2(log, standard)
     os.close(log)
     os.environ.update(told["environment"])
-    if "tempfile" in sys.modules:
-        # An import may have cached the folder of the previous environment.
-        vars(sys.modules["tempfile"])["tempdir"] = None
     os.chdir(told["folder"])
     # Without safe_path, the first entry is the folder of this file.
     own = [] if sys.flags.safe_path else [os.getcwd()]  # noqa: PTH109

@@ -1,6 +1,6 @@
 """`python -m bench.history`: how long the usual questions take of a history with 100,000 results.
 
-A store is filled with runs of 100 tests on two machines, 50 raw samples each. Then every question is asked
+A store is filled with runs of 100 tests on two machines. Then every question is asked
 once, so that Python has imported what it needs, and several times more, each in a store that is opened for
 it, as a command does; the figure is the slowest of these. What commands take as processes of their own,
 Python's start and imports included, are figures without a bar.
@@ -50,25 +50,13 @@ def run_of(number: int, random: np.random.Generator) -> tuple[Run, list[Result]]
     created = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=30 * number)
     run = Run(MACHINES[number % 2], f"{number:08x}" * 5, "main", created, identity=f"run {number}")
     levels = np.exp(random.normal(-4 + 0.05 * (number // 150), 0.005, (TESTS, SAMPLES)))
-    times = np.exp(random.normal(-6, 0.02, (SAMPLES, 2)))
-    reference = tuple(ReferenceTime(*pair) for pair in times.tolist())
+    reference = ReferenceTime(*np.exp(random.normal(-6, 0.02, 2)).tolist())
     results = []
     for test, samples in enumerate(levels.tolist()):
         level = median(samples)
         verdict = Verdict.REGRESSED if (number + test) % 29 == 0 else Verdict.PASS
         ratio = float(np.log(level)) + 6
-        results.append(
-            Result(
-                test_name(test),
-                "time",
-                level,
-                ratio,
-                reference[0],
-                verdict,
-                samples=tuple(samples),
-                reference_samples=reference,
-            )
-        )
+        results.append(Result(test_name(test), "time", level, ratio, reference, verdict))
     return run, results
 
 
@@ -103,7 +91,6 @@ def questions(place: str | Path, runs: int) -> dict[str, Callable[[], object]]:
         "list tests by name": lambda store: store.series(test="test_3.py", machine=machine.key),
         "all points of a test": lambda store: store.points(machine, name, "time"),
         "points that count": points,
-        "samples of a point": lambda store: store.samples(store.points(machine, name, "time", last=1)[0]),
         "change points of a test": lambda store: change_points([p.log_ratio for p in points(store)]),
         "plot a test": lambda store: series_svg(points(store), name),
         "how long the reference took": lambda store: store.references(machine),

@@ -28,7 +28,6 @@ class Run:
         branch: branch of the revision; "" without a branch.
         created: time of the run, with a time zone.
         identity: unique ID of the run. A run that is stored already is not stored twice.
-        source: tool that measured: "gate", "pytest-benchmark", or a user-defined name.
         notes: notes for the reader.
 
     Raises:
@@ -40,7 +39,6 @@ class Run:
     branch: str = ""
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
-    source: str = "gate"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,12 +58,9 @@ class Result:
         verdict: verdict on the result; None: not judged.
         decision: complete decision as plain values.
         standing: use in the judgement of later results; None: as the verdict implies.
-        samples: raw samples in order.
-        reference_samples: samples of the reference in the same turns.
 
     Raises:
-        ValueError: a level that is not a positive number, a ratio or sample that is not finite, or an empty
-            name.
+        ValueError: a level that is not a positive number, a ratio that is not finite, or an empty name.
     """
 
     test: str
@@ -76,28 +71,16 @@ class Result:
     verdict: Verdict | None = None
     decision: Mapping[str, Any] | None = None
     standing: Standing | None = None
-    samples: tuple[float, ...] = ()
-    reference_samples: tuple[ReferenceTime, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("test", "metric"):
             require(bool(getattr(self, name)), name, getattr(self, name), "a name")
         _check_numbers(self.test, self.level, self.log_ratio)
-        wrong = [sample for sample in self.samples if not math.isfinite(sample)]
-        require(not wrong, f"samples of {self.test}", wrong[:1], "finite numbers")
 
     @classmethod
     def timed(cls, test: str, found: Referenced) -> Self:
         """Return the result of a test that was interleaved with the reference."""
-        return cls(
-            test,
-            "time",
-            found.level,
-            found.log_ratio,
-            found.reference_level,
-            samples=found.samples,
-            reference_samples=found.reference,
-        )
+        return cls(test, "time", found.level, found.log_ratio, found.reference_level)
 
 
 @dataclass(frozen=True)
@@ -105,7 +88,6 @@ class Series:
     """All results of one metric of one test on one kind of machine.
 
     Attributes:
-        id: ID in the store.
         machine: kind of machine.
         test: node ID of the test.
         metric: name of the metric.
@@ -116,7 +98,6 @@ class Series:
         last_verdict: verdict on the newest result, or None.
     """
 
-    id: int
     machine: Machine
     test: str
     metric: str
@@ -132,7 +113,7 @@ class Point:
     """One result in its series.
 
     Attributes:
-        id: ID in the store, which also identifies its samples.
+        id: ID in the store.
         created: time of the measurement.
         commit: measured revision.
         branch: branch of the run.

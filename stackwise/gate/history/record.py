@@ -52,8 +52,6 @@ def results_of(gate: GateResult) -> list[Result]:
                     median_time(times) if times else None,
                     trial.decision.verdict,
                     trial.decision.to_dict(),
-                    samples=trial.head,
-                    reference_samples=times,
                 )
             )
     return found

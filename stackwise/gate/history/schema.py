@@ -9,7 +9,6 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     String,
     Table,
@@ -24,13 +23,12 @@ __all__ = [
     "metadata",
     "results",
     "runs",
-    "samples",
     "series",
     "version",
 ]
 
 # Incremented with every change below. A store of another version is refused.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 # SQLite generates IDs only in a column of the type INTEGER.
@@ -55,7 +53,6 @@ runs = Table(
     Column("commit_id", Text, nullable=False),
     Column("branch", Text, nullable=False),
     Column("created", BigInteger, nullable=False),  # microseconds since 1970, UTC
-    Column("source", Text, nullable=False),
     Column("notes", Text, nullable=False),  # JSON
     Index("stackwise_run_by_machine", "machine_id", "created", "id"),
 )
@@ -90,16 +87,6 @@ results = Table(
     Column("standing", String(16), nullable=False),
     UniqueConstraint("run_id", "series_id"),
     Index("stackwise_result_by_time", "series_id", "created", "id"),
-)
-
-# Separate table, so that reading a series does not read its samples.
-samples = Table(
-    "stackwise_samples",
-    metadata,
-    Column("result_id", _Id, ForeignKey("stackwise_result.id"), primary_key=True),
-    Column("test", LargeBinary, nullable=False),
-    Column("gemm", LargeBinary, nullable=False),
-    Column("copy", LargeBinary, nullable=False),
 )
 
 baselines = Table(

@@ -23,7 +23,6 @@ from stackwise.gate.history.database import Database
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.point import Point, Result, Run, Series
 from stackwise.gate.history.reference import ReferenceTime
-from stackwise.gate.history.sample_bytes import packed, unpacked
 from stackwise.gate.history.store_url import HistoryError, StoreUrl
 from stackwise.gate.verdict import Verdict
 from stackwise.support.arguments import check_sizes, require
@@ -88,7 +87,6 @@ class Store:
                 "commit_id": run.commit,
                 "branch": run.branch,
                 "created": _microseconds(run.created),
-                "source": run.source,
                 "notes": json.dumps(run.notes),
             }
             run_id = self._database.enter(connection, schema.runs, values, ["identity"])
@@ -113,15 +111,7 @@ class Store:
             ]
             if rows:
                 connection.execute(schema.results.insert(), rows)
-                self._add_samples(connection, run_id, series, results)
         return True
-
-    def machines(self) -> list[Machine]:
-        """Return all kinds of machines with results."""
-        with self._database.reading() as connection:
-            m = schema.machines
-            rows = connection.execute(select(m.c.key, m.c.facts).order_by(m.c.id)).all()
-            return [_machine(key, facts) for key, facts in rows]
 
     def series(
         self, *, machine: str | None = None, test: str | None = None, metric: str | None = None
@@ -144,8 +134,8 @@ class Store:
         )
         count = select(func.count()).where(r.c.series_id == s.c.id).correlate(s).scalar_subquery()
         query = (
-            select(s.c.id, m.c.facts, s.c.test, s.c.metric, count, r.c.created, runs.c.commit_id, r.c.level)
-            .add_columns(r.c.verdict, s.c.digest, m.c.key)
+            select(m.c.facts, s.c.test, s.c.metric, count)
+            .add_columns(r.c.created, runs.c.commit_id, r.c.level, r.c.verdict)
             .join_from(s, m, m.c.id == s.c.machine_id)
             .join(r, r.c.id == newest)
             .join(runs, runs.c.id == r.c.run_id)
@@ -158,24 +148,11 @@ class Store:
         if metric is not None:
             query = query.where(s.c.metric == metric)
         with self._database.reading() as connection:
-            rows = connection.execute(query).all()
-            for row in rows:
-                require(
-                    row.digest == _digest(row.test, row.metric), "series", row.test, "the name of its digest"
-                )
             return [
                 Series(
-                    number,
-                    _machine(key, facts),
-                    name,
-                    kind,
-                    n,
-                    _time(last),
-                    commit,
-                    level,
-                    _verdict(verdict),
+                    Machine(json.loads(facts)), name, kind, n, _time(last), commit, level, _verdict(verdict)
                 )
-                for number, facts, name, kind, n, last, commit, level, verdict, _, key in rows
+                for facts, name, kind, n, last, commit, level, verdict in connection.execute(query)
             ]
 
     def points(
@@ -232,24 +209,6 @@ class Store:
                 )
                 for row in reversed(rows)
             ]
-
-    def samples(self, point: Point) -> tuple[tuple[float, ...], tuple[ReferenceTime, ...]]:
-        """Return the raw samples of a point, and the samples of the reference in the same turns.
-
-        Raises:
-            HistoryError: the store does not have the point, or its samples are damaged.
-        """
-        table = schema.samples
-        query = select(table.c.test, table.c.gemm, table.c.copy).where(table.c.result_id == point.id)
-        with self._database.reading() as connection:
-            row = connection.execute(query).one_or_none()
-        if row is None:
-            raise HistoryError(f"{self._database.shown}: there is no result {point.id}")
-        try:
-            test, gemm, copy = (unpacked(data) for data in row)
-            return test, tuple(ReferenceTime(*pair) for pair in zip(gemm, copy, strict=True))
-        except (ValueError, TypeError) as error:
-            raise HistoryError(f"{self._database.shown}: result {point.id}: {error}") from None
 
     def references(self, machine: Machine, *, last: int = 64) -> list[ReferenceTime]:
         """Return the mean reference time of each of the newest runs of a machine, oldest first.
@@ -384,23 +343,6 @@ class Store:
             found[test, metric] = known[digest]
         return found
 
-    def _add_samples(
-        self, connection: Any, run_id: int, series: dict[tuple[str, str], int], results: Sequence[Result]
-    ) -> None:
-        r = schema.results
-        query = select(r.c.series_id, r.c.id).where(r.c.run_id == run_id)
-        numbers: dict[int, int] = {row.series_id: row.id for row in connection.execute(query)}
-        rows = [
-            {
-                "result_id": numbers[series[each.test, each.metric]],
-                "test": packed(each.samples),
-                "gemm": packed([turn.gemm for turn in each.reference_samples]),
-                "copy": packed([turn.copy for turn in each.reference_samples]),
-            }
-            for each in results
-        ]
-        connection.execute(schema.samples.insert(), rows)
-
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
@@ -419,15 +361,8 @@ def _verdict(text: str | None) -> Verdict | None:
 
 
 def _reference(gemm: float | None, copy: float | None) -> ReferenceTime | None:
-    require((gemm is None) == (copy is None), "reference", (gemm, copy), "both times or none")
     return None if gemm is None or copy is None else ReferenceTime(gemm, copy)
 
 
 def _json(decision: Mapping[str, Any] | None) -> str | None:
     return None if decision is None else json.dumps(dict(decision), allow_nan=False)
-
-
-def _machine(key: str, facts: str) -> Machine:
-    machine = Machine(json.loads(facts))
-    require(machine.key == key, "machine", key, f"the key of its facts, {machine.key}")
-    return machine

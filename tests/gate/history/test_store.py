@@ -1,6 +1,5 @@
 """The store: what is put in comes out, by its machine, in its order, whole or not at all."""
 
-import math
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
@@ -25,16 +24,14 @@ def store(tmp_path):
 
 
 def test_what_is_put_in_comes_out(store, make_run, machine):
-    turns = (ReferenceTime(1e-3, 4e-3), ReferenceTime(1.1e-3, 4.2e-3))
-    given = {"decision": {"verdict": "PASS"}, "samples": (0.1, math.pi), "reference_samples": turns}
-    result = Result("a.py::test[é]", "time", 0.5, -1.25, turns[0], Verdict.PASS, **given)
+    reference = ReferenceTime(1e-3, 4e-3)
+    result = Result("a.py::test[é]", "time", 0.5, -1.25, reference, Verdict.PASS, {"verdict": "PASS"})
     assert store.add(make_run(3), [result])
     [point] = store.points(machine, "a.py::test[é]", "time")
     assert (point.commit, point.branch) == ("0003" * 10, "main")
     assert point.created == datetime(2026, 1, 4, tzinfo=UTC)
-    assert (point.level, point.log_ratio, point.reference) == (0.5, -1.25, turns[0])
+    assert (point.level, point.log_ratio, point.reference) == (0.5, -1.25, reference)
     assert (point.verdict, point.standing) == (Verdict.PASS, Standing.ACCEPTED)
-    assert store.samples(point) == ((0.1, math.pi), turns)
 
 
 def test_time_zones_are_one_time(store, make_run, make_result, machine):
@@ -59,7 +56,7 @@ def test_a_run_is_stored_once(store, make_run, make_result, machine):
 
 def test_a_run_is_there_whole_or_not_at_all(store, make_run, make_result, machine):
     broken = make_result(test="later")
-    object.__setattr__(broken, "samples", ("no number",))
+    object.__setattr__(broken, "decision", {"reason": object()})
     with pytest.raises(TypeError):
         store.add(make_run(1), [make_result(), broken])
     assert store.series() == []
@@ -78,7 +75,6 @@ def test_another_machine_is_another_series(store, make_run, make_result, machine
     assert [point.log_ratio for point in store.points(machine, TEST, "time")] == [1.0]
     assert [point.log_ratio for point in store.points(other, TEST, "time")] == [2.0]
     assert store.references(machine) == [ReferenceTime(1e-3, 4e-3)]
-    assert store.machines() == [machine, other]
 
 
 def test_series_are_listed_with_their_newest(store, make_run, make_result, machine):
@@ -158,24 +154,6 @@ def test_a_node_id_may_be_long(store, make_run, make_result, machine):
     name = "test[" + "x" * 100_000 + "]"
     store.add(make_run(), [make_result(test=name)])
     assert len(store.points(machine, name, "time")) == 1
-
-
-def test_damaged_samples_are_told(store, make_run, make_result, machine, tmp_path):
-    store.add(make_run(), [make_result(samples=tuple(map(float, range(50))))])
-    with closing(sqlite3.connect(tmp_path / "history.db")) as connection:
-        connection.execute("UPDATE stackwise_samples SET test = substr(test, 1, 20)")
-        connection.commit()
-    [point] = store.points(machine, TEST, "time")
-    with pytest.raises(HistoryError, match=r"history.db: result 1: .*damaged"):
-        store.samples(point)
-
-
-def test_a_point_of_elsewhere_has_no_samples(store, make_run, make_result, machine, tmp_path):
-    with Store(tmp_path / "other.db") as other:
-        other.add(make_run(), [make_result()])
-        [point] = other.points(machine, TEST, "time")
-    with pytest.raises(HistoryError, match="there is no result 1"):
-        store.samples(point)
 
 
 def test_it_is_one_file_when_nobody_writes(store, make_run, make_result, tmp_path):

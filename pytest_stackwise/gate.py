@@ -264,8 +264,8 @@ class Gate:
         """Store the results of head in the history, unless the run was interrupted. Return a message."""
         if self._interrupted:
             return "gate: nothing was kept in the history, as the run was interrupted"
+        from stackwise.gate.git import Checkout
         from stackwise.gate.history import open_store
-        from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.machine import Machine
         from stackwise.gate.history.point import Run
         from stackwise.gate.history.record import results_of

@@ -197,8 +197,8 @@ class Add(OneReport):
 
     def run(self) -> int:
         """Add the report, and print the number of its results."""
+        from stackwise.gate.git import Checkout
         from stackwise.gate.history import open_store
-        from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.point import Run
         from stackwise.gate.history.record import results_of
 
@@ -239,8 +239,8 @@ class Judge(OneReport):
 
     def run(self) -> int:
         """Print one line for each metric of each test, the worst first."""
+        from stackwise.gate.git import Checkout
         from stackwise.gate.history import open_store
-        from stackwise.gate.history.checkout import Checkout
         from stackwise.gate.history.record import judge_run, results_of
         from stackwise.gate.limit import Limits, parse_limits
         from stackwise.gate.result import EXIT_INCONCLUSIVE, EXIT_NOTHING

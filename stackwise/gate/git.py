@@ -1,13 +1,15 @@
-"""Git: calls of git in a given repository, with the user's configuration."""
+"""Git: calls of git with the user's configuration, and the commit and branch of a folder."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-__all__ = ["run_git"]
+__all__ = ["Checkout", "run_git"]
 
 # Variables that name a repository, its index or its objects. Git sets them while a hook runs.
 _OF_A_REPOSITORY = frozenset(
@@ -28,6 +30,9 @@ _OF_A_REPOSITORY = frozenset(
         "WORK_TREE",
     )
 )
+# Variables with the name of the branch, since a CI checks out a commit without its branch. The branch of a
+# pull request precedes its target branch.
+_BRANCHES = ("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME")
 
 
 def run_git(
@@ -59,3 +64,34 @@ def run_git(
         check=False,
         env=environment,
     )
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """Commit and branch of a folder.
+
+    Attributes:
+        commit: commit hash, with "-dirty" if tracked files have changed; "" outside of a repository.
+        branch: name of the branch; "" if unknown.
+    """
+
+    commit: str
+    branch: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Return the checkout of a folder."""
+        commit = _git(folder, "rev-parse", "HEAD")
+        if commit and _git(folder, "status", "--porcelain", "--untracked-files=no"):
+            commit += "-dirty"
+        branch = _git(folder, "symbolic-ref", "--short", "--quiet", "HEAD")
+        said = (os.environ.get(name, "") for name in _BRANCHES)
+        return cls(commit, branch or next(filter(None, said), ""))
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = run_git(folder, *arguments)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stackwise.gate.lock_wait import awaited_lock
 from stackwise.gate.side.channel import (
     DESCRIPTOR,
     FOREIGN,
@@ -27,7 +26,7 @@ from stackwise.gate.side.channel import (
 from stackwise.gate.side.clock import real_time
 from stackwise.gate.twins import Twin, Twins, start_python
 
-__all__ = ["SideFailedError", "SideProcess"]
+__all__ = ["SideFailedError", "SideProcess", "awaited_lock"]
 
 _PATIENCE = 5.0  # seconds for a process to exit by itself
 _LOOK = 1.0  # seconds between inspections of a silent process
@@ -234,3 +233,37 @@ class SideProcess:
                     "crashed", f"it was ended by {signal.Signals(-code).name}; {self.printed()}"
                 )
         return SideFailedError("crashed", f"it ended with code {code}; {self.printed()}")
+
+
+def awaited_lock(session: int) -> str:
+    """Return the path of the file whose lock (flock, lockf) a process of a session waits for.
+
+    Args:
+        session: process ID of the session leader.
+
+    Returns:
+        the path; "a file" if the path is unknown; "" if no process waits, or the system is not Linux.
+    """
+    for pid, inode in _waiting():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == session:
+                return _open_file(pid, inode) or "a file"
+    return ""
+
+
+def _waiting() -> Iterator[tuple[int, int]]:
+    """Yield the process ID and the inode of each blocked request for a lock."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # As in "1: -> FLOCK  ADVISORY  WRITE 4711 08:01:123 0 EOF".
+            words = line.split()
+            if words[1:2] == ["->"]:
+                yield int(words[5]), int(words[6].rpartition(":")[2])
+
+
+def _open_file(pid: int, inode: int) -> str:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if descriptor.stat().st_ino == inode:
+                return str(descriptor.readlink())
+    return ""

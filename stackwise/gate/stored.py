@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from stackwise.gate.history.interval import ONE_LOOK, decide
+from stackwise.gate.history.judgement import ONE_LOOK, decide
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import GateResult, Missing, TestResult, TrialResult

@@ -11,9 +11,8 @@ import statistics
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from stackwise.gate.outlier import without_outliers
 from stackwise.gate.result import TestResult, TrialResult
-from stackwise.gate.sequential import Rule, surely_differs
+from stackwise.gate.sequential import Rule, surely_differs, without_outliers
 from stackwise.gate.trial import LEAST_FRESH, Trial
 from stackwise.gate.verdict import Decision, Verdict
 

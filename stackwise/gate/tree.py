@@ -20,17 +20,25 @@ from pathlib import Path
 from stackwise.gate.git import run_git
 from stackwise.gate.overlay import (
     files_of,
+    installed_packages,
     lay_over,
     overlay_parts,
     replace_place,
     test_files,
     test_functions,
 )
-from stackwise.gate.packages import installed_packages
-from stackwise.gate.pointers import check_pointers
 from stackwise.support.temporary_folder import temporary_folder
 
-__all__ = ["NOTHING_DIFFERS", "TEMPORARY", "Renamed", "Tree", "both_trees", "repository_of", "revision_name"]
+__all__ = [
+    "NOTHING_DIFFERS",
+    "TEMPORARY",
+    "Renamed",
+    "Tree",
+    "both_trees",
+    "is_pointer",
+    "repository_of",
+    "revision_name",
+]
 
 TEMPORARY = "stackwise-gate-"  # start of the names of temporary folders
 _NOT_COPIED = (
@@ -49,6 +57,10 @@ NOTHING_DIFFERS = (
     "nothing but tests differs between base and head: the same code was compared with itself; "
     "the base of a committed change is HEAD~1"
 )
+# Small files in the place of data that git-lfs or git-annex has not fetched.
+_POINTERS = (b"version https://git-lfs.github.com/spec/", b"/annex/objects/")
+_LARGEST_POINTER = 1024  # bytes
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,7 @@ def both_trees(
         hidden = lay_over(head_tree.folder, base_tree.folder, parts, relative, old)
         files = old | files_of(head_tree.folder)
         names = (base_tree.name, head_tree.name)
-        notes += tuple(check_pointers(base_tree.folder, head_tree.folder, names, files))
+        notes += _check_pointers(base_tree.folder, head_tree.folder, names, files)
         differs = not all(_equal(base_tree.folder / file, head_tree.folder / file) for file in files)
         renamed = _renamed(old_tests, _texts(head_tree.folder, relative))
         if build is not None:
@@ -395,6 +407,46 @@ def _equal(one: Path, other: Path) -> bool:
     if one.is_symlink() or other.is_symlink():
         return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
     return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def is_pointer(path: Path) -> bool:
+    """Return True if a file is a pointer of git-lfs or git-annex."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_POINTER:
+        return False
+    return path.read_bytes().startswith(_POINTERS)
+
+
+def _check_pointers(base: Path, head: Path, names: tuple[str, str], files: Iterable[Path]) -> tuple[str, ...]:
+    """Return a note on the files that are pointers in both trees, or an empty tuple if no file is one.
+
+    Args:
+        base: tree of base.
+        head: tree of head.
+        names: names of base and head in messages.
+        files: files to check, relative to the trees.
+
+    Raises:
+        ValueError: a file is a pointer in one tree and data in the other, so the sides would read different
+            data.
+    """
+    pointers: list[str] = []
+    for file in sorted(files):
+        of_base, of_head = is_pointer(base / file), is_pointer(head / file)
+        other = head if of_base else base
+        if of_base != of_head and (other / file).exists():
+            name = names[0] if of_base else names[1]
+            raise ValueError(
+                f"against: {file} is a pointer of git-lfs in the tree of {name} and data in the other; "
+                "run `git lfs install`, and `git lfs fetch --all` or `git lfs pull`, and try again"
+            )
+        if of_base and of_head:
+            pointers.append(str(file))
+    if not pointers:
+        return ()
+    shown = ", ".join(pointers[:_SHOWN]) + (
+        f" and {len(pointers) - _SHOWN} more" if pointers[_SHOWN:] else ""
+    )
+    return (f"pointers of git-lfs, not data, on both sides: {shown}; `git lfs pull` gets the data",)
 
 
 def _build(command: str, tree: Tree) -> None:

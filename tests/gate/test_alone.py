@@ -9,7 +9,7 @@ from tests.forked import printed
 # In a process of its own: tests that ran before in this one have left threads, and processes that wait.
 PROGRAM = """
 import json, subprocess, sys, threading, time
-from stackwise.gate.side.alone import Alone
+from stackwise.gate.side.subject import Alone
 
 def compute():
     end = time.thread_time() + 0.05

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stackwise.gate.lock_wait import awaited_lock
+from stackwise.gate.process import awaited_lock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell who waits")
 WAIT = "import fcntl, sys\nfile = open(sys.argv[1])\nprint(flush=True)\n{}"

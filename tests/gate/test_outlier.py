@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from stackwise.gate.limit import Limit
-from stackwise.gate.outlier import without_outliers
+from stackwise.gate.sequential import without_outliers
 from stackwise.gate.trial import Trial
 from stackwise.gate.verdict import Verdict
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from stackwise.gate.packages import declared_packages, installed_packages, is_project
+from stackwise.gate.overlay import declared_packages, installed_packages, is_project
 
 DISTRIBUTION = "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n"
 

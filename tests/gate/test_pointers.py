@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from stackwise.gate.pointers import is_pointer
+from stackwise.gate.tree import is_pointer
 from tests.gate.small_repository import commit, git, run_gate
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stackwise.gate import side
-from stackwise.gate.lock_wait import awaited_lock
-from stackwise.gate.process import SideFailedError, SideProcess
+from stackwise.gate.process import SideFailedError, SideProcess, awaited_lock
 from stackwise.gate.side.channel import CALLABLE
 from stackwise.gate.twins import Twins
 

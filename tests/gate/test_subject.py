@@ -28,6 +28,8 @@ class Clock:
     def perf_counter_ns(self):
         return round(self.now * 1e9)
 
+    process_time = thread_time = perf_counter
+
 
 @pytest.fixture
 def clock(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stackwise.gate.side.tracer import active_tracer
+from stackwise.gate.side.subject import active_tracer
 
 
 def of_a_test(frame, event, argument):

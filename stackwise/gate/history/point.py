@@ -1,4 +1,11 @@
-"""Point: stored result of a test, with its run and its series."""
+"""Point: stored result of a test, with its run and its series.
+
+A result also has a standing: only a PASS extends the baseline, by which later results are judged. A slower or
+faster result is never part of it: a regression must not become the usual level because it was measured often
+enough. An undecided result is included after a later result of its branch has passed. With passed results
+only, the baseline would contain the faster ones of many equal results. A person can accept an intended new
+level, with a reason. Results are then used from this level on.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +14,33 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, Self
 
-from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.reference import Referenced, ReferenceTime
 from stackwise.gate.verdict import Verdict
 from stackwise.support.arguments import require
 
-__all__ = ["Point", "Result", "Run", "Series"]
+__all__ = ["Baseline", "Point", "Result", "Run", "Series", "Standing"]
+
+
+class Standing(StrEnum):
+    """Use of a result in the judgement of later results."""
+
+    ACCEPTED = "accepted"  # used
+    PENDING = "pending"  # used after a later result is accepted
+    EXCLUDED = "excluded"  # not used, unless a person accepts it
+
+    @classmethod
+    def of(cls, verdict: Verdict | None) -> Standing:
+        """Return the standing for a verdict; None: the result is undecided."""
+        match verdict:
+            case Verdict.PASS:
+                return cls.ACCEPTED
+            case Verdict.REGRESSED | Verdict.IMPROVED:
+                return cls.EXCLUDED
+        return cls.PENDING
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,21 @@ class Point:
 
     def __post_init__(self) -> None:
         _check_numbers(f"result {self.id}", self.level, self.log_ratio)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Start of the results of a series that are used on a branch.
+
+    Attributes:
+        since: time of the first result that is used.
+        commit: commit of the accepted result.
+        reason: reason of the person who accepted it.
+    """
+
+    since: datetime
+    commit: str
+    reason: str
 
 
 def _check_numbers(of: str, level: float, log_ratio: float) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
-from stackwise.gate.history.drift import Band
+from scipy.special import stdtrit
+
 from stackwise.gate.history.judgement import WINDOW, Judgement, judge
 from stackwise.gate.history.machine import Machine
 from stackwise.gate.history.point import Result
@@ -15,9 +17,15 @@ from stackwise.gate.history.reference import ReferenceTime, log_ratio, median_ti
 from stackwise.gate.history.store import Store
 from stackwise.gate.limit import Limits
 from stackwise.gate.result import GateResult
-from stackwise.support.arguments import require
+from stackwise.support.arguments import check_number, require
 
-__all__ = ["judge_run", "judged_results", "results_of"]
+__all__ = ["Band", "judge_run", "judged_results", "results_of"]
+
+# Minimum number of runs for an estimate of their spread.
+_MIN_RUNS = 8
+# Minimum distance of the limits from the mean, even if eight runs were equal.
+_NARROWEST = math.log1p(0.02)
+_PARTS = {"gemm": "the product of matrices", "copy": "the copy of memory"}
 
 
 def results_of(gate: GateResult) -> list[Result]:
@@ -126,3 +134,58 @@ def _drifted(store: Store, machine: Machine, results: Sequence[Result]) -> str:
         return ""
     gemm, copy = (statistics.fmean(getattr(each, part) for each in times) for part in ("gemm", "copy"))
     return band.outside(ReferenceTime(gemm, copy))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Expected times of the reference in the next run.
+
+    Slow drift moves the band, and the ratios to the reference cancel it. A time outside of the band is a
+    sudden change: another clock rate, a busy neighbour, or memory that became slower while the processor did
+    not. The ratio of a test to the reference may then be different too, so the test is not judged.
+
+    Attributes:
+        gemm: minimum and maximum seconds of the matrix product.
+        copy: minimum and maximum seconds of the memory copy.
+        runs: number of runs from which the band is computed.
+    """
+
+    gemm: tuple[float, float]
+    copy: tuple[float, float]
+    runs: int
+
+    @classmethod
+    def of(cls, references: Sequence[ReferenceTime], *, alpha: float = 0.001) -> Self | None:
+        """Return the prediction interval of the next run.
+
+        It is Student's t interval of the logarithms, and at least 2 % to each side.
+
+        Args:
+            references: reference times of the previous runs, one each.
+            alpha: probability that a run of the same machine is outside of the band, per part.
+
+        Returns:
+            the band; None with fewer than 8 runs.
+        """
+        check_number("alpha", alpha, "a number between 0 and 1", lambda value: 0 < value < 1)
+        count = len(references)
+        if count < _MIN_RUNS:
+            return None
+        quantile = -float(stdtrit(count - 1, alpha / 2)) * math.sqrt(1 + 1 / count)
+        found = {}
+        for part in _PARTS:
+            logs = [math.log(getattr(each, part)) for each in references]
+            middle = statistics.fmean(logs)
+            half = max(quantile * statistics.stdev(logs), _NARROWEST)
+            found[part] = math.exp(middle - half), math.exp(middle + half)
+        return cls(**found, runs=count)
+
+    def outside(self, reference: ReferenceTime) -> str:
+        """Return a sentence on the parts of the reference that are outside of the band; "" if none is."""
+        said = []
+        for part, name in _PARTS.items():
+            (low, high), seconds = getattr(self, part), getattr(reference, part)
+            if not low <= seconds <= high:
+                expected = f"{low * 1e3:.3g} to {high * 1e3:.3g} ms"
+                said.append(f"{name} took {seconds * 1e3:.3g} ms where {expected} were expected")
+        return " and ".join(said)

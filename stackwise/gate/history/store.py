@@ -18,10 +18,9 @@ from typing import Any, Self
 from sqlalchemy import func, select, update
 
 from stackwise.gate.history import schema
-from stackwise.gate.history.baseline import Baseline, Standing
 from stackwise.gate.history.database import Database
 from stackwise.gate.history.machine import Machine
-from stackwise.gate.history.point import Point, Result, Run, Series
+from stackwise.gate.history.point import Baseline, Point, Result, Run, Series, Standing
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.store_url import HistoryError, StoreUrl
 from stackwise.gate.verdict import Verdict

@@ -32,10 +32,8 @@ from .channel import (  # copied together with this file
     ChannelClosedError,
 )
 from .imports import Imports
-from .refusal import RefusedError
 from .seeds import Seeds
-from .subject import Repeated, Streamed, Subject, peak_memory, settle, warm_up
-from .tracer import active_tracer
+from .subject import RefusedError, Repeated, Streamed, Subject, active_tracer, peak_memory, settle, warm_up
 from .used_files import UsedFiles
 
 __all__ = ["SidePlugin"]
@@ -59,14 +57,6 @@ _SHARED = {
     "could not set lock on file": _FILE,  # DuckDB
 }
 _SEEDS = Seeds(int(os.environ.pop(SEED, "0")))  # before a conftest draws numbers
-
-
-class OneCallError(RefusedError):
-    """A test measures two calls."""
-
-
-class TracedError(RefusedError):
-    """A tracer or a profiler is active when a test reaches its measured call."""
 
 
 class SidePlugin:
@@ -246,10 +236,10 @@ class SidePlugin:
             seconds of one call, for each measured turn.
         """
         if nodeid in self._served:
-            raise OneCallError("a test that is gated measures one call; parametrize the test for more")
+            raise RefusedError("a test that is gated measures one call; parametrize the test for more")
         tracer = active_tracer()
         if tracer:
-            raise TracedError(
+            raise RefusedError(
                 f"{tracer} is active when the measured call begins, and would be timed too: "
                 "switch it off in runs of the gate"
             )

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import sys
+import threading
 import tracemalloc
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Protocol
 
-from .alone import Alone
 from .clock import real_time
-from .refusal import UnstartedError
 
-__all__ = ["Repeated", "Streamed", "Subject", "peak_memory", "refuse_unstarted", "settle", "warm_up"]
+__all__ = [
+    "Alone",
+    "RefusedError",
+    "Repeated",
+    "Streamed",
+    "Subject",
+    "UnstartedError",
+    "active_tracer",
+    "peak_memory",
+    "refuse_unstarted",
+    "settle",
+    "warm_up",
+]
 
 _LEAST_CALLS = 2
 _NANOSECOND = 1e-9
+_SHARE = 0.02  # maximum time of other threads and processes, as a share of the main thread's time
+_CLOCKS = 0.002  # maximum difference in seconds between two clocks that are read in succession
+_TOOLS = 6  # number of tool identifiers in sys.monitoring
+
+
+class RefusedError(RuntimeError):
+    """The gate cannot measure a test. The message has the necessary change of the test."""
+
+
+class UnstartedError(RefusedError, TypeError):
+    """A call returned a generator or an awaitable. Its body has not run."""
 
 
 class Subject(Protocol):
@@ -218,6 +242,61 @@ def warm_up(subject: Subject, seconds: float) -> dict[str, float]:
         shortest, made = min(shortest, period), made + 1
         calls = max(1, min(1000, int(1e-3 / max(period, 1e-9))))
     return {"call": max(fastest, 1e-9), "period": max(shortest, 1e-9), "alone": float(alone.holds())}
+
+
+class Alone:
+    """Processor time of other threads and processes since the creation. Use it in the main thread."""
+
+    def __init__(self) -> None:
+        self._own, self._others = real_time.thread_time(), _of_others()
+
+    def holds(self) -> bool:
+        """Return True if only the main thread has computed, and this process has no child processes."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        own = real_time.thread_time() - self._own
+        return _of_others() - self._others <= _CLOCKS + _SHARE * own and not _children()
+
+
+def _of_others() -> float:
+    """Return the processor seconds of other threads, including finished ones, and of finished children."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return real_time.process_time() - real_time.thread_time() + ended.ru_utime + ended.ru_stime
+
+
+def _children() -> bool:
+    """Return True if this process has child processes."""
+    if not hasattr(os, "waitid"):  # pragma: no cover - macOS
+        return False
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def active_tracer() -> str:
+    """Return the name of an active tracer and how it was installed, or an empty string."""
+    functions = {
+        "sys.settrace": sys.gettrace(),
+        "sys.setprofile": sys.getprofile(),
+        "threading.settrace": threading.gettrace(),
+        "threading.setprofile": threading.getprofile(),  # the only visible trace of memray
+    }
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    if monitoring is not None:
+        functions["sys.monitoring"] = next(filter(None, map(monitoring.get_tool, range(_TOOLS))), None)
+    for how, tracer in functions.items():
+        if tracer is not None:
+            return f"{_name(tracer)} ({how})"
+    return "tracemalloc" if tracemalloc.is_tracing() else ""
+
+
+def _name(tracer: object) -> str:
+    if isinstance(tracer, str):
+        return tracer
+    named = tracer if hasattr(tracer, "__qualname__") else type(tracer)
+    return f"{getattr(named, '__module__', None)}.{getattr(named, '__qualname__', None)}"
 
 
 def settle() -> None:

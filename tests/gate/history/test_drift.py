@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stackwise.gate.history.drift import Band
+from stackwise.gate.history.record import Band
 from stackwise.gate.history.reference import ReferenceTime
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.judgement import judge
-from stackwise.gate.history.point import Point, Result
+from stackwise.gate.history.point import Point, Result, Standing
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.limit import Limit
 from stackwise.gate.verdict import Verdict

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from stackwise.gate.history import HistoryError
-from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.plot import series_svg
-from stackwise.gate.history.point import Point
+from stackwise.gate.history.point import Point, Standing
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.verdict import Verdict
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.machine import Machine
+from stackwise.gate.history.point import Standing
 from stackwise.gate.history.record import judge_run, judged_results, results_of
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.store import Store

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from stackwise.gate.history import HistoryError
-from stackwise.gate.history.baseline import Standing
 from stackwise.gate.history.machine import Machine
-from stackwise.gate.history.point import Result
+from stackwise.gate.history.point import Result, Standing
 from stackwise.gate.history.reference import ReferenceTime
 from stackwise.gate.history.store import Store
 from stackwise.gate.verdict import Verdict

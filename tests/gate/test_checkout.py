@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from stackwise.gate.history.checkout import Checkout
+from stackwise.gate.git import Checkout
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ __all__ = [
     "files_of",
     "installed_packages",
     "is_project",
+    "is_same",
     "lay_over",
     "overlay_parts",
     "test_files",
@@ -86,8 +87,7 @@ def lay_over(
         for file in sorted(files_of(head, part) | (files_of(base, part) & set(old))):
             source, target = head / file, base / file
             is_module = file.suffix == ".py" and file.name != "conftest.py" and file not in tests
-            in_both = source.is_file() and target.is_file()
-            if is_module and in_both and not filecmp.cmp(source, target, shallow=False):
+            if is_module and source.is_file() and target.is_file() and not is_same(source, target):
                 hidden.append(file)
             replace_place(source, target)
     return hidden
@@ -104,6 +104,15 @@ def replace_place(source: Path, target: Path) -> None:
     elif os.path.lexists(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Return True if two files have the same content, two links have the same target, or neither exists."""
+    # With `Path`, a name that is too long for a file would raise OSError.
+    if os.path.islink(one) or os.path.islink(other):  # noqa: PTH114
+        return os.path.islink(one) and os.path.islink(other) and one.readlink() == other.readlink()  # noqa: PTH114
+    exist = {os.path.isfile(path) for path in (one, other)}  # noqa: PTH113
+    return exist == {False} or (exist == {True} and filecmp.cmp(one, other, shallow=False))
 
 
 def files_of(tree: Path, part: Path = Path()) -> set[Path]:

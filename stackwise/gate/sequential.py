@@ -46,7 +46,7 @@ from stackwise.gate.boundary import check_looks, quantiles
 from stackwise.gate.verdict import Decision, Verdict
 from stackwise.support.arguments import check_number, check_sizes
 
-__all__ = ["Rule", "surely_differs", "without_outliers"]
+__all__ = ["Rule", "criteria", "surely_differs", "without_outliers"]
 
 _FLAG_SHAPE, _PASS_SHAPE = 0.4, 0.5
 # Minimum number of rounds for an estimate of the usual deviation.
@@ -127,29 +127,45 @@ class Rule:
         to_flag = quantiles(self.looks, self.alpha, _FLAG_SHAPE)[place] * error
         to_pass = quantiles(self.looks, self.miss, _PASS_SHAPE)[place] * error
 
-        faster = mean + to_flag < 0 and mean < -minimum_effect
-        passes = mean + to_pass < tolerance
-        slower = mean - to_flag > 0 and mean > minimum_effect
-
-        def decided(verdict: Verdict, below: float, above: float, level: float, why: str) -> Decision:
-            estimate, low, high = (math.expm1(each) for each in (mean, mean - below, mean + above))
-            return Decision(verdict, estimate, low, high, level, rounds, confirmed=False, reason=why)
-
-        if faster:
-            why = f"significantly lower cost {after}"
-            return decided(Verdict.IMPROVED, to_flag, to_flag, 1 - 2 * self.alpha, why)
-        if passes and mean < -minimum_effect and not last:  # perhaps faster, which more rounds can prove
+        verdict = criteria(mean, to_flag, to_pass, tolerance, minimum_effect)
+        # More rounds can prove that a passing test is faster.
+        is_open = verdict is Verdict.INCONCLUSIVE or (verdict is Verdict.PASS and mean < -minimum_effect)
+        if is_open and not last:
             return None
-        if passes:
-            why = f"below the tolerance {after}"
-            return decided(Verdict.PASS, to_pass, to_pass, 1 - 2 * self.miss, why)
-        if slower:
-            why = f"significantly higher cost {after}"
-            return decided(Verdict.REGRESSED, to_flag, to_flag, 1 - 2 * self.alpha, why)
-        if not last:
-            return None
-        why = f"undecided {after} with a standard deviation of {spread:.2%}"
-        return decided(Verdict.INCONCLUSIVE, to_flag, to_pass, 1 - self.alpha - self.miss, why)
+        below, above, level, why = {
+            Verdict.IMPROVED: (to_flag, to_flag, 1 - 2 * self.alpha, f"significantly lower cost {after}"),
+            Verdict.PASS: (to_pass, to_pass, 1 - 2 * self.miss, f"below the tolerance {after}"),
+            Verdict.REGRESSED: (to_flag, to_flag, 1 - 2 * self.alpha, f"significantly higher cost {after}"),
+            Verdict.INCONCLUSIVE: (
+                to_flag,
+                to_pass,
+                1 - self.alpha - self.miss,
+                f"undecided {after} with a standard deviation of {spread:.2%}",
+            ),
+        }[verdict]
+        estimate, low, high = (math.expm1(each) for each in (mean, mean - below, mean + above))
+        return Decision(verdict, estimate, low, high, level, rounds, confirmed=False, reason=why)
+
+
+def criteria(
+    difference: float, to_flag: float, to_pass: float, tolerance: float, minimum_effect: float
+) -> Verdict:
+    """Return the verdict on a difference.
+
+    Args:
+        difference: log(head / base).
+        to_flag: distance from 0 at which a difference is significant.
+        to_pass: distance from the tolerance at which a difference is significantly smaller.
+        tolerance: logarithm, see `Limit.at`.
+        minimum_effect: logarithm, see `Limit.at`.
+    """
+    if difference + to_flag < 0 and difference < -minimum_effect:
+        return Verdict.IMPROVED
+    if difference + to_pass < tolerance:
+        return Verdict.PASS
+    if difference - to_flag > 0 and difference > minimum_effect:
+        return Verdict.REGRESSED
+    return Verdict.INCONCLUSIVE
 
 
 def surely_differs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import math
 import os
 import random
@@ -20,6 +19,7 @@ from stackwise.gate import side as side_package
 from stackwise.gate.budget import Budget
 from stackwise.gate.limit import Limits
 from stackwise.gate.open_test import OpenTest
+from stackwise.gate.overlay import is_same
 from stackwise.gate.process import SideProcess
 from stackwise.gate.result import GateResult, Missing, TestResult
 from stackwise.gate.round import Ended, Paired, Sampling, Starter, run_round
@@ -331,7 +331,7 @@ class _Run:
         Files that a build has created are included.
         """
         hidden, used = _hidden(self.base, self.imported), self.imported | self.opened
-        if not hidden or any(_differs(self.base.folder / file, self.head.folder / file) for file in used):
+        if not hidden or not all(is_same(self.base.folder / file, self.head.folder / file) for file in used):
             return False
         for test in self.tests.values():
             if test.ended is None:
@@ -421,12 +421,6 @@ def _hidden(base: Tree, imported: Container[str]) -> str:
         f"{', '.join(files)}: taken from head on both sides, as part of a folder of tests, so the change was "
         "not compared; if the folder is a package of the project, name it in pyproject.toml"
     )
-
-
-def _differs(one: Path, other: Path) -> bool:
-    """Return True if two files differ, or only one of them exists."""
-    exist = [os.path.isfile(path) for path in (one, other)]  # noqa: PTH113 - a name may be too long
-    return any(exist) and not (all(exist) and filecmp.cmp(one, other, shallow=False))
 
 
 def _notes_on(tests: Collection[OpenTest], results: Iterable[TestResult]) -> Iterator[str]:

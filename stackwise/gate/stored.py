@@ -21,7 +21,7 @@ from stackwise.gate.history.machine import Machine
 from stackwise.gate.limit import Limit, Limits
 from stackwise.gate.result import GateResult, Missing, TestResult, TrialResult
 from stackwise.gate.sequential import Rule
-from stackwise.gate.verdict import Decision, Verdict
+from stackwise.gate.verdict import Decision
 from stackwise.support.arguments import check_number, require
 from stackwise.support.files import parse_json
 
@@ -178,8 +178,7 @@ def _trial(
     reason: str,
 ) -> TrialResult:
     if reason:
-        unknown = math.nan, -math.inf, math.inf
-        decision = Decision(Verdict.INCONCLUSIVE, *unknown, 0.0, len(head), confirmed=False, reason=reason)
+        decision = Decision.undecided(reason, rounds=len(head))
         return TrialResult(decision, _UNITS[metric], limit.tolerance, 0.0, (), base, head)
     old, new = ([math.log(level) for level in side] for side in (base, head))
     middle = statistics.fmean(old)

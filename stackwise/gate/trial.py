@@ -116,7 +116,7 @@ class Trial:
                 rounds = self._stage() or self._differences
                 mean = math.expm1(statistics.fmean(rounds)) if rounds else math.nan
                 few = f"{len(self._stage())} rounds are too few for a decision"
-                found = Decision(Verdict.INCONCLUSIVE, mean, -math.inf, math.inf, 0.0, 0, False, few)
+                found = Decision.undecided(few, mean)
             decision = (self._together() if together else None) or self._final(found)
             reason = f"{decision.reason}; {why}" if self._differences else why
             self._decision = replace(decision, reason=reason)

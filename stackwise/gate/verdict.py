@@ -61,6 +61,13 @@ class Decision:
         sound = math.isnan(self.estimate) or self.low <= self.estimate <= self.high
         require(sound, "estimate", self.estimate, f"a number from low to high ({self.low} to {self.high})")
 
+    @classmethod
+    def undecided(cls, reason: str, estimate: float = math.nan, rounds: int = 0) -> Self:
+        """Create an INCONCLUSIVE decision without an interval."""
+        return cls(
+            Verdict.INCONCLUSIVE, estimate, -math.inf, math.inf, 0.0, rounds, confirmed=False, reason=reason
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON. JSON has no NaN and no infinity, so these become None."""
         values = asdict(self)

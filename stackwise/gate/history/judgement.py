@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 from stackwise.gate.history.change_point import latest_segment
 from stackwise.gate.history.point import Point, Result, Standing
 from stackwise.gate.limit import Limit
-from stackwise.gate.sequential import Rule
+from stackwise.gate.sequential import Rule, criteria
 from stackwise.gate.verdict import Decision, Verdict
 from stackwise.support.arguments import check_sizes, require
 
@@ -24,6 +24,11 @@ ONE_LOOK = Rule(alpha=0.01, miss=0.01, confirm=0.05, run_alpha=0.01)
 MIN_POINTS = 8
 # Maximum number of results. Older ones are not relevant, and the time of the search is quadratic.
 WINDOW = 128
+_REASONS = {
+    Verdict.IMPROVED: "the whole interval is below 0",
+    Verdict.PASS: "the whole interval is below the tolerance",
+    Verdict.REGRESSED: "the whole interval is above 0",
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def decide(
     doubt: str,
     source: str,
 ) -> Decision:
-    """Return a decision by the criteria of the gate: see `stackwise.gate.sequential.Rule.look`.
+    """Return a decision by the criteria of the gate (`stackwise.gate.sequential.criteria`).
 
     Args:
         difference: log(head / base).
@@ -127,14 +132,8 @@ def decide(
         source: source of the interval, as half a sentence.
     """
     flag, above = (-float(stdtrit(freedom, chance)) * error for chance in (alpha, miss))
-    if difference + flag < 0 and difference < -minimum_effect:
-        verdict, reason = Verdict.IMPROVED, "the whole interval is below 0"
-    elif difference + above < tolerance:
-        verdict, reason = Verdict.PASS, "the whole interval is below the tolerance"
-    elif difference - flag > 0 and difference > minimum_effect:
-        verdict, reason = Verdict.REGRESSED, "the whole interval is above 0"
-    else:
-        verdict, reason = Verdict.INCONCLUSIVE, doubt
+    verdict = criteria(difference, flag, above, tolerance, minimum_effect)
+    reason = doubt if verdict is Verdict.INCONCLUSIVE else _REASONS[verdict]
     above = flag if verdict is Verdict.IMPROVED else above
     return Decision(
         verdict,
@@ -165,6 +164,4 @@ def _decide(values: Sequence[float], new: Result, limits: tuple[float, float], a
 
 def _undecided(values: Sequence[float], new: Sequence[Result], reason: str) -> Decision:
     estimate = math.expm1(new[0].log_ratio - statistics.fmean(values)) if values else math.nan
-    return Decision(
-        Verdict.INCONCLUSIVE, estimate, -math.inf, math.inf, 0.0, len(new), confirmed=False, reason=reason
-    )
+    return Decision.undecided(reason, estimate, len(new))

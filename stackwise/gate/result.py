@@ -205,8 +205,7 @@ class TestResult:
         kept = {key: value for key, value in values.items() if key not in ("verdict", "tokens_per_second")}
         trials = {metric: TrialResult.from_dict(trial) for metric, trial in values["trials"].items()}
         reference = tuple(tuple(each) for each in values["reference"])
-        tokens = tuple(values.get("tokens", (0, 0)))  # older files have none
-        return cls(**{**kept, "trials": trials, "reference": reference, "tokens": tokens})
+        return cls(**{**kept, "trials": trials, "reference": reference, "tokens": tuple(values["tokens"])})
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ class GateResult:
         derived = {"version", "verdict", "outcome", "exit_code"}
         kept = {key: value for key, value in values.items() if key not in derived}
         tests = tuple(TestResult.from_dict(test) for test in values["tests"])
-        suite = values.get("suite") and TestResult.from_dict(values["suite"])  # older files have none
+        suite = values["suite"] and TestResult.from_dict(values["suite"])
         return cls(**{**kept, "tests": tests, "notes": tuple(values["notes"]), "suite": suite})
 
 

@@ -369,13 +369,9 @@ def _known_files(root: Path) -> list[str]:
 def _copy_files(root: Path, folder: Path, files: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in files:
-        source, target = root / name, folder / name
-        if source.is_dir() and not source.is_symlink():
-            continue  # a submodule
-        if not os.path.lexists(source):
-            continue  # deleted, but still in the index
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
+        source = root / name
+        if source.is_symlink() or not source.is_dir():  # not a submodule
+            replace_place(source, folder / name)
 
 
 def _copy_folder(source: Path, folder: Path) -> None:

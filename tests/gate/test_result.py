@@ -244,13 +244,6 @@ def test_tokens_per_second_are_those_of_the_time():
         assert less.tokens_per_second is None and less.to_dict()["tokens_per_second"] is None
 
 
-def test_a_file_from_before_there_were_tokens_is_read():
-    values = json.loads(json.dumps(gate(measured("a", Verdict.PASS)).to_dict()))
-    for key in ("tokens", "tokens_per_second"):
-        del values["tests"][0][key]
-    assert GateResult.from_dict(values) == gate(measured("a", Verdict.PASS))
-
-
 def test_trials_come_with_a_measurement_alone():
     with pytest.raises(ValueError, match="trials: got"):
         TestResult("a", "measured")

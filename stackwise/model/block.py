@@ -19,10 +19,26 @@ from stackwise.model.layout import Layout
 from stackwise.model.norm import create_norm
 from stackwise.support.arguments import require
 
-__all__ = ["Block", "create_attention"]
+__all__ = ["Block", "Part", "create_attention"]
 
 
-class Block(nn.Module):
+class Part(nn.Module):
+    """Block, Stack or Rack: a module that is frozen and counted as a unit."""
+
+    def freeze(self) -> None:
+        """Freeze every parameter."""
+        self.requires_grad_(False)
+
+    def get_parameter_count(self) -> int:
+        """Return the number of parameters, including frozen ones; a tied weight counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def get_trainable_parameter_count(self) -> int:
+        """Return the number of trainable parameters; a tied weight counts once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+class Block(Part):
     """Transformer layer: x + attention(norm(x)), then x + feedforward(norm(x)).
 
     With `norm_position="post"` it is x + norm(attention(x)), then x + norm(feedforward(x)), as in OLMo 2
@@ -89,28 +105,10 @@ class Block(nn.Module):
         """True if no output depends on a later input."""
         return self.attention.causal
 
-    def freeze(self) -> None:
-        """Freeze every parameter."""
-        self.requires_grad_(False)
-
     def unfreeze(self) -> None:
         """Unfreeze every parameter, except an up-projection that the configuration freezes."""
         self.requires_grad_(True)
         self.feedforward.up.weight.requires_grad_(not self.config.freeze_up_proj)
-
-    def get_attention_info(self) -> dict[str, Any]:
-        """Return the configuration keys that affect the attention, as plain values."""
-        without = {"d_model", "d_ff", "norm", "norm_position", "dropout", "freeze_up_proj"}
-        without |= {"initialization", "mup_base_width"}
-        return {key: value for key, value in self.config.to_dict().items() if key not in without}
-
-    def get_parameter_count(self) -> int:
-        """Return the number of parameters, including frozen ones."""
-        return sum(p.numel() for p in self.parameters())
-
-    def get_trainable_parameter_count(self) -> int:
-        """Return the number of trainable parameters."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
 def create_attention(config: BlockConfig) -> Attention | LatentAttention | KernelAttention:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stackwise.config import BlockConfig
+from stackwise.model.block import Block
 from stackwise.model.rack import Rack
 from stackwise.support.arguments import check_choice, check_sizes, require
 
@@ -150,7 +151,7 @@ class HfFamily:
 
     def obstacles(self, rack: Rack) -> list[str]:
         """Return the reasons against writing `rack` as this family; an empty list if it can be written."""
-        blocks = _blocks(rack)
+        blocks = [block.config for block in rack.get_blocks()]
         first = blocks[0]
         found = _obstacles_of_all(rack, blocks)
         differing = {"qkv_bias": False, "qk_norm": None, "norm_position": "pre", **self.block}
@@ -172,7 +173,7 @@ class HfFamily:
 
     def config_of(self, rack: Rack) -> dict[str, Any]:
         """Return the config.json of a Rack without `obstacles`, for transformers 4.57 and 5."""
-        blocks = _blocks(rack)
+        blocks = [block.config for block in rack.get_blocks()]
         first, sizes = blocks[0], _normal(blocks[0])
         dtype = str(rack.embedding.weight.dtype).removeprefix("torch.")
         scaling = None
@@ -221,19 +222,17 @@ class HfFamily:
         if rack.tie_embeddings:
             del names["lm_head.weight"]
         parts = {**_PARTS, **self.norms}
-        layer = 0
-        for s in range(len(rack.stacks)):
-            stack = rack.get_stack(s)
-            for b in range(stack.num_blocks):
-                sizes = _normal(stack.get_block(b).config)
-                heads = (sizes["n_heads"], sizes["n_kv_heads"], sizes["n_kv_heads"])
-                qkv = dict(zip(_QKV, (n * sizes["head_dim"] for n in heads), strict=True))
-                for name in stack.get_block(b).state_dict():
-                    part, _, kind = name.rpartition(".")
-                    ours = f"stacks.{s}.blocks.{b}.{name}"
-                    theirs = qkv if part == "attention.qkv" else {parts[part]: len(state[ours])}
-                    names[ours] = {f"model.layers.{layer}.{t}.{kind}": rows for t, rows in theirs.items()}
-                layer += 1
+        blocks = {name: module for name, module in rack.named_modules() if isinstance(module, Block)}
+        for layer, (path, block) in enumerate(blocks.items()):
+            sizes = _normal(block.config)
+            heads = (sizes["n_heads"], sizes["n_kv_heads"], sizes["n_kv_heads"])
+            qkv = dict(zip(_QKV, (n * sizes["head_dim"] for n in heads), strict=True))
+            for name, weight in block.state_dict().items():
+                part, _, kind = name.rpartition(".")
+                theirs = qkv if part == "attention.qkv" else {parts[part]: len(weight)}
+                names[f"{path}.{name}"] = {
+                    f"model.layers.{layer}.{t}.{kind}": rows for t, rows in theirs.items()
+                }
         return names
 
 
@@ -336,11 +335,6 @@ def _normal(block: BlockConfig) -> dict[str, Any]:
         config["n_kv_heads"] = 1 if block.attention_type == "mqa" else block.n_kv_heads or block.n_heads
         config["attention_type"] = "softmax"
     return config
-
-
-def _blocks(rack: Rack) -> list[BlockConfig]:
-    stacks = map(rack.get_stack, range(len(rack.stacks)))
-    return [stack.get_block(i).config for stack in stacks for i in range(stack.num_blocks)]
 
 
 def _windows_by_layer(config: Mapping[str, Any], source: str) -> list[int | None]:

@@ -135,7 +135,7 @@ def initialize_rack(rack: Rack, kind: InitializationKind = "normal", base_width:
     """
     _check_base(rack, kind, base_width)
     _refuse_quantised(rack)
-    blocks = _blocks(rack)
+    blocks = rack.get_blocks()
     for block in blocks:
         initialize_block(block, len(blocks), kind)
     initialize_ends(rack, kind, base_width)
@@ -182,7 +182,7 @@ def learning_rate_multipliers(rack: Rack, base_width: int) -> dict[str, float]:
         ValueError: see `initialize_rack`.
     """
     _check_base(rack, "mup", base_width)
-    linears = [m for block in _blocks(rack) for m in block.modules() if isinstance(m, nn.Linear)]
+    linears = [m for block in rack.get_blocks() for m in block.modules() if isinstance(m, nn.Linear)]
     scaled = {rack.final_norm.weight, *(linear.weight for linear in linears)}
     return {name: base_width / rack.d_model if p in scaled else 1.0 for name, p in rack.named_parameters()}
 
@@ -193,7 +193,7 @@ def _check_base(rack: Rack, kind: InitializationKind, base_width: int | None) ->
         return
     check_sizes(base_width=base_width)
     assert base_width is not None
-    for block in _blocks(rack):
+    for block in rack.get_blocks():
         attention, sizes = block.attention, {"n_heads": block.config.n_heads}
         if isinstance(attention, LatentAttention):
             sizes["kv_lora_rank"] = attention.rank
@@ -218,10 +218,6 @@ def _refuse_quantised(model: nn.Module) -> None:
         require(
             not quantised, "weights", f"{name} quantised", "such as are initialised first, then quantised"
         )
-
-
-def _blocks(rack: Rack) -> list[Block]:
-    return [block for block in rack.modules() if isinstance(block, Block)]
 
 
 def _maps(block: Block, linear: nn.Linear) -> list[Tensor]:

@@ -131,7 +131,7 @@ def save_pretrained(
         family = family_for(rack, model_type, origin.get("model_type"))
         config = {**family.config_of(rack), **{k: v for k, v in origin.items() if k != "model_type"}}
         description = family.describe(config, str(path))
-        _spread(description, [stack.num_blocks for stack in map(rack.get_stack, range(len(rack.stacks)))])
+        _spread(description, rack.blocks_per_stack)
         _check_twin(rack, _build(description, str(path)), state)
         _warn_of_dropout(config["attention_dropout"], "written as attention_dropout")
         weights = {
@@ -249,11 +249,8 @@ def _describe(rack: Rack) -> dict[str, Any]:
         "embedding_bound": rack.embedding.bound if isinstance(rack.embedding, BoundedEmbedding) else None,
         "final_norm": {"kind": "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm", "eps": norm.eps},
         "stacks": [
-            {
-                "stack_id": stack.stack_id,
-                "blocks": [stack.get_block(i).config.to_dict() for i in range(stack.num_blocks)],
-            }
-            for stack in map(rack.get_stack, range(len(rack.stacks)))
+            {"stack_id": stack.stack_id, "blocks": [block.config.to_dict() for block in stack.get_blocks()]}
+            for stack in rack.get_stacks()
         ],
     }
 

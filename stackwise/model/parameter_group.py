@@ -129,7 +129,7 @@ class ParameterGroups:
 
         A group of a removed Stack loses its `stack_id`, because the number may be reused.
         """
-        ids = {self.rack.get_stack(i).stack_id for i in range(len(self.rack.stacks))}
+        ids = {stack.stack_id for stack in self.rack.get_stacks()}
         for group in self._groups():
             if group.get("stack_id") not in ids and "stack_id" in group:
                 group["stack_id"] = None

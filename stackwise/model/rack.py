@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.model.block import Block
+from stackwise.model.block import Block, Part
 from stackwise.model.cache import BlockCache, RackCache
 from stackwise.model.embedding import BoundedEmbedding, TokenEmbedding
 from stackwise.model.generate import generate as generate_tokens
@@ -28,7 +28,7 @@ from stackwise.support.arguments import check_range, check_sizes, require
 __all__ = ["Rack"]
 
 
-class Rack(nn.Module):
+class Rack(Part):
     """Transformer model: token embedding, Stacks, final norm and head.
 
     The weights of the Stacks are unchanged. Embedding and head are initialised for a first loss of
@@ -67,9 +67,8 @@ class Rack(nn.Module):
         if max_seq_len is not None:
             check_sizes(max_seq_len=max_seq_len)
         last = self.get_stack(-1).get_block(-1).config
-        for stack in map(self.get_stack, range(len(self.stacks))):
-            for i in range(stack.num_blocks):
-                config = stack.get_block(i).config
+        for stack in self.get_stacks():
+            for config in (block.config for block in stack.get_blocks()):
                 if config.d_model != d_model:
                     raise ValueError(
                         f"d_model: got {d_model}, but stack {stack.stack_id} has width {config.d_model}"
@@ -155,21 +154,18 @@ class Rack(nn.Module):
             ValueError: Stacks, or Blocks in them, have changed since the cache was created.
         """
         self._check_numbers(cache.blocks)
-        if not cache.is_for(self._blocks()):
+        if not cache.is_for(self.get_blocks()):
             raise ValueError(
                 "cache: got one for Blocks of which some were exchanged; allowed: one of `new_cache` now"
             )
 
     def _check_numbers(self, caches: Sequence[Sequence[BlockCache]]) -> None:
         held = [len(of_blocks) for of_blocks in caches]
-        wanted = [stack.num_blocks for stack in map(self.get_stack, range(len(self.stacks)))]
+        wanted = self.blocks_per_stack
         if held != wanted:
             raise ValueError(
                 f"cache: got one for Stacks of {held} Blocks; allowed: one of `new_cache` now, for {wanted}"
             )
-
-    def _blocks(self) -> list[nn.Module]:
-        return [block for i in range(len(self.stacks)) for block in self.get_stack(i).blocks]
 
     # Methods from another file, in which self is named `rack`.
     generate = generate_tokens
@@ -193,23 +189,18 @@ class Rack(nn.Module):
         if not self.is_causal:
             raise ValueError("cache: a bidirectional Stack changes what it said with every later token")
         weight = self.embedding.weight
+        sizes = (batch_size, capacity, dtype or weight.dtype, weight.device)
         blocks = [
-            [
-                stack.get_block(i).attention.new_cache(
-                    batch_size, capacity, dtype or weight.dtype, weight.device
-                )
-                for i in range(stack.num_blocks)
-            ]
-            for stack in map(self.get_stack, range(len(self.stacks)))
+            [block.attention.new_cache(*sizes) for block in stack.get_blocks()] for stack in self.get_stacks()
         ]
         cache = RackCache(blocks, batch_size, capacity, weight.device)
-        cache.bind(self._blocks())
+        cache.bind(self.get_blocks())
         return cache
 
     def execution(self) -> dict[str, str]:
         """Return the attention backends of the last forward pass."""
-        blocks = (m for m in self.modules() if isinstance(m, Block))
-        return {"attention": ", ".join(sorted({block.attention.backend or "none yet" for block in blocks}))}
+        used = {block.attention.backend or "none yet" for block in self.get_blocks()}
+        return {"attention": ", ".join(sorted(used))}
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids (B, T) to the input (B, T, C) of the first Stack."""
@@ -245,7 +236,7 @@ class Rack(nn.Module):
     @property
     def is_causal(self) -> bool:
         """True if no logit depends on a later token: every Stack is causal."""
-        return all(self.get_stack(i).is_causal for i in range(len(self.stacks)))
+        return all(stack.is_causal for stack in self.get_stacks())
 
     def get_stack(self, index: int) -> Stack:
         """Return the Stack at `index`. Raise IndexError if it does not exist."""
@@ -253,23 +244,24 @@ class Rack(nn.Module):
         assert isinstance(stack, Stack)
         return stack
 
-    def get_embedding_layer(self) -> nn.Embedding:
-        """Return the token embedding."""
-        return self.embedding
+    def get_stacks(self) -> list[Stack]:
+        """Return all Stacks, from the first to the last."""
+        return [self.get_stack(i) for i in range(len(self.stacks))]
 
-    def get_lm_head(self) -> nn.Linear:
-        """Return the head. A tied head shares the weight of the embedding."""
-        return self.lm_head
+    def get_blocks(self) -> list[Block]:
+        """Return the Blocks of all Stacks, from the first to the last."""
+        return [block for stack in self.get_stacks() for block in stack.get_blocks()]
 
-    def freeze(self) -> None:
-        """Freeze every parameter."""
-        self.requires_grad_(False)
+    @property
+    def blocks_per_stack(self) -> list[int]:
+        """Number of Blocks of each Stack."""
+        return [stack.num_blocks for stack in self.get_stacks()]
 
     def unfreeze(self) -> None:
         """Unfreeze every parameter, except up-projections that the configuration freezes."""
         self.requires_grad_(True)
-        for i in range(len(self.stacks)):
-            self.get_stack(i).unfreeze()
+        for stack in self.get_stacks():
+            stack.unfreeze()
 
     @classmethod
     def from_pretrained(cls, source: str | PathLike[str] | nn.Module, **options: Any) -> Rack:
@@ -289,11 +281,3 @@ class Rack(nn.Module):
         from stackwise.model.interop import save_pretrained
 
         return save_pretrained(self, path, format, **options)
-
-    def get_parameter_count(self) -> int:
-        """Return the number of parameters; a tied weight counts once."""
-        return sum(p.numel() for p in self.parameters())
-
-    def get_trainable_parameter_count(self) -> int:
-        """Return the number of trainable parameters; a tied weight counts once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)

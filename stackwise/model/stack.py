@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from stackwise.model.block import Block
+from stackwise.model.block import Block, Part
 from stackwise.model.cache import BlockCache
 from stackwise.model.layout import Layout
 from stackwise.support.arguments import check_range, require
@@ -17,7 +17,7 @@ from stackwise.support.arguments import check_range, require
 __all__ = ["Stack"]
 
 
-class Stack(nn.Module):
+class Stack(Part):
     """Sequence of Blocks.
 
     Args:
@@ -69,6 +69,10 @@ class Stack(nn.Module):
         assert isinstance(block, Block)
         return block
 
+    def get_blocks(self) -> list[Block]:
+        """Return all Blocks, from the first to the last."""
+        return [self.get_block(i) for i in range(self.num_blocks)]
+
     @property
     def num_blocks(self) -> int:
         """Number of Blocks."""
@@ -77,27 +81,15 @@ class Stack(nn.Module):
     @property
     def is_causal(self) -> bool:
         """True if every Block is causal."""
-        return all(self.get_block(i).is_causal for i in range(self.num_blocks))
-
-    def freeze(self) -> None:
-        """Freeze every Block."""
-        self.freeze_blocks_from(0)
+        return all(block.is_causal for block in self.get_blocks())
 
     def freeze_blocks_from(self, start: int) -> None:
         """Freeze the Blocks from index `start` on."""
         check_range("block", start, None, self.num_blocks)
-        for i in range(start, self.num_blocks):
-            self.get_block(i).freeze()
+        for block in self.get_blocks()[start:]:
+            block.freeze()
 
     def unfreeze(self) -> None:
         """Unfreeze every Block, except up-projections that the configuration freezes."""
-        for i in range(self.num_blocks):
-            self.get_block(i).unfreeze()
-
-    def get_parameter_count(self) -> int:
-        """Return the number of parameters, including frozen ones."""
-        return sum(p.numel() for p in self.parameters())
-
-    def get_trainable_parameter_count(self) -> int:
-        """Return the number of trainable parameters."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+        for block in self.get_blocks():
+            block.unfreeze()

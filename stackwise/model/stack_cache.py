@@ -95,7 +95,7 @@ class StackCache:
         seen = f"{input_ids.dtype} {tuple(input_ids.shape)}"
         require(is_integer, "input_ids", seen, "int32 or int64 (batch, positions)")
         modules: dict[str, nn.Module] = {"embedding": rack.embedding}
-        modules |= {f"stacks.{i}": rack.get_stack(i) for i in range(n_stacks)}
+        modules |= {f"stacks.{i}": stack for i, stack in enumerate(rack.get_stacks()[:n_stacks])}
         _check_frozen(modules)
         self._drop_outdated(n_stacks, modules)
         device = rack.embedding.weight.device

@@ -146,7 +146,7 @@ def fuse_stacks(rack: Rack, start: int, end: int, optimizer: Optimizers = None) 
     require(end <= count, "end", end, f"{start + 2} to {count}")
     groups = ParameterGroups(rack, optimizer)
     first = rack.get_stack(start)
-    for stack in map(rack.get_stack, range(start + 1, end)):
+    for stack in rack.get_stacks()[start + 1 : end]:
         first.blocks.extend(stack.blocks)
     del rack.stacks[start + 1 : end]
     groups.rename()
@@ -170,7 +170,7 @@ def split_stack(rack: Rack, index: int, at: int, optimizer: Optimizers = None) -
     check_sizes(at=at)
     require(at < first.num_blocks, "at", at, f"1 to {first.num_blocks - 1}, as both halves need a Block")
     groups = ParameterGroups(rack, optimizer)
-    second = Stack(_blocks(first)[at:], _free_id(rack))
+    second = Stack(first.get_blocks()[at:], _free_id(rack))
     second.training = second.blocks.training = first.training
     del first.blocks[at:]
     rack.stacks.insert(index + 1, second)
@@ -223,7 +223,7 @@ def set_identity(part: Stack | Block) -> None:
     Raises:
         ValueError: quantised weights.
     """
-    for weight in residual_ends([part] if isinstance(part, Block) else _blocks(part)):
+    for weight in residual_ends([part] if isinstance(part, Block) else part.get_blocks()):
         weight.zero_()
 
 
@@ -254,9 +254,9 @@ def _check_index(key: str, value: int, last: int) -> None:
 
 def _check_joins(rack: Rack, stack: Stack, like: Tensor) -> None:
     require(isinstance(stack, Stack), "stack", type(stack).__name__, "a Stack")
-    widths = sorted({block.config.d_model for block in _blocks(stack)})
+    widths = sorted({block.config.d_model for block in stack.get_blocks()})
     require(widths == [rack.d_model], "stack", f"width {widths}", f"the Rack's d_model={rack.d_model}")
-    for block in _blocks(stack):
+    for block in stack.get_blocks():
         base = block.config.mup_base_width
         require(base == rack.mup_base_width, "mup_base_width", base, f"{rack.mup_base_width}, as in the Rack")
     ours = {id(p) for p in rack.parameters()}
@@ -276,12 +276,8 @@ def _check_follows_casts(stack: Stack) -> None:
             require(module.takes_float32, "stack", f"quantised as {module}", allowed)
 
 
-def _blocks(stack: Stack) -> list[Block]:
-    return [stack.get_block(i) for i in range(stack.num_blocks)]
-
-
 def _ids(rack: Rack) -> list[int]:
-    return [rack.get_stack(i).stack_id for i in range(len(rack.stacks))]
+    return [stack.stack_id for stack in rack.get_stacks()]
 
 
 def _free_id(rack: Rack) -> int:

@@ -26,7 +26,6 @@ from stackwise.support.arguments import require
 from stackwise.support.files import replacing
 from stackwise.support.lock import file_lock
 from stackwise.support.system_errors import safetensors_as_os_error
-from stackwise.training.phase_model import blocks_of
 from stackwise.training.targets import Targets
 
 __all__ = ["BlockStore", "block_writer", "hidden_states"]
@@ -65,7 +64,7 @@ class BlockStore:
         moves = kind != "cpu" or device.type != "cpu"
         require(moves, "training.scope.offload", kind, "none or disk, as this device is the CPU")
         require((kind == "disk") == (directory is not None), "training.scope.offload_dir", directory, kind)
-        self.blocks, self.device, self.kind = blocks_of(rack), device, kind
+        self.blocks, self.device, self.kind = rack.get_blocks(), device, kind
         if kind == "disk":
             _check_plain(self.blocks)
         self._directory = None if directory is None else Path(directory)
@@ -169,7 +168,7 @@ def hidden_states(rack: Rack, targets: Targets, device: torch.device) -> Tensor:
     """Return the input of the head, (B, T, C). A Block on another device is copied for its forward pass."""
     x_BTC = rack.embed(targets.input_ids)
     layout = Layout(x_BTC, targets.attention_mask, targets.document_ids)
-    for block in blocks_of(rack):
+    for block in rack.get_blocks():
         held = next(block.parameters()).device
         there = held.type == device.type and device.index in (None, held.index)
         tensors = {} if there else {name: t.to(device) for name, t in block.state_dict().items()}

@@ -21,7 +21,7 @@ from stackwise.data.batches import Batches
 from stackwise.model.rack import Rack
 from stackwise.support.arguments import check_choice, require
 from stackwise.training.objective import Objective
-from stackwise.training.phase_model import PhaseModel, blocks_of
+from stackwise.training.phase_model import PhaseModel
 from stackwise.training.processes import Processes
 
 __all__ = ["SharedRack", "check_rows", "gradient_sync", "is_sharded", "reshard"]
@@ -110,7 +110,7 @@ class SharedRack:
         whole, mesh, device = self.whole, self.processes.mesh, self.processes.device
         assert mesh is not None
         twin = _without_memory(whole)
-        root, blocks = PhaseModel(twin, objective), blocks_of(twin)
+        root, blocks = PhaseModel(twin, objective), twin.get_blocks()
         # All modules share one policy, and it must not round the float32 count of tokens to bfloat16.
         narrow = _GATHERED[self.settings.precision]
         reduce = None if narrow is None else torch.float32

@@ -36,7 +36,7 @@ from stackwise.training.evaluation import Evaluation, ValidationRecord
 from stackwise.training.guard import PhaseGuard, RackPart, StepBatches
 from stackwise.training.master import MasterAdamW
 from stackwise.training.objective import Objective
-from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
+from stackwise.training.phase_model import PhaseModel, only_training
 from stackwise.training.precision import autocast, float8_layers, frozen_precision
 from stackwise.training.prefix import PrefixOutputs, batch_key
 from stackwise.training.recompute import recomputing
@@ -255,7 +255,7 @@ class TrainingLoop:
                     used.optimizer.finish()  # also after an error the weights become float32
 
     def _model(self, phase: Phase) -> PhaseModel:
-        blocks = blocks_of(self.rack)
+        blocks = self.rack.get_blocks()
         if self._resumed is None:
             for i in phase.enters:
                 set_identity(blocks[i])

@@ -33,7 +33,7 @@ from stackwise.training.guard import RackPart
 from stackwise.training.master import MasterAdamW
 from stackwise.training.memory_plan import MemoryPlan, PhasePlan
 from stackwise.training.objective import Objective
-from stackwise.training.phase_model import PhaseModel, blocks_of, only_training
+from stackwise.training.phase_model import PhaseModel, only_training
 from stackwise.training.precision import autocast, frozen_precision
 from stackwise.training.recompute import recomputing
 from stackwise.training.scope import Phase, plan_phases
@@ -99,7 +99,7 @@ class _Planner:
         self.settings, self.rack, self.device, self.kernels = settings, rack, device, kernels
         self.objective = _WithoutMemory(settings.objective, config.model.vocab_size)
         self.objective.check(rack)
-        self.blocks = blocks_of(rack)
+        self.blocks = rack.get_blocks()
         self.kinds = [json.dumps(block.config.to_dict()) for block in self.blocks]
         self.sizes = [sum(t.nbytes for t in block.state_dict().values()) for block in self.blocks]
         self.targets = _targets(config, self.objective, kernels, device)
@@ -110,7 +110,7 @@ class _Planner:
         self.forwards: dict[str, _Forward] = {}
 
     def plan(self) -> MemoryPlan:
-        stacks = [self.rack.get_stack(i).num_blocks for i in range(len(self.rack.stacks))]
+        stacks = self.rack.blocks_per_stack
         phases = plan_phases(stacks, self.settings)
         planned = tuple(self._phase(phase) for phase in phases)
         tokens = self.settings.batch_size * self.settings.seq_len

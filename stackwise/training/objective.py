@@ -138,7 +138,7 @@ def require_causal(rack: Rack) -> None:
     Raises:
         ValueError: names the bidirectional Stacks.
     """
-    seeing = [stack.stack_id for stack in map(rack.get_stack, range(len(rack.stacks))) if not stack.is_causal]
+    seeing = [stack.stack_id for stack in rack.get_stacks() if not stack.is_causal]
     if seeing:
         raise ValueError(
             f"attention_mode: stacks {seeing} are bidirectional; the next-token loss needs 'causal' in every "
@@ -148,9 +148,7 @@ def require_causal(rack: Rack) -> None:
 
 def _require_bidirectional(rack: Rack, kind: str) -> None:
     blind = [
-        stack.stack_id
-        for stack in map(rack.get_stack, range(len(rack.stacks)))
-        if any(stack.get_block(i).is_causal for i in range(stack.num_blocks))
+        stack.stack_id for stack in rack.get_stacks() if any(block.is_causal for block in stack.get_blocks())
     ]
     if blind:
         raise ValueError(

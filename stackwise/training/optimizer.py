@@ -136,7 +136,7 @@ def _name_in(rack: Rack | None, stack: int | None) -> int | None:
     """Return the `stack_id` of the Stack at an index; None if it is not unique."""
     if rack is None or stack is None:
         return None
-    names = [rack.get_stack(i).stack_id for i in range(len(rack.stacks))]
+    names = [stack.stack_id for stack in rack.get_stacks()]
     return names[stack] if names.count(names[stack]) == 1 else None
 
 

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from stackwise.model.block import Block
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
 from stackwise.training.objective import Objective
 from stackwise.training.scope import Phase
 from stackwise.training.targets import Targets
 
-__all__ = ["PhaseModel", "blocks_of", "only_training"]
+__all__ = ["PhaseModel", "only_training"]
 
 
 class PhaseModel(nn.Module):
@@ -33,7 +32,7 @@ class PhaseModel(nn.Module):
 
     def __init__(self, rack: Rack, objective: Objective, phase: Phase | None = None) -> None:
         super().__init__()
-        blocks = blocks_of(rack)
+        blocks = rack.get_blocks()
         path = range(len(blocks)) if phase is None else phase.path[phase.n_prefix :]
         self.embedding = rack.embedding if phase is None or not phase.n_prefix else None
         self.blocks = nn.ModuleList(blocks[i] for i in path)
@@ -77,7 +76,7 @@ def only_training(rack: Rack, phase: Phase) -> Iterator[None]:
 
     Frozen parameters stay frozen. Blocks before and after the path are unchanged: no gradient reaches them.
     """
-    blocks = blocks_of(rack)
+    blocks = rack.get_blocks()
     parts: list[nn.Module] = [blocks[i] for i in phase.path[phase.n_prefix :] if i not in phase.trained]
     if not phase.trains_head:
         parts.append(rack.final_norm)
@@ -91,9 +90,3 @@ def only_training(rack: Rack, phase: Phase) -> Iterator[None]:
     finally:
         for p in frozen:
             p.requires_grad_(True)
-
-
-def blocks_of(rack: Rack) -> list[Block]:
-    """Return the Blocks of all Stacks, from the first to the last."""
-    stacks = map(rack.get_stack, range(len(rack.stacks)))
-    return [stack.get_block(i) for stack in stacks for i in range(stack.num_blocks)]

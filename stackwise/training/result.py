@@ -10,7 +10,6 @@ from stackwise.model.rack import Rack
 from stackwise.stability.guard import Alarm
 from stackwise.stability.telemetry import StepRecord, mean_loss
 from stackwise.training.evaluation import ValidationRecord
-from stackwise.training.phase_model import blocks_of
 from stackwise.training.scope import Phase
 
 __all__ = ["EpochLoss", "TrainingResult", "UnitResult", "epoch_losses", "training_loss", "unit_result"]
@@ -98,7 +97,7 @@ def unit_result(
     seconds: float,
 ) -> UnitResult:
     """Return the result of a phase with steps `records`; `final_loss` is the mean of the `last` ones."""
-    blocks = [blocks_of(rack)[i] for i in phase.unit.blocks]
+    blocks = [rack.get_blocks()[i] for i in phase.unit.blocks]
     result = UnitResult(
         num_blocks=len(blocks),
         avg_loss=training_loss(records),

@@ -38,7 +38,6 @@ from stackwise.training.guard import new_bundle_folder
 from stackwise.training.json_lines_log import JsonLinesLog
 from stackwise.training.loop import NonFiniteStepError, TrainingLoop
 from stackwise.training.objective import Objective
-from stackwise.training.phase_model import blocks_of
 from stackwise.training.precision import check_precision, check_weights
 from stackwise.training.prefix import PrefixOutputs
 from stackwise.training.processes import Processes
@@ -238,9 +237,9 @@ class ArchitectureTrainer:
             settings.watch_logits,
             "false for a Rack without softmax attention, which has no logits",
         )
-        blocks = blocks_of(rack)
+        blocks = rack.get_blocks()
         trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        phases = plan_phases([rack.get_stack(i).num_blocks for i in range(len(rack.stacks))], settings)
+        phases = plan_phases(rack.blocks_per_stack, settings)
         if settings.training_architecture != "rackwise":
             phases = [phase for phase in phases if any(trains[i] for i in phase.unit.blocks)]
             if not phases:
@@ -378,7 +377,7 @@ class ArchitectureTrainer:
         result = TrainingResult(
             training_architecture=settings.training_architecture,
             n_stacks=len(rack.stacks),
-            blocks_per_stack=[rack.get_stack(i).num_blocks for i in range(len(rack.stacks))],
+            blocks_per_stack=rack.blocks_per_stack,
             num_stacks=len(rack.stacks),
             parameters=rack.get_parameter_count(),
             trainable_parameters=rack.get_trainable_parameter_count(),

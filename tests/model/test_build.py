@@ -99,7 +99,7 @@ EFFECTS = {
     ),
     "initialization": (
         {"initialization": "zero_out"},
-        lambda rack: not any(block.feedforward.down.weight.any() for block in blocks_of(rack)),
+        lambda rack: not any(block.feedforward.down.weight.any() for block in rack.get_blocks()),
     ),
     "mup_base_width": (
         {"initialization": "mup", "mup_base_width": 16},
@@ -145,14 +145,14 @@ EFFECTS = {
         lambda rack: (
             every(rack, "attention.feature_map.kind", "gaussian")
             and every(rack, "attention.feature_map.n_features", 10)
-            and all(b.attention.feature_map.frequencies_KFD.abs().max() < 1e-6 for b in blocks_of(rack))
+            and all(b.attention.feature_map.frequencies_KFD.abs().max() < 1e-6 for b in rack.get_blocks())
         ),
     ),
     "qk_norm": ({"qk_norm": "width"}, lambda rack: every(rack, "attention.qk_norm", "width")),
     "softcap": ({"softcap": 0.5}, lambda rack: every(rack, "attention.softcap", 0.5)),
     "qkv_bias": (
         {"qkv_bias": True},
-        lambda rack: all(b.attention.qkv.bias is not None for b in blocks_of(rack)),
+        lambda rack: all(b.attention.qkv.bias is not None for b in rack.get_blocks()),
     ),
     "norm_eps": (
         {"norm_eps": 0.1},
@@ -273,17 +273,13 @@ REFUSED_STACKS = [
 ]
 
 
-def blocks_of(rack):
-    return [stack.get_block(i) for stack in rack.stacks for i in range(stack.num_blocks)]
-
-
 def norms_of(rack):
-    return [norm for block in blocks_of(rack) for norm in (block.attention_norm, block.feedforward_norm)]
+    return [norm for block in rack.get_blocks() for norm in (block.attention_norm, block.feedforward_norm)]
 
 
 def every(rack, path, value):
     """Whether the attribute at `path` is `value` in each Block."""
-    found = blocks_of(rack)
+    found = rack.get_blocks()
     for name in path.split("."):
         found = [getattr(thing, name, None) for thing in found]
     return found == [value] * len(found)
@@ -357,7 +353,7 @@ class TestBlockSpec:
     def test_attention_mode_alone(self):
         spec = create_block_spec(d_model=256, attention_mode="bidirectional")
         stack = create_stack_from_spec(0, 1, spec)
-        assert not stack.is_causal and stack.get_block(0).get_attention_info()["n_heads"] == 4
+        assert not stack.is_causal and stack.get_block(0).config.n_heads == 4
 
     @pytest.mark.parametrize("d_model", [65, 96, 100, 1000])
     def test_width_without_an_obvious_number_of_heads(self, d_model):
@@ -401,13 +397,11 @@ class TestBlockSpec:
         block = create_stack_from_spec(0, 1, create_block_spec(32, 48, 4, **values)).get_block(0)
         assert isinstance(block.attention_norm, nn.LayerNorm) and block.attention.dropout == 0.5
         assert not block.feedforward.up.weight.requires_grad
-        info = block.get_attention_info()
-        for key in ("norm", "norm_position", "dropout", "freeze_up_proj", "initialization", "mup_base_width"):
-            del values[key]
+        info = block.config.to_dict()
         # A section is given back with all of its keys, as plain values.
         assert info["rope_scaling"].items() >= values["rope_scaling"].items()
         values["rope_scaling"] = info["rope_scaling"]
-        assert info == {"n_heads": 4, **values} and len(info["rope_scaling"]) == 5
+        assert info == {"d_model": 32, "d_ff": 48, "n_heads": 4, **values} and len(info["rope_scaling"]) == 5
 
     @pytest.mark.parametrize(
         "options, kind",
@@ -548,7 +542,7 @@ class TestRackFromConfig:
         for field, (value, holds) in effects.items():
             for changes, expected in ((base, False), (base | {field: value}, True)):
                 rack = create_rack_from_config(config_of(**model, **{section: changes}))
-                assert {bool(holds(block.attention)) for block in blocks_of(rack)} == {expected}, field
+                assert {bool(holds(block.attention)) for block in rack.get_blocks()} == {expected}, field
                 assert logits_of(rack).isfinite().all()
 
     @pytest.mark.parametrize("field", CHANGES_LOGITS)
@@ -609,13 +603,13 @@ class TestRackFromConfig:
         rack = create_rack_from_config({"model": model.to_dict()})
         assert [[block.config for block in stack.blocks] for stack in rack.stacks] == model.blocks()
         shared = {key: value for key, value in model.to_dict().items() if key in BlockConfig.model_fields}
-        for block in blocks_of(rack):
+        for block in rack.get_blocks():
             assert block.config.to_dict() == shared | {"sliding_window": block.config.sliding_window}
 
     def test_number_of_blocks(self):
         mapping = config_of(architecture={"n_stacks": 3, "blocks_per_stack": 2}).to_dict()
         rack = create_rack_from_config(mapping)
-        assert len(rack.stacks) == 3 and len(blocks_of(rack)) == 6
+        assert len(rack.stacks) == 3 and len(rack.get_blocks()) == 6
         assert len([module for module in rack.modules() if isinstance(module, Block)]) == 6
 
     @pytest.mark.parametrize(

@@ -55,10 +55,6 @@ def logits_of(rack, ids, mask=None):
     return rack(ids, mask)
 
 
-def blocks_of(rack):
-    return [stack.get_block(i) for stack in rack.stacks for i in range(stack.num_blocks)]
-
-
 def published_model(n_heads, n_kv_heads, theta, tied, window=None):
     sizes = {
         "vocab_size": 37,
@@ -354,7 +350,7 @@ class TestMixedStacks:
         rack = widen(create_rack_from_specs(31, 32, stacks))
         ids = torch.randint(31, (2, 9))
         x = rack.embedding.weight[ids]
-        for block in blocks_of(rack):
+        for block in rack.get_blocks():
             x = block(x)
         x = F.layer_norm(x, (32,), rack.final_norm.weight, eps=1e-6)
         torch.testing.assert_close(rack(ids), x @ rack.embedding.weight.T)
@@ -397,8 +393,9 @@ class TestParts:
 
     def test_accessors(self):
         rack = make_rack(3, 2)
-        assert rack.get_embedding_layer() is rack.embedding and rack.get_lm_head() is rack.lm_head
-        assert [rack.get_stack(i) for i in range(3)] == list(rack.stacks)
+        assert [rack.get_stack(i) for i in range(3)] == rack.get_stacks() == list(rack.stacks)
+        assert rack.get_blocks() == [block for stack in rack.stacks for block in stack.blocks]
+        assert rack.blocks_per_stack == [2, 2, 2]
         assert rack.get_stack(-1) is rack.stacks[2]
         with pytest.raises(IndexError):
             rack.get_stack(3)
@@ -586,7 +583,7 @@ class TestFreezing:
             lambda: None,
             lambda: (rack.freeze(), rack.unfreeze()),
             lambda: [(stack.freeze(), stack.unfreeze()) for stack in rack.stacks],
-            lambda: [(block.freeze(), block.unfreeze()) for block in blocks_of(rack)],
+            lambda: [(block.freeze(), block.unfreeze()) for block in rack.get_blocks()],
         ):
             refreeze()
             changed = step(rack)

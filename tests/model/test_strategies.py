@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stackwise.config import BlockConfig, StackWiseConfig
+from stackwise.config import StackWiseConfig
 from stackwise.model import (
     Block,
     create_block_spec,
@@ -588,8 +588,3 @@ class TestConfigured:
         ]
         with pytest.raises(ValueError, match=r"mup_base_width of stack 0: got None; allowed: 32"):
             create_rack_from_specs(8, 64, specs)
-
-    def test_is_no_matter_of_attention(self):
-        block = Block(16, 16, 2)
-        assert not {"initialization", "mup_base_width"} & set(block.get_attention_info())
-        assert {"initialization", "mup_base_width"} < set(BlockConfig.model_fields)

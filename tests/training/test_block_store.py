@@ -10,7 +10,6 @@ from stackwise import StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.model.layout import Layout
 from stackwise.training.block_store import BlockStore, block_writer
-from stackwise.training.phase_model import blocks_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs proc(5)")
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ def test_unsupported_tensor_type_is_refused_before_any_block_moves(rack, tmp_pat
     class Quantized(torch.Tensor):
         pass
 
-    blocks_of(rack)[2].register_buffer("scale", torch.ones(3).as_subclass(Quantized))
+    rack.get_blocks()[2].register_buffer("scale", torch.ones(3).as_subclass(Quantized))
     folder = tmp_path / "blocks"
     with pytest.raises(ValueError, match="allowed: none or cpu: scale of Block 2 is of Quantized"):
         BlockStore(rack, CPU, "disk", folder)
@@ -69,7 +68,7 @@ def test_on_disk_a_rack_is_whole_and_every_block_is_a_mapped_file(rack, tmp_path
     store = BlockStore(rack, CPU, "disk", tmp_path)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"block-{i:05}.safetensors" for i in range(4)]
-    for i, block in enumerate(blocks_of(rack)):
+    for i, block in enumerate(rack.get_blocks()):
         files = {mapped_from(p) for p in block.parameters()}
         assert files == {str(tmp_path / f"block-{i:05}.safetensors")}
     assert mapped_from(rack.embedding.weight) is None
@@ -90,7 +89,7 @@ def test_run_is_the_blocks_in_turn_without_gradients(rack, tmp_path, kind):
 
 def test_updates_of_a_resident_block_are_kept(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
-    block, frozen = blocks_of(rack)[2], blocks_of(rack)[1]
+    block, frozen = rack.get_blocks()[2], rack.get_blocks()[1]
     with store.resident([2]):
         assert {mapped_from(p) for p in block.parameters()} == {None}
         assert mapped_from(frozen.feedforward.up.weight) is not None
@@ -125,7 +124,7 @@ def test_frozen_blocks_stay_frozen(rack, tmp_path):
     rack.get_stack(0).freeze()
     store = BlockStore(rack, CPU, "disk", tmp_path)
     with store.resident([0, 3]):
-        flags = [{p.requires_grad for p in block.parameters()} for block in blocks_of(rack)]
+        flags = [{p.requires_grad for p in block.parameters()} for block in rack.get_blocks()]
     assert flags == [{False}, {False}, {True}, {True}]
     store.close()
 
@@ -134,7 +133,7 @@ def test_a_rack_built_onto_disk_is_the_same_rack(rack, tmp_path):
     torch.manual_seed(0)
     built = create_rack_from_config(CONFIG, place=block_writer(tmp_path))
     assert same(state_of(built), state_of(rack))
-    assert all(mapped_from(p) for block in blocks_of(built) for p in block.parameters())
+    assert all(mapped_from(p) for block in built.get_blocks() for p in block.parameters())
 
 
 def test_a_rack_that_was_built_onto_disk_may_stay_in_its_folder(tmp_path):
@@ -173,7 +172,7 @@ def test_an_error_while_resident_still_puts_blocks_back(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
     with pytest.raises(RuntimeError, match="stop"), store.resident([0]):
         raise RuntimeError("stop")
-    assert mapped_from(next(blocks_of(rack)[0].parameters())) is not None
+    assert mapped_from(next(rack.get_blocks()[0].parameters())) is not None
     store.close()
 
 
@@ -197,6 +196,6 @@ def test_a_copy_of_a_rack_on_disk_is_independent(rack, tmp_path):
     store = BlockStore(rack, CPU, "disk", tmp_path)
     twin = copy.deepcopy(rack)
     with store.resident([0]), torch.no_grad():
-        blocks_of(rack)[0].feedforward.up.weight.zero_()
-    assert not blocks_of(twin)[0].feedforward.up.weight.eq(0).all()
+        rack.get_blocks()[0].feedforward.up.weight.zero_()
+    assert not twin.get_blocks()[0].feedforward.up.weight.eq(0).all()
     store.close()

@@ -128,7 +128,7 @@ class TestRoundTrip:
         assert list(theirs) == list(rack.state_dict())
         assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
         assert logits_of(loaded).equal(logits_of(rack))
-        tied = loaded.get_lm_head().weight is loaded.get_embedding_layer().weight
+        tied = loaded.lm_head.weight is loaded.embedding.weight
         assert tied == model.get("tie_embeddings", True)
 
     @pytest.mark.parametrize("special", [0.0, -0.0, float("inf"), float("nan"), 1e-45])
@@ -162,7 +162,7 @@ class TestRoundTrip:
     def test_saving_changes_nothing(self, manager, config, make_rack):
         rack, twin = make_rack(config), make_rack(config)
         manager.save(1, rack)
-        assert rack.get_lm_head().weight is rack.get_embedding_layer().weight
+        assert rack.lm_head.weight is rack.embedding.weight
         assert all(weight.equal(twin.state_dict()[name]) for name, weight in rack.state_dict().items())
         assert all(weight.requires_grad for weight in rack.parameters())
 
@@ -224,7 +224,7 @@ class TestResume:
             assert weight.requires_grad == (not name.startswith("stacks.0"))
         theirs = fresh.state_dict()
         assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
-        assert fresh.get_lm_head().weight is fresh.get_embedding_layer().weight
+        assert fresh.lm_head.weight is fresh.embedding.weight
 
     def test_an_upload_is_gone_on_from(self, tmp_path, config, make_rack):
         rack, upload = make_rack(config), DirectoryUpload(tmp_path / "storage")

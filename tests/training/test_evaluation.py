@@ -16,7 +16,6 @@ from stackwise.training.batch_stream import check_apart
 from stackwise.training.evaluation import ValidationRecord
 from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
-from stackwise.training.phase_model import blocks_of
 
 MASKED = {"kind": "masked_token", "mask_token_id": 4, "mask_fraction": 0.5}
 KINDS = {
@@ -116,7 +115,7 @@ def test_of_a_unit_it_is_what_the_unit_says(run, tmp_path):
         with torch.no_grad():
             for ids in validation:
                 x = rack.embedding(ids[:, :-1])
-                for block in blocks_of(rack)[:depth]:
+                for block in rack.get_blocks()[:depth]:
                     x = block(x)
                 logits = rack.lm_head(rack.final_norm(x))
                 losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())

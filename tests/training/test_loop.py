@@ -144,10 +144,6 @@ GROWING = [
 ]
 
 
-def blocks_of(rack):
-    return [block for stack in rack.stacks for block in stack.blocks]
-
-
 def weights_of(rack):
     return {name: weight.detach().clone() for name, weight in rack.state_dict().items()}
 
@@ -171,7 +167,7 @@ def close(one, other, atol=2e-6):
 def loss_by_hand(rack, path, ids):
     x_BTC = rack.embedding(ids[:, :-1])
     for i in path:
-        x_BTC = blocks_of(rack)[i](x_BTC)
+        x_BTC = rack.get_blocks()[i](x_BTC)
     logits_BTV = rack.lm_head(rack.final_norm(x_BTC))
     return F.cross_entropy(logits_BTV.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -189,7 +185,7 @@ def train_by_hand(rack, parts, batches):
     losses, fresh = [], weights_of(rack)
     for part in parts:
         for i in part.enters:
-            for end in (blocks_of(rack)[i].attention.out, blocks_of(rack)[i].feedforward.down):
+            for end in (rack.get_blocks()[i].attention.out, rack.get_blocks()[i].feedforward.down):
                 torch.nn.init.zeros_(end.weight)
         if part.fresh:
             rack.load_state_dict(
@@ -199,7 +195,7 @@ def train_by_hand(rack, parts, batches):
             ends = {"e": rack.embedding, "n": rack.final_norm, "h": rack.lm_head}
             later = parts[-1].blocks if parts[-1].goes_on else part.blocks
             rack.requires_grad_(False)
-            for module in [*(blocks_of(rack)[i] for i in later), *(ends[end] for end in part.ends)]:
+            for module in [*(rack.get_blocks()[i] for i in later), *(ends[end] for end in part.ends)]:
                 module.requires_grad_(True)
             optimizer = adamw_by_hand(rack)
         for step in range(part.first_step, part.first_step + part.steps):
@@ -399,7 +395,7 @@ class TestWhatMoves:
     def test_a_frozen_part_of_a_unit_stays(self, run):
         def prepare(rack):
             rack.get_stack(1).get_block(0).attention.requires_grad_(False)
-            rack.get_embedding_layer().requires_grad_(False)
+            rack.embedding.requires_grad_(False)
 
         result, rack, before = run(BLOCKWISE, prepare=prepare, tie_embeddings=False)
         kept = set(before[0]) - changed(before[0], weights_of(rack))
@@ -563,7 +559,7 @@ def fails(block, after, kind):
                 return output * math.nan
             return output
 
-        blocks_of(rack)[block].register_forward_hook(hook)
+        rack.get_blocks()[block].register_forward_hook(hook)
 
     return prepare
 

@@ -20,7 +20,7 @@ from stackwise.training import ArchitectureTrainer
 from stackwise.training.loop import TrainingLoop
 from stackwise.training.master import MasterAdamW
 from stackwise.training.memory_planner import _KeptOutputs, plan_memory
-from stackwise.training.phase_model import PhaseModel, blocks_of
+from stackwise.training.phase_model import PhaseModel
 from stackwise.training.step import TrainStep
 
 MIDDLE = {
@@ -94,7 +94,7 @@ def seen(monkeypatch):
         if isinstance(self.optimizer, MasterAdamW):
             found.masters += sum(wide.nbytes for _, wide in self.optimizer._frozen)
         found.batch = sum(t.nbytes for t in tensors([batch.targets for batch in batches])) + found.hidden
-        blocks, phase = blocks_of(loop.rack), found.phase
+        blocks, phase = loop.rack.get_blocks(), found.phase
         in_graph = phase.path[phase.n_prefix :]
         found.trained = sum(nbytes(blocks[i]) for i in in_graph if i in phase.trained)
         found.frozen = sum(nbytes(blocks[i]) for i in in_graph if i not in phase.trained)
@@ -312,7 +312,7 @@ def test_prefix_and_blocks_elsewhere(seen, tmp_path, share, n_batches, directory
             min(different, int(share * 5)) * entry if depth else 0
         )
     assert plan.prefix_bytes_per_token == 64 * 4
-    assert plan.phases[2].in_flight == 2 * nbytes(blocks_of(create_rack_from_config(config))[0])
+    assert plan.phases[2].in_flight == 2 * nbytes(create_rack_from_config(config).get_blocks()[0])
     assert plan.phases[1].in_flight * 2 == plan.phases[2].in_flight
 
 
@@ -493,7 +493,7 @@ def test_totals_and_plain_values():
     told = plan.to_dict()
     assert told["peak"] == max(phase["peak"] for phase in told["phases"]) == plan.peak
     # Before training all Blocks are there, and while a unit trains its own has left.
-    block = nbytes(blocks_of(create_rack_from_config(config))[0])
+    block = nbytes(create_rack_from_config(config).get_blocks()[0])
     assert plan.host_start == 4 * block and plan.phases[0].host == 3 * block
     assert plan.host == max(4 * block, 3 * block + plan.phases[1].host_prefix)
     assert plan.flops == pytest.approx(sum(2 * phase.flops for phase in plan.phases))

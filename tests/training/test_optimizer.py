@@ -88,14 +88,14 @@ class TestGroups:
     def test_tied_head_is_an_embedding(self):
         rack = rack_of()
         decayed, kept = parameter_groups(rack, 0.1)
-        head = id(rack.get_lm_head().weight)
+        head = id(rack.lm_head.weight)
         assert [id(weight) for weight in kept["params"]].count(head) == 1
         assert head not in {id(weight) for weight in decayed["params"]}
 
     def test_untied_head_is_a_matrix(self):
         rack = rack_of(tie_embeddings=False)
         decayed, _ = parameter_groups(rack, 0.1)
-        assert any(weight is rack.get_lm_head().weight for weight in decayed["params"])
+        assert any(weight is rack.lm_head.weight for weight in decayed["params"])
 
     def test_other_models(self):
         model = Zoo()

@@ -10,7 +10,6 @@ from stackwise.config import ObjectiveConfig
 from stackwise.model import create_simple_rack
 from stackwise.training.block_store import BlockStore
 from stackwise.training.objective import Objective
-from stackwise.training.phase_model import blocks_of
 from stackwise.training.prefix import PrefixOutputs, batch_key
 
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def batch(seed, **parts):
 def computed(rack, targets, depth):
     """The same by the Rack itself."""
     x_BTC = rack.embed(targets.input_ids)
-    for block in blocks_of(rack)[:depth]:
+    for block in rack.get_blocks()[:depth]:
         x_BTC = block(x_BTC, attention_mask=targets.attention_mask)
     return x_BTC
 
@@ -106,7 +105,7 @@ def test_what_trains_is_forgotten(rack, store):
     prefix.forget(3)
     assert prefix.statistics.bytes == ENTRY
     with torch.no_grad():
-        blocks_of(rack)[2].feedforward.down.weight.add_(0.1)
+        rack.get_blocks()[2].feedforward.down.weight.add_(0.1)
     prefix.forget(2)
     assert prefix.statistics.bytes == 0
     assert ask(prefix, 0, 3).equal(computed(rack, batch(0), 3))

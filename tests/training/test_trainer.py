@@ -226,7 +226,7 @@ class TestLearning:
         )
         for ids in [batch["input_ids"] for batch, _ in zip(create_data(config)[0], range(5), strict=False)]:
             rack = make_rack(config)
-            own_logit = 32 * rack.get_embedding_layer().weight.std().item()
+            own_logit = 32 * rack.embedding.weight.std().item()
             result = ArchitectureTrainer(config).train_architecture(rack, [ids])
             repeats = (ids[:, 1:] == ids[:, :-1]).double().mean().item()
             assert losses_of(result)[0] == pytest.approx(math.log(256) - own_logit * repeats, abs=0.05)
@@ -425,7 +425,7 @@ class TestFrozen:
 
     def test_embedding_with_a_tied_head(self, run, make_config, make_rack):
         before = weights_of(make_rack(make_config()))
-        _, rack = run(prepare=lambda rack: rack.get_embedding_layer().requires_grad_(False))
+        _, rack = run(prepare=lambda rack: rack.embedding.requires_grad_(False))
         assert changed(rack, before) == {n for n in before if not n.startswith(("embedding", "lm_head"))}
 
     def test_everything(self, run):

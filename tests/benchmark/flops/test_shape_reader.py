@@ -359,7 +359,7 @@ def test_what_is_frozen():
     rack.unfreeze()
     assert read_shape(rack).shape.n_frozen == 4 * 24 * C
     # Where the gradient ends is not told by how many weights are frozen.
-    rack.get_embedding_layer().requires_grad_(False)
+    rack.embedding.requires_grad_(False)
     assert read_shape(rack).shape.n_frozen is None
     assert model_flops(rack, batch_size=1, seq_len=4, mode="train") is None
     assert model_flops(rack, batch_size=1, seq_len=4, mode="forward") is not None

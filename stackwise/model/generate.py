@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stackwise.model.cache import RackCache
 from stackwise.model.decode import DecodeStep
-from stackwise.model.generation_options import GenerationKeywords, GenerationOptions
 from stackwise.model.mask import padding_mask
+from stackwise.model.sampling import GenerationOptions
 from stackwise.support.arguments import require
 from stackwise.support.mode import evaluating
 
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["generate", "prefill", "stream"]
 
 
-def generate(
-    rack: Rack,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Unpack[GenerationKeywords],
-) -> Tensor:
+def generate(rack: Rack, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
     """Generate a continuation of each row of `input_ids`.
 
     Args:
@@ -38,20 +33,7 @@ def generate(
         input_ids: integer (B, T), on any device.
         attention_mask: bool or integer (B, T), nonzero at real tokens; None: all are real. Rows may be padded
             on either side and in between. Padding does not change the continuation.
-        max_new_tokens: maximum number of new tokens; fewer if every row has stopped. Must be given.
-        temperature: 0, the default: the most likely token; otherwise the logits are divided by it and a token
-            is sampled.
-        top_k: sample only from the k most likely tokens; None, the default: from all.
-        top_p: sample only from the most likely tokens with a total probability of p; 1, the default: from
-            all.
-        stop_token_ids: one id or several, default none: a row stops after one of these tokens.
-        pad_token_id: token of a stopped row until all rows have stopped; default 0.
-        seed: seed of the sampling, which then does not use PyTorch's global generator; None, the default: use
-            that generator.
-        prefill_chunk: process the prompt in chunks of this many tokens, to bound the memory; None, the
-            default: at once.
-        compile: compile the decoding step, which takes a minute the first time; see `DecodeStep`. Default
-            False.
+        **options: fields of `GenerationOptions`; `max_new_tokens` is required.
 
     Returns:
         int64 (B, T + N) on the device of the Rack: the unchanged prompts, then N <= `max_new_tokens` tokens.
@@ -67,10 +49,7 @@ def generate(
 
 
 def stream(
-    rack: Rack,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Unpack[GenerationKeywords],
+    rack: Rack, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> Iterator[Tensor]:
     """Generate like `generate`, but yield each column of tokens, int64 (B,), as soon as it is computed.
 
@@ -98,7 +77,7 @@ def _columns(
     pad_token_id: int,
 ) -> Iterator[Tensor]:
     batch_size, prompt_length = prompt_BT.shape
-    sampler, generator = asked.sampler(), asked.generator(prompt_BT.device)
+    generator = asked.generator(prompt_BT.device)
     # The last token is not an input, so it needs no slot.
     capacity = prompt_length + asked.max_new_tokens - 1
     cache = rack.new_cache(batch_size, DecodeStep.capacity(capacity) if asked.compile else capacity)
@@ -107,7 +86,7 @@ def _columns(
     ended_B = torch.zeros(batch_size, dtype=torch.bool, device=prompt_BT.device)
     extreme_B = torch.zeros(batch_size, device=prompt_BT.device)  # maximum score; NaN and infinity persist
     for count in range(1, asked.max_new_tokens + 1):
-        score_B, token_B = sampler.draw(logits_BV, generator)
+        score_B, token_B = asked.draw(logits_BV, generator)
         if is_stop_V is not None:
             score_B = score_B.masked_fill(ended_B, 0)
             token_B = token_B.masked_fill(ended_B, pad_token_id)

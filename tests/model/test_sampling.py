@@ -1,8 +1,11 @@
 """Sampling: draws are distributed as they should be, and filters keep what the published ones keep."""
 
+import dataclasses
 import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from stackwise.model.sampling import Sampler
+from stackwise.model.sampling import GenerationOptions, Sampler
 
 INF = float("inf")
 N_DRAWS = 20_000
@@ -281,3 +284,35 @@ def test_refused(arguments, message):
 
 def test_whole_numbers_are_numbers():
     assert Sampler(1, 2, 1).filter(torch.tensor([[3, 1, 2]])).tolist() == [[3.0, -INF, 2.0]]
+
+
+@pytest.mark.parametrize("option", dataclasses.fields(GenerationOptions), ids=lambda option: option.name)
+def test_generation_options_are_documented(option):
+    classes = (GenerationOptions.__doc__, Sampler.__doc__)
+    assert any(re.search(rf"^ +{option.name}: ", text, re.M) for text in classes)
+
+
+def test_integers_may_be_of_any_kind():
+    plain = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 2, "seed": 2**64 - 1, "prefill_chunk": 4}
+    given = {"max_new_tokens": np.int64(3), "top_k": np.uint8(2), "seed": np.uint64(2**64 - 1)}
+    options = GenerationOptions(**{**plain, **given, "prefill_chunk": torch.tensor(4)})
+    assert options == GenerationOptions(**plain) and type(options.max_new_tokens) is int
+    for wrong in (True, np.float64(3), torch.tensor(3.0), torch.tensor([3, 3]), np.int64(0)):
+        with pytest.raises(ValueError, match="max_new_tokens: got "):
+            GenerationOptions(max_new_tokens=wrong)
+
+
+def test_numbers_may_be_of_any_kind():
+    for number in (np.float32(0.5), np.float16(0.5), np.float64(0.5), Fraction(1, 2)):
+        options = GenerationOptions(max_new_tokens=3, temperature=number, top_p=number)
+        assert options == GenerationOptions(max_new_tokens=3, temperature=0.5, top_p=0.5)
+        assert type(options.temperature) is type(options.top_p) is float
+    for wrong in (True, np.float32("nan"), np.float32(-1), np.complex64(1), torch.tensor(1.0), "1"):
+        with pytest.raises(ValueError, match="temperature: got "):
+            GenerationOptions(max_new_tokens=3, temperature=wrong)
+
+
+def test_options_do_not_change():
+    options = GenerationOptions(max_new_tokens=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.seed = 3

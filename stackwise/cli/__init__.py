@@ -25,7 +25,6 @@ from stackwise.support.wait_policy import default_wait_policy
 
 __all__ = ["main"]
 
-_LONGEST = 4000  # maximum characters per line
 Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Train, tyro.conf.subcommand("train")]
@@ -45,9 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"stackwise {stackwise.__version__}")
         return 0
     try:
-        for argument in arguments:
-            if "\0" in argument:
-                raise ValueError(f"argument: got {argument!r}; allowed: text without NUL characters")
         return _run(arguments)
     except BrokenPipeError:
         # The process that reads the output has exited, such as `head`. Python must not flush at exit either.
@@ -82,10 +78,8 @@ def _location(error: BaseException) -> str:
 
 
 def _refused(text: str) -> int:
-    """Print an error, without the middle of very long lines, and return the exit code."""
-    lines = text.split("\n")
-    lines = [x if len(x) <= _LONGEST else f"{x[: _LONGEST // 2]} ... {x[-_LONGEST // 2 :]}" for x in lines]
-    print("stackwise: " + "\n".join(lines), file=sys.stderr)
+    """Print an error and return the exit code."""
+    print(f"stackwise: {text}", file=sys.stderr)
     return 2
 
 

@@ -16,7 +16,6 @@ __all__ = ["OPTIONS", "Override", "load_configuration", "split_overrides"]
 
 OPTIONS = ("--help", "--plan", "--print-config", "--progress", "--report")
 _COMMAND_LINE = "command line"
-_MOST_PARTS = 20  # largest number of parts of a key
 
 
 class Override(NamedTuple):
@@ -104,11 +103,7 @@ def _read(overrides: Sequence[Override]) -> tuple[dict[tuple[str, ...], Any], li
     for key, text in overrides:
         path, at = tuple(key.split(".")), f"{key} ({_COMMAND_LINE})"
         nested = next((".".join(other) for other in values if _is_within(path, other, either=True)), None)
-        if len(path) > _MOST_PARTS:
-            problems.append(
-                f"--{key:.40}... ({_COMMAND_LINE}): a key of {len(path)} parts; no key has as many"
-            )
-        elif path[0] not in StackWiseConfig.model_fields and len(path) == 1:
+        if path[0] not in StackWiseConfig.model_fields and len(path) == 1:
             problems.append(f"--{key} ({_COMMAND_LINE}): unknown option; {_near_option(key)}")
         elif nested == key:
             problems.append(f"{at}: given twice; allowed: once")

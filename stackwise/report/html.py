@@ -15,6 +15,7 @@ from stackwise.report.row_text import (
     is_finding,
     memory_text,
     number_text,
+    record_table,
     says_something,
     throughput_table,
 )
@@ -44,8 +45,8 @@ def report_page(report: Report) -> Page:
         *_training(report),
         *_stability(report),
         *_throughput(report),
-        *_memory(report),
-        *_quality(report),
+        *_with_verdicts("memory", report),
+        *_with_verdicts("quality", report),
         *_other_checks(report),
         *_subjects(report),
     ]
@@ -230,24 +231,15 @@ def _throughput(report: Report) -> list[Section]:
     return [_section("Throughput", plots, table)]
 
 
-def _memory(report: Report) -> list[Section]:
-    cells = [[row["test"], memory_text(row), "; ".join(growth_lines(row))] for row in report.memory]
-    return _with_verdicts("memory", ["test", "memory", "reason"], cells, report)
-
-
-def _quality(report: Report) -> list[Section]:
-    cells = [[row["test"], row["task"], row["reason"]] for row in report.quality]
-    return _with_verdicts("quality", ["test", "task", "reason"], cells, report)
-
-
-def _with_verdicts(section: str, header: list[str], cells: list[list[str]], report: Report) -> list[Section]:
+def _with_verdicts(section: str, report: Report) -> list[Section]:
     """Return the section of a table whose rows have a verdict, or [] without rows."""
+    records, title = getattr(report, section), section.capitalize()
+    (_, *header), cells = record_table(section, records)
     rows = [
-        Row(texts, _status(section, row, report), row["verdict"])
-        for texts, row in zip(cells, getattr(report, section), strict=True)
+        Row(texts, _status(section, row, report), verdict)
+        for (verdict, *texts), row in zip(cells, records, strict=True)
     ]
-    title, wide = section.capitalize(), tuple(name for name in header if name in ("memory", "reason"))
-    return [Section(title, tables=[Table(title, header, rows, wide=wide)])] if rows else []
+    return [Section(title, tables=[Table(title, header, rows, wide=("memory", "details"))])] if rows else []
 
 
 def _section(title: str, plots: Sequence[Plot], table: Table) -> Section:

@@ -27,9 +27,9 @@ from stackwise.report.row_text import (
     number_text,
     outcome,
     rate_text,
+    record_table,
     says_something,
     shape_text,
-    throughput_table,
 )
 from stackwise.support.arguments import require
 from stackwise.support.files import parse_json, write_whole
@@ -204,7 +204,7 @@ class Report:
             notes = f"{self.subjects[model]}\n\n" if model in self.subjects else ""
             blocks.append(f"## Checks of {model}\n\n{notes}{markdown_table(header, table)}")
         blocks += [
-            f"## {section.capitalize()}\n\n{markdown_table(*_record_table(section, rows))}"
+            f"## {section.capitalize()}\n\n{markdown_table(*record_table(section, rows))}"
             for section in _SECTIONS[1:]
             if (rows := getattr(self, section))
         ]
@@ -350,25 +350,6 @@ def _record_lines(section: str, row: dict[str, Any]) -> list[str]:
             growth = [f"{'':11}  {line}" for line in growth_lines(row)]
             return [f"{row['verdict']:11}  {row['test']}  {memory_text(row)}", *growth]
     return [f"{row['verdict']:12}  {row['test']}  {row['task']}: {row['reason']}"]
-
-
-def _record_table(section: str, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of records. Records of checks have their own tables."""
-    match section:
-        case "stability":
-            alarms = ["; ".join(alarm["text"] for alarm in row["alarms"]) for row in rows]
-            runs = [[row["verdict"], row["model"], fault_text(row)] for row in rows]
-            table = [[*run, text or "none"] for run, text in zip(runs, alarms, strict=True)]
-            return ["verdict", "model", "run", "alarms"], table
-        case "throughput":
-            return throughput_table(rows)
-        case "memory":
-            table = [
-                [row["verdict"], row["test"], memory_text(row), "; ".join(growth_lines(row))] for row in rows
-            ]
-            return ["verdict", "test", "bytes", "details"], table
-    table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in rows]
-    return ["verdict", "test", "task", "details"], table
 
 
 def report_files(path: str | Path) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stackwise.support.units import byte_text
+from stackwise.support.units import byte_text, time_text
 
 __all__ = [
     "MARKS",
@@ -21,6 +21,7 @@ __all__ = [
     "number_text",
     "outcome",
     "rate_text",
+    "record_table",
     "record_text",
     "says_something",
     "shape_text",
@@ -161,7 +162,7 @@ def rate_text(row: dict[str, Any]) -> str:
     if not row["measured"]:
         return "called once, not measured (benchmarks are disabled)"
     rate = f"{_rate(row)} tokens/s, " if _rate(row) else ""
-    parts = [f"{rate}median {_time(row['median_seconds'])} of {row['calls']} calls"]
+    parts = [f"{rate}median {time_text(row['median_seconds'], 3)} of {row['calls']} calls"]
     parts += [f"{name} {value}" for name in ("p95", "p99") if (value := _percentile(row, name))]
     if not row["steady"]:
         parts.append(f"not steady{_unsteady(row)}")
@@ -182,6 +183,25 @@ def rate_text(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def record_table(section: str, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of records. Records of checks have their own tables."""
+    match section:
+        case "stability":
+            alarms = ["; ".join(alarm["text"] for alarm in row["alarms"]) for row in rows]
+            runs = [[row["verdict"], row["model"], fault_text(row)] for row in rows]
+            table = [[*run, text or "none"] for run, text in zip(runs, alarms, strict=True)]
+            return ["verdict", "model", "run", "alarms"], table
+        case "throughput":
+            return throughput_table(rows)
+        case "memory":
+            table = [
+                [row["verdict"], row["test"], memory_text(row), "; ".join(growth_lines(row))] for row in rows
+            ]
+            return ["verdict", "test", "memory", "details"], table
+    table = [[row["verdict"], row["test"], row["task"], row["reason"]] for row in rows]
+    return ["verdict", "test", "task", "details"], table
+
+
 def throughput_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, without optional columns that have no values."""
     lines = [_throughput_cells(row) for row in rows]
@@ -196,7 +216,7 @@ def _throughput_cells(row: dict[str, Any]) -> dict[str, str]:
         "test": row.get("test") or "",
         "model": row["model"],
         "workload": shape_text(row),
-        "median": _time(row["median_seconds"]),
+        "median": time_text(row["median_seconds"], 3),
         "p95": _percentile(row, "p95"),
         "p99": _percentile(row, "p99"),
         "tokens/s": _rate(row),
@@ -234,7 +254,7 @@ def _throttled(row: dict[str, Any]) -> str:
 def _floor(row: dict[str, Any]) -> str:
     """Return the shortest time that the work can take, or "" if it is not known."""
     seconds = row.get("floor_seconds")
-    return "" if seconds is None else _time(seconds)
+    return "" if seconds is None else time_text(seconds, 3)
 
 
 def _steady(row: dict[str, Any]) -> str:
@@ -283,16 +303,7 @@ def growth_lines(row: dict[str, Any]) -> list[str]:
 
 def _percentile_time(percentiles: dict[str, Any] | None, name: str) -> str:
     value = ((percentiles or {}).get(name) or {}).get("value")
-    return "" if value is None else _time(value)
-
-
-def _time(seconds: float) -> str:
-    """Return a time with three digits in us, ms or s."""
-    rounded = float(f"{seconds:.3g}")
-    scale, unit = (1.0, "s") if rounded >= 1 else (1e3, "ms") if rounded >= 1e-3 else (1e6, "us")
-    value = seconds * scale
-    digits = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")
-    return f"{digits} {unit}"
+    return "" if value is None else time_text(value, 3)
 
 
 def _rate(row: dict[str, Any]) -> str:

@@ -3,8 +3,8 @@
 A folder of shards contains `tokens-00000.safetensors`, ... and `shards.json`, which lists them. A shard has
 the tensors `tokens` (uint16 or uint32), `document_starts` (int64, relative to the first token of the shard)
 and `checksums` (uint8 (chunks, 32)): a SHA-256 of each MiB of `tokens`, then of each MiB of
-`document_starts`. For each file, the list contains the size and a SHA-256 of header and checksums. It also
-contains a SHA-256 of itself.
+`document_starts`. For each file, the list contains sizes and a SHA-256 of the checksums. It also contains a
+SHA-256 of itself.
 
 Shapes: B rows, N tokens in a row.
 """
@@ -16,7 +16,6 @@ import copy
 import hashlib
 import itertools
 import json
-import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
@@ -39,8 +39,7 @@ __all__ = ["MANIFEST", "TokenShards", "write_shards"]
 
 MANIFEST = "shards.json"
 CHUNK = 2**20  # bytes per checksum
-_NAME = re.compile(r"tokens-[0-9]{5,}\.safetensors")
-_VERSION = 1
+_VERSION = 2
 
 Document = Sequence[int] | npt.NDArray[Any] | Tensor
 Integers = npt.NDArray[Any]
@@ -189,7 +188,7 @@ class TokenShards(TokenSequence):
 
 
 class _Shard:
-    """File of a shard. It is mapped, and its header is checked, when it is first read."""
+    """File of a shard. It is mapped, and its checksums are compared with the list, when it is first read."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], entry: dict[str, Any]) -> None:
         self.path, self.dtype = folder / entry["file"], dtype
@@ -222,29 +221,24 @@ class _Shard:
     def _opened(self) -> dict[str, _Chunked]:
         if self._open is None:
             self.check_size()
-            content = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
-            after_header = 8 + int.from_bytes(content[:8].tobytes(), "little")
-            header = content[:after_header].tobytes()
-            # The digest in the list covers the header, so a changed header is never used.
-            places = _read_header(header, self.n_bytes)
-            parts = {
-                name: content[after_header + begin : after_header + end]
-                for name, (begin, end) in places.items()
+            n_chunks = -(-self.n_tokens * self.dtype.itemsize // CHUNK)
+            n_others = -(-self.n_documents * 8 // CHUNK)
+            wanted = {
+                "tokens": (self.dtype, (self.n_tokens,)),
+                "document_starts": (np.dtype(np.int64), (self.n_documents,)),
+                "checksums": (np.dtype(np.uint8), (n_chunks + n_others, 32)),
             }
-            stored = parts.get("checksums", content[:0])
-            if hashlib.sha256(header + stored.tobytes()).hexdigest() != self._digest:
+            parts = _mapped(self.path)
+            same = {name: (part.dtype, part.shape) for name, part in parts.items()} == wanted
+            if not same or hashlib.sha256(parts["checksums"].data).hexdigest() != self._digest:
                 raise ValueError(
                     f"{self.path}: its header or its checksums were changed since it was written"
                 )
-            checksums = stored.reshape(-1, 32)
-            n_chunks = -(-len(parts["tokens"]) // CHUNK)
+            of_tokens, of_starts = np.split(parts["checksums"], [n_chunks])
             self._open = {
-                "tokens": _Chunked(f"{self.path}: tokens", parts["tokens"], self.dtype, checksums[:n_chunks]),
+                "tokens": _Chunked(f"{self.path}: tokens", parts["tokens"], of_tokens),
                 "document_starts": _Chunked(
-                    f"{self.path}: document_starts",
-                    parts["document_starts"],
-                    np.dtype(np.int64),
-                    checksums[n_chunks:],
+                    f"{self.path}: document_starts", parts["document_starts"], of_starts
                 ),
             }
         return self._open
@@ -257,8 +251,8 @@ class _Shard:
 class _Chunked:
     """Numbers with checksums. A checksum is verified when its chunk is first read."""
 
-    def __init__(self, name: str, content: Integers, dtype: np.dtype[Any], checksums: Integers) -> None:
-        self.name, self.content, self.numbers, self.checksums = name, content, content.view(dtype), checksums
+    def __init__(self, name: str, numbers: Integers, checksums: Integers) -> None:
+        self.name, self.numbers, self.checksums = name, numbers, checksums
         self.unchecked = np.ones(len(checksums), bool)
 
     def read(self, begin: int, end: int) -> Integers:
@@ -270,7 +264,7 @@ class _Chunked:
         return self.numbers[begin:end]
 
     def _check(self, chunk: int) -> None:
-        under = self.content[chunk * CHUNK : (chunk + 1) * CHUNK]
+        under = self.numbers.view(np.uint8)[chunk * CHUNK : (chunk + 1) * CHUNK]
         seen, wanted = hashlib.sha256(under.data).hexdigest(), self.checksums[chunk].tobytes().hex()
         if seen != wanted:
             raise ValueError(
@@ -322,19 +316,13 @@ def _write_shard(path: Path, tokens: Integers, document_starts: Integers) -> dic
     with safetensors_as_os_error(path):
         save_file({"tokens": tokens, "document_starts": document_starts, "checksums": stored}, path)
     flush(path)
-    with path.open("rb") as file:
-        size = file.read(8)
-        header = size + file.read(int.from_bytes(size, "little"))
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
         "tokens": len(tokens),
         "documents": len(document_starts),
-        "digest": hashlib.sha256(header + stored.tobytes()).hexdigest(),
+        "digest": hashlib.sha256(stored.data).hexdigest(),
     }
-
-
-_ENTRY = {"file": str, "bytes": int, "tokens": int, "documents": int, "digest": str}
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -342,7 +330,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the list is missing.
-        ValueError: the list was changed, or has values that `write_shards` does not write.
+        ValueError: the list was changed, or is of another version.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; allowed: a folder that write_shards made")
@@ -355,41 +343,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     require(content.get("version") == _VERSION, f"{path}: version", content.get("version"), str(_VERSION))
     if digest != recorded:
         raise ValueError(f"{path}: changed since it was written: its own digest does not fit")
-    vocab_size, shards = content.get("vocab_size"), content.get("shards")
-    require(_is_count(vocab_size), f"{path}: vocab_size", vocab_size, "an integer >= 0")
-    require(
-        content.get("dtype") in ("uint16", "uint32"), f"{path}: dtype", content.get("dtype"), "uint16, uint32"
-    )
-    require(isinstance(shards, list) and bool(shards), f"{path}: shards", shards, "a list of shards")
-    for entry in content["shards"]:
-        require(_is_entry(entry), f"{path}: shards", entry, f"objects with {', '.join(_ENTRY)}")
-        require(bool(_NAME.fullmatch(entry["file"])), f"{path}: file", entry["file"], _NAME.pattern)
     return {**content, "digest": recorded}
 
 
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(
-        _is_count(entry.get(key)) if kind is int else isinstance(entry.get(key), kind)
-        for key, kind in _ENTRY.items()
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _read_header(header: bytes, n_bytes: int) -> dict[str, tuple[int, int]]:
-    """Return the position of each tensor after the header. Return an empty dict if the header is invalid."""
+def _mapped(path: Path) -> dict[str, Integers]:
+    """Return the memory-mapped tensors of a file, read-only; none if it is no safetensors file."""
     try:
-        described = json.loads(header[8:])
-        places = {name: tuple(described[name]["data_offsets"]) for name in described if name[0] != "_"}
-    except (ValueError, LookupError, TypeError, RecursionError):
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118  no dict
+    except SafetensorError:
         return {}
-    sound = all(
-        len(place) == 2 and all(isinstance(end, int) and 0 <= end <= n_bytes for end in place)
-        for place in places.values()
-    )
-    return places if sound else {}
+    for part in parts.values():
+        part.setflags(write=False)
+    return parts
 
 
 def _digest(content: dict[str, Any]) -> str:

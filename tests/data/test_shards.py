@@ -1,7 +1,6 @@
 """Token shards: what was written comes back, and what was damaged since is named and refused."""
 
 import hashlib
-import json
 import pickle
 import shutil
 from itertools import pairwise
@@ -33,10 +32,6 @@ def large(tmp_path_factory):
     tokens = np.arange(2 * (CHUNK + CHUNK // 4), dtype=np.int64) % 50_000
     write_shards(path, tokens, vocab_size=50_000, tokens_per_shard=CHUNK + CHUNK // 4)
     return path
-
-
-def data_start(path):
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
 def flip(path, position):
@@ -282,20 +277,11 @@ class TestDamage:
         for _ in range(3):
             shards[10:20]
             shards[CHUNK // 2 + 3 : CHUNK // 2 + 9]
-        assert checks[1:] == [CHUNK, CHUNK]  # after the header
+        assert checks[1:] == [CHUNK, CHUNK]  # after the checksums
 
     def test_half_written_folder(self, folder):
         (folder / MANIFEST).unlink()
         with pytest.raises(FileNotFoundError, match=r"shards\.json: missing"):
-            TokenShards(folder)
-
-    def test_no_name_leads_elsewhere(self, folder):
-        content = json.loads((folder / MANIFEST).read_text())
-        content["shards"][0]["file"] = "../tokens-00000.safetensors"
-        del content["digest"]
-        content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        (folder / MANIFEST).write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"shards\.json: file: got '\.\./tokens"):
             TokenShards(folder)
 
     @pytest.mark.parametrize("content", ["", "[]", "null", "{}", "\x80"])
@@ -328,39 +314,6 @@ def test_documents_of_neighbours_differ(folder):
     ids = shards.document_ids(torch.tensor([0]), len(shards))[0].tolist()
     boundaries = {i for i, (one, other) in enumerate(pairwise(ids), 1) if one != other}
     assert boundaries == {3, 5, 11}
-
-
-ENTRY = {"file": "tokens-00000.safetensors", "bytes": 1, "tokens": 1, "documents": 1, "digest": ""}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"vocab_size": "13"},
-        {"vocab_size": 10**30},
-        {"dtype": "object"},
-        {"dtype": []},
-        {"shards": 3},
-        {"shards": []},
-        {"shards": [None]},
-        {"shards": [ENTRY | {"file": "a\0b"}]},
-        {"shards": [ENTRY | {"file": 3}]},
-        {"shards": [ENTRY | {"tokens": "1"}]},
-        {"shards": [ENTRY | {"documents": 1.5}]},
-        {"shards": [ENTRY | {"bytes": -1}]},
-        {"shards": [{}]},
-    ],
-    ids=str,
-)
-def test_list_with_other_types_is_refused(folder, change):
-    """Its digest is right."""
-    content = json.loads((folder / MANIFEST).read_text()) | change
-    content.pop("digest")
-    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (folder / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"shards\.json: .*: got .*; allowed: ") as refusal:
-        TokenShards(folder)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"digest": ' * 100_000, "1e999", "null"], ids=len)

@@ -35,20 +35,18 @@ from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.distributed import SharedRack, check_rows
 from stackwise.training.evaluation import Evaluation
 from stackwise.training.guard import new_bundle_folder
-from stackwise.training.json_lines_log import JsonLinesLog
 from stackwise.training.loop import NonFiniteStepError, TrainingLoop
 from stackwise.training.objective import Objective
 from stackwise.training.precision import check_precision, check_weights
 from stackwise.training.prefix import PrefixOutputs
 from stackwise.training.processes import Processes
 from stackwise.training.progress import TrainingProgress
-from stackwise.training.record_log import RecordLog, check_places
+from stackwise.training.record_log import JsonLinesLog, RecordLog, TensorBoardLog, check_places
 from stackwise.training.result import TrainingResult, epoch_losses, training_loss
 from stackwise.training.run import RackRun
 from stackwise.training.schedule import learning_rate
 from stackwise.training.scope import Phase, plan_phases
 from stackwise.training.targets import Targets
-from stackwise.training.tensorboard_log import TensorBoardLog
 from stackwise.training.throughput import ThroughputMeter
 
 __all__ = ["ArchitectureTrainer"]

@@ -12,7 +12,7 @@ from bench.claim import Claim
 from bench.overhead import Bare, Loop, Measured, Rounds, build, trainer_config
 from bench.peer_models import Shape
 from stackwise import ArchitectureTrainer
-from stackwise.training.json_lines_log import read_json_lines
+from stackwise.training.record_log import read_json_lines
 
 TINY = Shape(16, 2, 2, 1, 32, vocab_size=32, batch_size=2, seq_len=8)
 STEPS = 3

@@ -14,8 +14,8 @@ from stackwise.training import step as step_module
 from stackwise.training import trainer as trainer_module
 from stackwise.training.batch_stream import check_apart
 from stackwise.training.evaluation import ValidationRecord
-from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
+from stackwise.training.record_log import read_json_lines
 
 MASKED = {"kind": "masked_token", "mask_token_id": 4, "mask_fraction": 0.5}
 KINDS = {

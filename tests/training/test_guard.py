@@ -24,9 +24,9 @@ from stackwise.training import ArchitectureTrainer, NonFiniteStepError, Training
 from stackwise.training import loop as loop_module
 from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.guard import PhaseGuard, guard_policy
-from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.loss_scale import LossScale
 from stackwise.training.objective import Objective
+from stackwise.training.record_log import read_json_lines
 from stackwise.training.storage_meter import uncollected
 from tests.forked import HANG_SECONDS
 

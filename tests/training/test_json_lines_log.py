@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stackwise.stability import StepRecord
-from stackwise.training.json_lines_log import JsonLinesLog, read_json_lines
+from stackwise.training.record_log import JsonLinesLog, read_json_lines
 
 NUMBERS = st.floats(width=32)
 RECORDS = st.lists(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from stackwise.model import create_rack_from_config
 from stackwise.training import ArchitectureTrainer, NonFiniteStepError, load_rack
-from stackwise.training.json_lines_log import read_json_lines
 from stackwise.training.objective import Objective
 from stackwise.training.prefix import PrefixOutputs
+from stackwise.training.record_log import read_json_lines
 from stackwise.training.storage_meter import uncollected
 
 UNIT_KEYS = {

@@ -31,7 +31,7 @@ from stackwise.training import (
     load_rack,
 )
 from stackwise.training.batch_stream import BatchStream
-from stackwise.training.json_lines_log import read_json_lines
+from stackwise.training.record_log import read_json_lines
 from stackwise.training.run_state import check_same_run, records_of, state_of_records
 from stackwise.training.schedule import get_lr_with_warmup
 from tests.forked import end_of, start

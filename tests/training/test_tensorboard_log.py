@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stackwise.stability import StepRecord
-from stackwise.training.tensorboard_log import TensorBoardLog
+from stackwise.training.record_log import TensorBoardLog
 
 
 @pytest.fixture(autouse=True)

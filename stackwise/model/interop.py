@@ -6,7 +6,6 @@ transformers; `weight_folder.py` reads and writes the files.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import warnings
@@ -285,11 +284,7 @@ def _build(description: Mapping[str, Any], where: str) -> Rack:
 
 def _stack(where: str, /, stack_id: int, blocks: Iterable[Mapping[str, Any]]) -> Stack:
     require(isinstance(stack_id, int), f"{where}: stack_id", stack_id, "an integer")
-    configs = []
-    for block in blocks:
-        content = copy.deepcopy(dict(block))
-        BlockConfig.put_away(content)  # keys of files that were saved before such keys were rejected
-        configs.append(BlockConfig.from_dict(content, source=where))
+    configs = [BlockConfig.from_dict(block, source=where) for block in blocks]
     return Stack([Block(**config.to_dict()) for config in configs], stack_id)
 
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from stackwise.checkpoint.folder import flush, lives, publish, this_process
-from stackwise.checkpoint.tensor_file import write_bytes, write_read
+from stackwise.checkpoint.folder import flush, publish
 from stackwise.support.arguments import check_sizes, require
 from stackwise.support.files import parse_json
+from stackwise.support.system_errors import safetensors_as_os_error
 
 __all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _OURS = re.compile(rf"{CONFIG}|{WEIGHTS}|{INDEX}|model-\d{{5,}}-of-\d{{5,}}\.safetensors")
-_LEFT_OVER = re.compile(r"\.partial\.([1-9][0-9]*(?:-[0-9a-f]{12})?)\.[0-9a-f]{8}", re.ASCII)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN = 4
 
@@ -114,18 +114,15 @@ def check_tensors(source: str, given: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _check_target(path: str | Path, overwrite: bool) -> Path:
-    """Return the folder to write, if that is allowed, after removing leftovers of killed saves.
+    """Return the folder to write, if that is allowed.
 
     Raises:
         ValueError: the path is a file, is not empty and `overwrite` is False, is a mount point with content,
-            or contains files that a save does not write; or another process is saving into it.
+            or contains files that a save does not write.
     """
     target = Path(path).resolve()
     require(target.is_dir() or not target.exists(), "path", str(path), "a folder")
-    held: list[str] = []
-    if target.exists():
-        _clear(target)
-        held = sorted(entry.name for entry in target.iterdir())
+    held = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
     if held and not overwrite:
         raise ValueError(f"path: {target} holds {_listed(held)}; allowed: an empty folder, or overwrite=True")
     if held and target.is_mount():
@@ -141,14 +138,6 @@ def _check_target(path: str | Path, overwrite: bool) -> Path:
     return target
 
 
-def _clear(folder: Path) -> None:
-    """Remove leftovers of this process and of processes that have exited, except on other machines."""
-    for path in list(folder.iterdir()):
-        match = _LEFT_OVER.fullmatch(path.name)
-        if match is not None and not lives(match[1]):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def write_folder(
     path: str | Path,
     config: Mapping[str, Any],
@@ -161,8 +150,7 @@ def write_folder(
 
     Two renames replace a folder. If the process is killed between them, the old folder remains next to the
     target, as `.NAME.XXXXXXXX.old`. An empty folder is not replaced, because it may be a mount point: files
-    are moved into it, config.json last, which makes it a model. Before that they are in its
-    `.partial.PROCESS.XXXXXXXX`, which the next save removes if that process has exited.
+    are written into it, config.json last, which makes it a model.
 
     Args:
         path: the folder; created with its parents.
@@ -181,38 +169,24 @@ def write_folder(
     """
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = _check_target(path, overwrite)
-    mark, is_there = secrets.token_hex(4), target.is_dir() and not any(target.iterdir())
-    scratch = target.with_name(f".{target.name}.{mark}")
-    if is_there:
-        scratch = target / f".partial.{this_process()}.{mark}"
-    scratch.mkdir(parents=True)
+    is_there = target.is_dir() and not any(target.iterdir())
+    scratch = target if is_there else target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    scratch.mkdir(parents=True, exist_ok=is_there)
     try:
         _write_weights(scratch, weights, max_shard_bytes)
         _write_json(scratch / CONFIG, config)
         if is_there:
-            _move_into(target, scratch)
+            flush(target)
         else:
             publish(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _move_into(target: Path, scratch: Path) -> None:
-    names = [path.name for path in scratch.iterdir() if path.name != CONFIG]
-    moved: list[str] = []  # other files in the folder belong to another process
-    try:
-        for name in names:
-            (scratch / name).rename(target / name)
-            moved.append(name)
-        flush(target)
-        (scratch / CONFIG).rename(target / CONFIG)
-        moved.append(CONFIG)
-        flush(target)
     except BaseException:
-        for name in reversed(moved):
-            (target / name).unlink(missing_ok=True)
+        if is_there:
+            for path in target.iterdir():
+                path.unlink()
+        else:
+            shutil.rmtree(scratch, ignore_errors=True)
         raise
+    return target
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -258,7 +232,10 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
     places: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         file = WEIGHTS if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        write_read(folder / file, {name: weights[name] for name in names}, weights.__getitem__)
+        shard = {name: weights[name].detach().cpu().contiguous() for name in names}
+        with safetensors_as_os_error(folder / file):
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        flush(folder / file)
         places |= dict.fromkeys(names, file)
     if count > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
@@ -267,7 +244,8 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    write_bytes(path, [text.encode()])
+    path.write_text(text, encoding="utf-8")
+    flush(path)
 
 
 def _listed(names: list[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stackwise.config import TrainingConfig
-from stackwise.support.dataloader import own_generators, set_loader_epoch
+from stackwise.support.dataloader import generator_states, own_generators, set_loader_epoch
 from stackwise.support.random_state import seeded
 from stackwise.training.batch_stream import Batch, as_mapping
 from stackwise.training.objective import Objective
@@ -92,7 +92,7 @@ class Evaluation:
         precision = frozen_precision(self._settings.precision) if precision is None else precision
         set_loader_epoch(batches, 0)
         loss, count = torch.zeros(2, dtype=torch.float64, device=device)
-        with seeded(seed, device), _from_their_seeds(own_generators(batches)):
+        with seeded(seed, device), _from_their_seeds(batches):
             taken: Iterable[Batch | None] = islice(batches, limit)
             if self._together:
                 taken = self._until_all_end(taken)
@@ -117,15 +117,15 @@ class Evaluation:
 
 
 @contextmanager
-def _from_their_seeds(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Reset generators to their initial seed in this context. At the end their states are restored."""
-    before = [(generator, generator.get_state()) for generator in generators]
+def _from_their_seeds(batches: object) -> Iterator[None]:
+    """Reset the loader's own generators to their initial seed in this context; restore them at the end."""
+    generators, states = own_generators(batches), generator_states(batches)
     try:
-        for generator, _ in before:
+        for generator in generators:
             generator.manual_seed(generator.initial_seed())
         yield
     finally:
-        for generator, state in before:
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 

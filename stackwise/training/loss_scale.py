@@ -31,13 +31,11 @@ class LossScale:
     Args:
         device: device of the loss.
         initial: initial scale. 2**16 suits the mean over tokens of a loss in nats.
-        growth_factor: factor by which the scale grows after `growth_interval` consecutive finite steps.
-        backoff_factor: factor by which the scale shrinks after a skipped step.
-        growth_interval: number of steps.
+        growth_interval: number of consecutive finite steps after which the scale doubles. A skipped step
+            halves it.
 
     Raises:
-        ValueError: a scale that is not positive, a growth factor that is not above 1, a backoff factor that
-            is not between 0 and 1, or an interval below 1.
+        ValueError: a scale that is not positive, or an interval below 1.
     """
 
     def __init__(
@@ -45,15 +43,10 @@ class LossScale:
         device: torch.device,
         *,
         initial: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
         check_number("initial", initial, "a number above 0", lambda value: value > 0)
-        check_number("growth_factor", growth_factor, "a number above 1", lambda value: value > 1)
-        check_number("backoff_factor", backoff_factor, "above 0, below 1", lambda value: 0 < value < 1)
         check_sizes(growth_interval=growth_interval)
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._scale = torch.tensor(initial, dtype=torch.float32, device=device)
         self._sound_steps = torch.zeros((), dtype=torch.int32, device=device)
@@ -78,10 +71,10 @@ class LossScale:
         # New tensors: a caller may still use the divisor of this step.
         left_out = found_inf != 0
         sound_steps = self._sound_steps + 1
-        grown = self._scale * self._growth_factor
+        grown = self._scale * 2
         grows = (sound_steps == self._growth_interval) & grown.isfinite()
         kept = torch.where(grows, grown, self._scale)
-        self._scale = torch.where(left_out, self._scale * self._backoff_factor, kept)
+        self._scale = torch.where(left_out, self._scale / 2, kept)
         starts_anew = left_out | (sound_steps == self._growth_interval)
         self._sound_steps = torch.where(starts_anew, torch.zeros_like(sound_steps), sound_steps)
         if counts is not None:
@@ -102,13 +95,11 @@ class LossScale:
         self._sound_steps = torch.full_like(self._sound_steps, int(state["sound_steps"]))
 
 
-def create_loss_scale(
-    precision: str, device: torch.device, *, initial: float = 2.0**16, growth_interval: int = 2000
-) -> LossScale | None:
+def create_loss_scale(precision: str, device: torch.device) -> LossScale | None:
     """Return the loss scale of a precision; None for every precision except "fp16".
 
     bfloat16 has the exponent range of float32. A scale would have no benefit, and would skip healthy steps.
     """
     if compute_dtype(precision) != torch.float16:
         return None
-    return LossScale(device, initial=initial, growth_interval=growth_interval)
+    return LossScale(device)

@@ -28,7 +28,6 @@ from stackwise.model.rack import Rack
 from stackwise.stability.guard.snapshot import Snapshot
 from stackwise.support.arguments import check_sizes, require
 from stackwise.support.tensor_tree import tensors_of
-from stackwise.training.cross_entropy import chunked_cross_entropy
 from stackwise.training.guard import RackPart
 from stackwise.training.master import MasterAdamW
 from stackwise.training.memory_plan import MemoryPlan, PhasePlan
@@ -308,18 +307,9 @@ class _KeptOutputs:
 class _WithoutMemory(Objective):
     """Objective without the check of the head's weight, which is a fake tensor and so a subclass."""
 
-    def total(
-        self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets
-    ) -> Tensor:
-        config = self.config
-        if config.logits_chunk is None:
-            return super().total(final_norm, lm_head, hidden_BTC, targets)
-        weights_N = None if targets.weights is None else targets.weights.flatten()
-        normed_NC, labels_N = final_norm(hidden_BTC).flatten(0, 1), targets.labels.flatten()
-        weight_VC = lm_head.get_parameter("weight")
-        return chunked_cross_entropy(
-            normed_NC, weight_VC, labels_N, weights_N, config.z_loss, config.logits_chunk
-        )
+    @staticmethod
+    def head_weight(head: nn.Module) -> Tensor:
+        return head.get_parameter("weight")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, vocab_size: int) -> None:
         self.config, self.vocab_size = config, vocab_size
 
+    head_weight = staticmethod(plain_weight)
+
     def row_length(self, seq_len: int) -> int:
         """Return the number of tokens per row of a batch if the model sees `seq_len` of them."""
         return seq_len + 1 if self.config.kind == "next_token" else seq_len
@@ -103,7 +105,7 @@ class Objective:
         normed_BTC = final_norm(hidden_BTC)
         if config.logits_chunk is None:
             return cross_entropy(lm_head(normed_BTC).flatten(0, 1), labels_N, weights_N, config.z_loss)
-        weight_VC = plain_weight(lm_head)
+        weight_VC = self.head_weight(lm_head)
         return chunked_cross_entropy(
             normed_BTC.flatten(0, 1), weight_VC, labels_N, weights_N, config.z_loss, config.logits_chunk
         )

@@ -15,12 +15,11 @@ from stackwise.model.block import Block
 from stackwise.model.initialization import learning_rate_multipliers
 from stackwise.model.parameter_group import block_matrices
 from stackwise.model.rack import Rack
-from stackwise.stability.telemetry import clip_divisor
 from stackwise.support.arguments import check_sizes, require
 from stackwise.training.master import MasterAdamW
 from stackwise.training.muon import Muon
 
-__all__ = ["FusedOptimizer", "clip_divisor", "create_optimizer", "parameter_groups", "per_stack_groups"]
+__all__ = ["FusedOptimizer", "create_optimizer", "parameter_groups", "per_stack_groups"]
 
 
 def parameter_groups(

@@ -11,8 +11,8 @@ from torch import nn
 
 from stackwise.config import OptimizerConfig, StackOptimizerConfig
 from stackwise.model import create_simple_rack
-from stackwise.stability.telemetry import global_norm, gradient_norms
-from stackwise.training.optimizer import clip_divisor, create_optimizer, parameter_groups
+from stackwise.stability.telemetry import clip_divisor, global_norm, gradient_norms
+from stackwise.training.optimizer import create_optimizer, parameter_groups
 
 RACKS = {
     "tied": {},

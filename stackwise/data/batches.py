@@ -70,10 +70,6 @@ class Batches(IterableDataset[Batch]):
         """Epoch of the next pass. Without `set_epoch`, each pass is the next epoch."""
         return self._epoch
 
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
     def set_epoch(self, epoch: int) -> None:
         """Start the next pass at the first batch of `epoch`.
 

@@ -97,12 +97,6 @@ class Prefetched:
             if self._pass is mine:
                 self.close()
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next pass, if the loader has this attribute."""
-        epoch: int = self.loader.epoch  # type: ignore[attr-defined]
-        return epoch
-
     def set_epoch(self, epoch: int) -> None:
         """Start the next pass at the first batch of `epoch`."""
         self.close()

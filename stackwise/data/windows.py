@@ -77,11 +77,6 @@ class TokenWindows(Batches):
         super().__init__(batch_size, self.n_windows // rows, rank=rank, world_size=world_size)
         self._order: tuple[int, int, Tensor | None] | None = None
 
-    @property
-    def tokens(self) -> Tensor | TokenSequence:
-        """Token sequence: a tensor if it is in memory."""
-        return self.sequence.tokens if isinstance(self.sequence, TokenArray) else self.sequence
-
     def batch(self, epoch: int, i: int) -> Batch:
         """Return batch `i` of `epoch`, both counted from 0.
 

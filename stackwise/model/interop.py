@@ -158,16 +158,11 @@ def _load_own(
     require(version == FORMAT_VERSION, f"{where}: format_version", version, str(FORMAT_VERSION))
     require(config.keys() == _OWN_KEYS, f"{where}: config.json", sorted(config), ", ".join(sorted(_OWN_KEYS)))
     rack = _build(config, where)
-    frozen, origin = config["frozen"], config["hf_origin"]
     parameters = dict(rack.named_parameters())
-    sound = isinstance(frozen, list) and all(name in parameters for name in frozen)
-    require(sound, f"{where}: frozen", frozen, "names of parameters")
-    sound = isinstance(origin, dict) and origin.keys() <= set(_KEPT)
-    require(sound, f"{where}: hf_origin", origin, f"a mapping of {', '.join(_KEPT)}")
     for name, parameter in parameters.items():
-        parameter.requires_grad_(name not in frozen)
+        parameter.requires_grad_(name not in config["frozen"])
     check_tensors(where, weights, _shapes(rack))
-    rack.hf_origin = origin
+    rack.hf_origin = config["hf_origin"]
     # Frequencies of kernel attention are at least float32, as in a Rack that is cast.
     wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
     kept = {n: _joined([weights.pop(n)], dtype if n in parameters else wide) for n in list(weights)}
@@ -265,11 +260,10 @@ def _spread(description: dict[str, Any], sizes: Iterable[int]) -> None:
 def _build(description: Mapping[str, Any], where: str) -> Rack:
     """Return a Rack without data, on the meta device. It draws no random numbers."""
     tied, norm = description["tie_embeddings"], description["final_norm"]
-    require(isinstance(tied, bool), f"{where}: tie_embeddings", tied, "true or false")
     try:
         check_choice(f"{where}: final_norm", norm["kind"], ("rmsnorm", "layernorm"))
         with torch.device("meta"):
-            stacks = [_stack(where, **stack) for stack in description["stacks"]]
+            stacks = [_stack(where, stack) for stack in description["stacks"]]
             vocab_size, d_model = description["vocab_size"], description["d_model"]
             rack = Rack(stacks, vocab_size, d_model, tied, description["max_seq_len"])
             rack.final_norm = create_norm(norm["kind"], d_model, float(norm["eps"]))
@@ -282,10 +276,9 @@ def _build(description: Mapping[str, Any], where: str) -> Rack:
     return rack
 
 
-def _stack(where: str, /, stack_id: int, blocks: Iterable[Mapping[str, Any]]) -> Stack:
-    require(isinstance(stack_id, int), f"{where}: stack_id", stack_id, "an integer")
-    configs = [BlockConfig.from_dict(block, source=where) for block in blocks]
-    return Stack([Block(**config.to_dict()) for config in configs], stack_id)
+def _stack(where: str, description: Mapping[str, Any]) -> Stack:
+    configs = [BlockConfig.from_dict(block, source=where) for block in description["blocks"]]
+    return Stack([Block(**config.to_dict()) for config in configs], description["stack_id"])
 
 
 def _check_twin(rack: Rack, twin: Rack, state: Mapping[str, Tensor]) -> None:

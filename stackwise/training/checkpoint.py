@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
 from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
@@ -25,7 +25,7 @@ from stackwise.support.arguments import require
 from stackwise.support.random_state import keep_random_states, seeded
 from stackwise.training.run_state import check_same_run
 
-__all__ = ["ParameterNames", "RackCheckpoints", "latest_checkpoint", "load_rack"]
+__all__ = ["RackCheckpoints", "latest_checkpoint", "load_rack"]
 
 _TIED_COPY = "lm_head.weight"
 _WEIGHTS, _CONFIG = "model.safetensors", "config.yaml"
@@ -213,29 +213,6 @@ class RackCheckpoints:
             OSError: the last checkpoint could not be written.
         """
         self._manager.close()
-
-
-class ParameterNames(nn.Module):
-    """Names of the parameters of a Rack, without state. The optimizer's state is saved by these names.
-
-    The weights are stored in a separate file. With names, the optimizer's state can be loaded with any number
-    of processes, also if each has a shard.
-    """
-
-    def __init__(self, rack: Rack) -> None:
-        super().__init__()
-        self._named = dict(rack.named_parameters())
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters that the Rack had when this object was created, by name."""
-        return iter(self._named.items())
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> None:
-        """Do nothing."""
 
 
 def _check_can_be_made(directory: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.config import TrainingConfig
 from stackwise.data.batches import Batches
+from stackwise.model.quantization import plain_tensors
 from stackwise.model.rack import Rack
 from stackwise.support.arguments import check_choice, require
 from stackwise.training.objective import Objective
@@ -214,7 +215,7 @@ def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
             "trains" if w.requires_grad else "frozen",
             tuple(w.shape),
             str(w.dtype),
-            sum(_checksum(part) for part in _parts_of(w.detach())),
+            sum(_checksum(part) for part in plain_tensors(w.detach())),
         )
         for name, w in rack.state_dict(keep_vars=True).items()
     }
@@ -222,13 +223,3 @@ def _checksums(rack: Rack) -> dict[str, tuple[object, ...]]:
 
 def _checksum(tensor: Tensor) -> int:
     return int(tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
-
-
-def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a quantised tensor. A plain tensor yields itself."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _parts_of(getattr(tensor, name))

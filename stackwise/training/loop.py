@@ -30,7 +30,7 @@ from stackwise.support.device import release_freed_memory
 from stackwise.support.mode import evaluating
 from stackwise.training.batch_stream import Batch, BatchStream
 from stackwise.training.block_store import BlockStore
-from stackwise.training.checkpoint import ParameterNames, RackCheckpoints
+from stackwise.training.checkpoint import RackCheckpoints
 from stackwise.training.distributed import SharedRack, is_sharded, reshard
 from stackwise.training.evaluation import Evaluation, ValidationRecord
 from stackwise.training.guard import PhaseGuard, RackPart, StepBatches
@@ -340,8 +340,12 @@ class TrainingLoop:
         self.checkpoints.restore(self._shared_objects(step), len(self.records))
 
     def _shared_objects(self, step: TrainStep) -> dict[str, Any]:
-        """Return the objects that are saved once for all processes, or as one shard per process."""
-        return {"names": ParameterNames(self.rack), "optimizer": step.optimizer}
+        """Return the objects that are saved once for all processes, or as one shard per process.
+
+        The weights are in a file of their own. With the names of the parameters, any number of processes can
+        load the optimizer's state, also if each has a shard.
+        """
+        return {"names": RackPart(self.rack, (), self.rack.parameters()), "optimizer": step.optimizer}
 
     def _save(self, step: TrainStep) -> None:
         assert self.checkpoints is not None

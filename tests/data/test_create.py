@@ -153,7 +153,7 @@ class TestOrder:
         for _ in range(epoch):
             list(one)
             torch.rand(3)
-        other.epoch = epoch
+        other.set_epoch(epoch)
         assert starts_of(epoch_of(one)) == starts_of(epoch_of(other))
 
     def test_seeds_differ(self):
@@ -447,8 +447,8 @@ class TestCreate:
         )
         training, validation = create_data(config)
         whole = torch.tensor(list(text * 4))
-        assert torch.cat([training.tokens, validation.tokens]).long().equal(whole)
-        assert len(validation.tokens) == pytest.approx(1000 * fraction, abs=1)
+        assert torch.cat([training.sequence.tokens, validation.sequence.tokens]).long().equal(whole)
+        assert len(validation.sequence.tokens) == pytest.approx(1000 * fraction, abs=1)
         assert len(training) > 0 and len(validation) > 0
 
     def test_validation_is_never_trained_on(self, make_config, tmp_path):
@@ -468,11 +468,11 @@ class TestCreate:
         (tmp_path / "text").write_bytes(b"text" * 100)
         config = text_config(make_config, tmp_path / "text", data={"validation_fraction": 0.0})
         training, validation = create_data(config)
-        assert validation is None and len(training.tokens) == 400
+        assert validation is None and len(training.sequence.tokens) == 400
 
     def test_default_is_the_documentation(self, make_config):
         training, validation = create_data(text_config(make_config, None))
-        both = torch.cat([training.tokens, validation.tokens])
+        both = torch.cat([training.sequence.tokens, validation.sequence.tokens])
         assert bytes(both.tolist()) == documentation_text().encode()
 
     def test_any_bytes(self, make_config, tmp_path):
@@ -493,7 +493,7 @@ class TestCreate:
         config = text_config(make_config, tmp_path / "text", training=settings)
         training, validation = create_data(config)
         assert epoch_of(training)[0].shape == epoch_of(validation)[0].shape == (3, 6)
-        twin = epoch_of(TokenWindows(training.tokens, 3, 5, seed=11))
+        twin = epoch_of(TokenWindows(training.sequence.tokens, 3, 5, seed=11))
         again = epoch_of(create_data(config)[0])
         assert all(one.equal(other) for one, other in zip(again, twin, strict=True))
 
@@ -562,7 +562,9 @@ class TestCreate:
         pages = documentation_pages()
         assert ids.unique().tolist() == list(range(len(pages)))
         for i in (0, 17, len(pages) - 1):
-            assert bytes(training.tokens[ids == i].tolist()).decode().removesuffix("\n\n") == pages[i]
+            assert (
+                bytes(training.sequence.tokens[ids == i].tolist()).decode().removesuffix("\n\n") == pages[i]
+            )
         assert next(iter(training)).keys() == {"input_ids", "document_ids"}
 
     def test_a_text_of_bytes_has_no_documents(self, make_config, tmp_path):
@@ -633,8 +635,10 @@ class TestTokenizerOfAConfiguration:
 
     def test_tokens(self, make_config, folder):
         training, _ = create_data(self._config(make_config, folder))
-        assert training.tokens.tolist() == [2, 3, 4, 1, 5, 5, 1] * 40
-        assert training.tokens.tolist() == create_tokenizer(folder).encode((folder / "text").read_text())
+        assert training.sequence.tokens.tolist() == [2, 3, 4, 1, 5, 5, 1] * 40
+        assert training.sequence.tokens.tolist() == create_tokenizer(folder).encode(
+            (folder / "text").read_text()
+        )
 
     def test_documents_end_with_the_token_that_ends_one(self, make_config, folder):
         config = self._config(make_config, folder, data={"pack_documents": True, "shuffle": False})

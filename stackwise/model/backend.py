@@ -6,10 +6,10 @@ Shapes: B batch, H query heads, K key/value heads, G = H/K, T queries, S keys, D
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,20 @@ _KERNELS = {
 BACKENDS = ("sdpa", "sliced", *_KERNELS)
 
 Signature = tuple[object, ...]
+
+
+class _Call(NamedTuple):
+    """Arguments of `attend`."""
+
+    q_BHTD: Tensor
+    k_BKSD: Tensor
+    v_BKSD: Tensor
+    mask: AttentionMask
+    scale: float | None
+    softcap: float | None
+    dropout: float
+
+
 _tuned: dict[Signature, str] = {}
 _forced: str | None = None
 _tuning = False
@@ -63,8 +77,9 @@ def attend(
         (B, H, T, D of the values), and the name of the backend that ran.
     """
     note_logits(q_BHTD, k_BKSD, scale)
-    name = _choose(q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
-    return _call(name, q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout), name
+    call = _Call(q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
+    name = _choose(call)
+    return _run(name, call), name
 
 
 @contextmanager
@@ -103,26 +118,18 @@ def tuning() -> Iterator[None]:
         _tuning = before
 
 
-def _choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-) -> str:
-    if softcap is not None:
+def _choose(call: _Call) -> str:
+    if call.softcap is not None:
         return "sliced"
     if _forced is not None:
         return _forced
     if _tuned or _tuning:
-        signature = _signature(q, k, v, mask, dropout)
+        signature = _signature(call)
         if _tuning and signature not in _tuned:
-            _tuned[signature] = _fastest(q, k, v, mask, scale, dropout)
+            _tuned[signature] = _fastest(call)
         if signature in _tuned:
             return _tuned[signature]
-    return _rule(q, mask)
+    return _rule(call.q_BHTD, call.mask)
 
 
 def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
@@ -142,49 +149,41 @@ def _rule(q_BHTD: Tensor, mask: AttentionMask) -> str:
     return "sdpa"
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> Signature:
-    batch_size, n_kv_heads, n_keys, head_dim = k.shape
+def _signature(call: _Call) -> Signature:
+    q, (batch_size, n_kv_heads, n_keys, head_dim), mask = call.q_BHTD, call.k_BKSD.shape, call.mask
     if mask.n_queries == 1:  # each decoded token adds one key
         n_keys = 1 << (n_keys - 1).bit_length()
-    sizes = (*q.shape, batch_size, n_kv_heads, n_keys, head_dim, v.shape[-1])
-    rules = (mask.causal, mask.window, mask.is_plain, dropout > 0, q.requires_grad)
+    sizes = (*q.shape, batch_size, n_kv_heads, n_keys, head_dim, call.v_BKSD.shape[-1])
+    rules = (mask.causal, mask.window, mask.is_plain, call.dropout > 0, q.requires_grad)
     return (q.device.type, q.dtype, *sizes, *rules)
 
 
-def _fastest(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    scale: float | None,
-    dropout: float,
-) -> str:
+def _fastest(call: _Call) -> str:
     """Return the backend with the lowest median time, with the backward pass if gradients are needed."""
-    inputs = [each.detach().clone().requires_grad_(q.requires_grad) for each in (q, k, v)]
+    trains, device = call.q_BHTD.requires_grad, call.q_BHTD.device
+    inputs = [each.detach().clone().requires_grad_(trains) for each in call[:3]]
+    call = _Call(*inputs, *call[3:])
 
-    def once(run: Callable[..., Tensor]) -> float:
-        _wait(q.device)
+    def once(name: str) -> float:
+        _wait(device)
         start = time.perf_counter()
-        with torch.set_grad_enabled(q.requires_grad):
-            y = run(*inputs, mask, scale, None, dropout)
-            if q.requires_grad:
+        with torch.set_grad_enabled(trains):
+            y = _run(name, call)
+            if trains:
                 torch.autograd.grad(y, inputs, torch.ones_like(y))
-        _wait(q.device)
+        _wait(device)
         return time.perf_counter() - start
 
-    runs = {}
-    on_device = ("sdpa", "sliced", *_KERNELS) if q.device.type == "cuda" else ("sdpa", "sliced")
-    for name in on_device:
-        run = partial(_call, name)
+    times: dict[str, list[float]] = {}
+    for name in ("sdpa", "sliced", *_KERNELS) if device.type == "cuda" else ("sdpa", "sliced"):
         try:
-            once(run)
+            once(name)
         except RuntimeError:  # a kernel that does not support these sizes, dtypes or masks
             continue
-        runs[name] = run
-    times: dict[str, list[float]] = {name: [] for name in runs}
+        times[name] = []
     for _ in range(7):
-        for name, run in runs.items():
-            times[name].append(once(run))
+        for name, seconds in times.items():
+            seconds.append(once(name))
     return min(times, key=lambda name: median(times[name]))
 
 
@@ -193,24 +192,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _call(
-    name: str,
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: AttentionMask,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
+def _run(name: str, call: _Call) -> Tensor:
+    q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout = call
     if name == "sliced":
         return sliced_attention(q_BHTD, k_BKSD, v_BKSD, mask, scale=scale, softcap=softcap, dropout=dropout)
     if name in _KERNELS:
         with sdpa_kernel(_KERNELS[name]):
-            return _call("sdpa", q_BHTD, k_BKSD, v_BKSD, mask, scale, softcap, dropout)
+            return _run("sdpa", call)
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     if groups > 1 and mask.n_queries == 1:
-        return _one_query(q_BHTD, k_BKSD, v_BKSD, mask, scale, dropout)
+        return _one_query(call)
     if groups > 1 and q_BHTD.is_cuda and not (mask.is_lower_triangle or mask.hides_nothing):
         # With a mask, only the slowest CUDA kernel supports grouped heads.
         k_BKSD, v_BKSD = (each.repeat_interleave(groups, dim=1) for each in (k_BKSD, v_BKSD))
@@ -227,23 +218,16 @@ def _call(
     )
 
 
-def _one_query(
-    q_BH1D: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: AttentionMask,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
+def _one_query(call: _Call) -> Tensor:
     """Treat heads that share keys as queries with equal visibility: kernels are slow with grouped heads."""
-    B, H, _, D = q_BH1D.shape
-    K = k_BKSD.shape[1]
+    B, H, _, D = call.q_BHTD.shape
+    K = call.k_BKSD.shape[1]
     y_BKGD = F.scaled_dot_product_attention(
-        q_BH1D.reshape(B, K, H // K, D),
-        k_BKSD,
-        v_BKSD,
-        attn_mask=mask.dense(),  # equal for all heads
-        dropout_p=dropout,
-        scale=scale,
+        call.q_BHTD.reshape(B, K, H // K, D),
+        call.k_BKSD,
+        call.v_BKSD,
+        attn_mask=call.mask.dense(),  # equal for all heads
+        dropout_p=call.dropout,
+        scale=call.scale,
     )
-    return y_BKGD.reshape(B, H, 1, v_BKSD.shape[-1])
+    return y_BKGD.reshape(B, H, 1, call.v_BKSD.shape[-1])

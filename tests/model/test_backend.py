@@ -219,13 +219,13 @@ class TestTuning:
     def fake(self, monkeypatch, seconds):
         """Each backend takes as long as it is said to."""
         clock = [0.0]
-        real = backend._call
+        real = backend._run
 
         def call(name, *arguments):
             clock[0] += seconds[name]
             return real(name, *arguments)
 
-        monkeypatch.setattr(backend, "_call", call)
+        monkeypatch.setattr(backend, "_run", call)
         monkeypatch.setattr(backend.time, "perf_counter", lambda: clock[0])
 
     @pytest.mark.parametrize("fastest", ["sdpa", "sliced"])
@@ -250,7 +250,7 @@ class TestTuning:
     def test_a_token_decoded_is_tuned_once_for_each_power_of_two_of_keys(self, monkeypatch):
         tried = []
         monkeypatch.setattr(
-            backend, "_fastest", lambda q, k, *_: tried.append((q.shape[2], k.shape[2])) or "math"
+            backend, "_fastest", lambda call: tried.append((call[0].shape[2], call[1].shape[2])) or "math"
         )
         rack = create_simple_rack(1, 2, 16, 24, 2, 11)
         with tuning():
@@ -278,14 +278,14 @@ class TestTuning:
         assert attend(*tensors(), mask_of(40))[1] == "sdpa" and not backend._tuned
 
     def test_a_backend_that_cannot_is_left_out(self, monkeypatch):
-        real = backend._call
+        real = backend._run
 
         def call(name, *arguments):
             if name == "sdpa":
                 raise RuntimeError("no such kernel")
             return real(name, *arguments)
 
-        monkeypatch.setattr(backend, "_call", call)
+        monkeypatch.setattr(backend, "_run", call)
         with tuning():
             assert attend(*tensors(), mask_of(40))[1] == "sliced"
 

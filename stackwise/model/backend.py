@@ -162,7 +162,7 @@ def _fastest(call: _Call) -> str:
     """Return the backend with the lowest median time, with the backward pass if gradients are needed."""
     trains, device = call.q_BHTD.requires_grad, call.q_BHTD.device
     inputs = [each.detach().clone().requires_grad_(trains) for each in call[:3]]
-    call = _Call(*inputs, *call[3:])
+    call = call._replace(q_BHTD=inputs[0], k_BKSD=inputs[1], v_BKSD=inputs[2])
 
     def once(name: str) -> float:
         _wait(device)

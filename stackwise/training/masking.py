@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stackwise.config.training import ObjectiveConfig
 from stackwise.training.targets import IGNORED, Targets, check_shapes
 
 __all__ = ["EARLIEST", "NoiseSchedule", "mask_diffusion_targets", "masked_share", "masked_token_targets"]
@@ -22,14 +23,7 @@ EARLIEST = 1e-3  # diffusion reveals the rest in one last step before this time:
 
 
 def masked_token_targets(
-    batch: Mapping[str, Tensor],
-    noise: tuple[int, ...],
-    *,
-    vocab_size: int,
-    mask_token_id: int,
-    mask_fraction: float,
-    random_fraction: float = 0.0,
-    same_fraction: float = 0.0,
+    batch: Mapping[str, Tensor], config: ObjectiveConfig, vocab_size: int, noise: tuple[int, ...]
 ) -> Targets:
     """Mask some tokens of each row and predict them (Devlin et al. 2019, arXiv:1810.04805).
 
@@ -41,12 +35,9 @@ def masked_token_targets(
         batch: `input_ids` (B, T); optionally `attention_mask` (B, T), nonzero at real tokens,
             `document_ids` (B, T), and `labels` (B, T), -100 at tokens that are never masked (default:
             `input_ids`). Padding is neither masked nor predicted.
-        noise: seed of the selection, together with the shape and the positions of predictable tokens.
+        config: mask token and fractions.
         vocab_size: random tokens are drawn uniformly from 0 to vocab_size - 1, without `mask_token_id`.
-        mask_token_id: token that replaces a masked one.
-        mask_fraction: fraction of the predictable tokens.
-        random_fraction: fraction of the predicted tokens that are replaced by random ones instead.
-        same_fraction: fraction of the predicted tokens that stay unchanged instead.
+        noise: seed of the selection, together with the shape and the positions of predictable tokens.
 
     Returns:
         Targets; `count` is the number of predicted tokens.
@@ -54,22 +45,24 @@ def masked_token_targets(
     Raises:
         ValueError: see `mask_diffusion_targets`.
     """
+    mask_token_id, random_fraction = config.mask_token_id, config.random_fraction
+    assert mask_token_id is not None, "the configuration requires one"
     input_ids, labels, open_BT = _maskable(batch, mask_token_id)
     draw = _Draw(noise, input_ids.device)
     number_B = open_BT.sum(1)
-    wanted_B = (number_B.double() * mask_fraction + draw.uniform(len(input_ids))).floor().long()
+    wanted_B = (number_B.double() * config.mask_fraction + draw.uniform(len(input_ids))).floor().long()
     keys_BT = draw.integers(2**62, input_ids.shape).masked_fill(~open_BT, 2**62)
     # At least the first key is selected; `open_BT` excludes it in rows without a predictable token.
     last_B = (wanted_B.minimum(number_B) - 1).clamp(min=0)
     last_B1 = keys_BT.sort(1).values.gather(1, last_B[:, None])
     chosen_BT = open_BT & (keys_BT <= last_B1)
     replaced = input_ids.masked_fill(chosen_BT, mask_token_id)
-    if random_fraction or same_fraction:
+    if random_fraction or config.same_fraction:
         kind_BT = draw.uniform(*input_ids.shape)
         random_BT = draw.integers(vocab_size - 1, input_ids.shape)
         random_BT = random_BT + (random_BT >= mask_token_id).long()
         swapped_BT = chosen_BT & (kind_BT < random_fraction)
-        same_BT = chosen_BT & ~swapped_BT & (kind_BT < random_fraction + same_fraction)
+        same_BT = chosen_BT & ~swapped_BT & (kind_BT < random_fraction + config.same_fraction)
         replaced = torch.where(swapped_BT, random_BT, torch.where(same_BT, input_ids, replaced))
     return Targets(
         replaced,
@@ -81,11 +74,7 @@ def masked_token_targets(
 
 
 def mask_diffusion_targets(
-    batch: Mapping[str, Tensor],
-    noise: tuple[int, ...],
-    *,
-    mask_token_id: int,
-    noise_schedule: NoiseSchedule,
+    batch: Mapping[str, Tensor], config: ObjectiveConfig, noise: tuple[int, ...]
 ) -> Targets:
     """Mask each token of a row with the probability of a time drawn for the row, and weight its loss.
 
@@ -96,9 +85,8 @@ def mask_diffusion_targets(
 
     Args:
         batch: see `masked_token_targets`. Tokens with label -100 are never masked; they are the context.
+        config: mask token and noise schedule, see `masked_share`.
         noise: seed of the selection, together with the shape and the positions of predictable tokens.
-        mask_token_id: token that replaces a masked one.
-        noise_schedule: see `masked_share`.
 
     Returns:
         Targets; `weights` as in `masked_share`; `count` is the number of predictable tokens, masked or not.
@@ -107,11 +95,13 @@ def mask_diffusion_targets(
         ValueError: parts of the batch differ in shape, or `mask_token_id` occurs at a real token. Tokens are
             checked only on the CPU; on another device the check would synchronise the host.
     """
+    mask_token_id = config.mask_token_id
+    assert mask_token_id is not None, "the configuration requires one"
     input_ids, labels, open_BT = _maskable(batch, mask_token_id)
     draw = _Draw(noise, input_ids.device)
     batch_size = len(input_ids)
     time_B = (draw.uniform(1) + torch.arange(batch_size, device=input_ids.device) / batch_size) % 1.0
-    share_B, weight_B = masked_share(time_B, noise_schedule)
+    share_B, weight_B = masked_share(time_B, config.noise_schedule)
     hidden_BT = open_BT & (draw.uniform(*input_ids.shape) < share_B[:, None])
     return Targets(
         input_ids.masked_fill(hidden_BT, mask_token_id),

@@ -63,28 +63,15 @@ class Objective:
             ValueError: parts of the batch are not tensors or differ in shape, or it contains the mask token
                 or an id outside the vocabulary. Ids are checked only on the CPU.
         """
-        targets = self._chosen(batch, noise)
+        match self.config.kind:
+            case "next_token":
+                targets = next_token_targets(batch)
+            case "masked_token":
+                targets = masked_token_targets(batch, self.config, self.vocab_size, noise)
+            case "mask_diffusion":
+                targets = mask_diffusion_targets(batch, self.config, noise)
         check_ids(batch, targets, self.vocab_size)
         return targets
-
-    def _chosen(self, batch: Mapping[str, Tensor], noise: tuple[int, ...]) -> Targets:
-        config = self.config
-        if config.kind == "next_token":
-            return next_token_targets(batch)
-        assert config.mask_token_id is not None, "the configuration asks for one"
-        if config.kind == "mask_diffusion":
-            return mask_diffusion_targets(
-                batch, noise, mask_token_id=config.mask_token_id, noise_schedule=config.noise_schedule
-            )
-        return masked_token_targets(
-            batch,
-            noise,
-            vocab_size=self.vocab_size,
-            mask_token_id=config.mask_token_id,
-            mask_fraction=config.mask_fraction,
-            random_fraction=config.random_fraction,
-            same_fraction=config.same_fraction,
-        )
 
     def total(
         self, final_norm: nn.Module, lm_head: nn.Module, hidden_BTC: Tensor, targets: Targets

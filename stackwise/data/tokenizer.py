@@ -88,9 +88,6 @@ class HuggingFaceTokenizer:
 
     Args:
         path: path of the file, or of the folder that contains it.
-        bos: begin token. None: the token in `tokenizer_config.json`.
-        eos: end token. None: likewise.
-        mask: mask token. None: likewise.
 
     Raises:
         ImportError: tokenizers is not installed.
@@ -98,9 +95,7 @@ class HuggingFaceTokenizer:
         ValueError: the file is not a tokenizer, or has no such token.
     """
 
-    def __init__(
-        self, path: str | Path, *, bos: str | None = None, eos: str | None = None, mask: str | None = None
-    ) -> None:
+    def __init__(self, path: str | Path) -> None:
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError as error:
@@ -123,8 +118,7 @@ class HuggingFaceTokenizer:
         self._inner.no_padding()
         self.vocab_size = max(self._inner.get_vocab().values(), default=-1) + 1
         said = _special_tokens(file.with_name("tokenizer_config.json"))
-        given = {"bos": bos, "eos": eos, "mask": mask}
-        self.bos, self.eos, self.mask = (self._id(key, given[key] or said[key]) for key in _SPECIALS)
+        self.bos, self.eos, self.mask = (self._id(key, said[key]) for key in _SPECIALS)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`. Special tokens in the text are recognised.

@@ -20,7 +20,7 @@ from stackwise.support.arguments import check_sizes, require
 from stackwise.support.files import parse_json
 from stackwise.support.system_errors import safetensors_as_os_error
 
-__all__ = ["FLOATS", "check_tensors", "read_config", "read_weights", "write_folder"]
+__all__ = ["FLOATS", "check_tensors", "read_config", "read_tensors", "read_weights", "write_folder"]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -53,7 +53,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if single.exists() and index.exists():
         raise ValueError(f"{folder}: got both {WEIGHTS} and {INDEX}; allowed: one of them")
     if single.exists():
-        return _read_file(single)
+        return read_tensors(single)
     if not index.exists():
         pickles = sorted(path.name for path in folder.iterdir() if path.name.endswith(_PICKLES))
         if pickles:
@@ -69,7 +69,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for name in sorted(set(map(str, places.values()))):
         plain = name == Path(name).name and name.endswith(".safetensors")
         require(plain, f"{index}: weight_map", name, "names of .safetensors files beside the index")
-        weights |= _read_file(folder / name)
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: missing")
+        weights |= read_tensors(folder / name)
     return weights
 
 
@@ -195,9 +197,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ValueError(f"{path}: missing")
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the memory-mapped tensors of a safetensors file. They occupy memory only after they are read.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping

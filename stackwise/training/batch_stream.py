@@ -86,13 +86,12 @@ class BatchStream:
         Raises:
             ValueError: the loader has no state but had one when the state was saved, or it has fewer batches.
         """
-        generators = state.get("generators")  # absent in older states
         if not _has_state(self._dataloader):
             warn_if_not_resumable(self._dataloader)
         if not reads:
-            if len(own_generators(self._dataloader)) < len(generators or []):
+            if len(own_generators(self._dataloader)) < len(state["generators"]):
                 next(iter(self._dataloader), None)  # a sampler may create its generator when it is iterated
-            set_generators(self._dataloader, generators)
+            set_generators(self._dataloader, state["generators"])
             return
         self._epoch, self._index = state["epoch"], state["batch"]
         set_loader_epoch(self._dataloader, self._epoch)
@@ -106,7 +105,7 @@ class BatchStream:
         if self._began is None:
             return
         self._batches = resume_epoch(self._dataloader, self._began, self._index, self._epoch)
-        set_generators(self._dataloader, generators)
+        set_generators(self._dataloader, state["generators"])
 
     def _leave_out(self, count: int) -> None:
         loader = self._dataloader

@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -22,6 +21,7 @@ from torch.func import functional_call
 from stackwise.model.block import Block
 from stackwise.model.layout import Layout
 from stackwise.model.rack import Rack
+from stackwise.model.weight_folder import read_tensors
 from stackwise.support.arguments import require
 from stackwise.support.files import replacing
 from stackwise.support.lock import file_lock
@@ -122,7 +122,7 @@ class BlockStore:
             block.zero_grad(set_to_none=True)
             if self._directory is not None:
                 _write(block, self._path(i))
-                _assign(block, _mapped(self._path(i)))
+                _assign(block, read_tensors(self._path(i)))
             else:
                 _assign(block, {name: t.cpu().pin_memory() for name, t in block.state_dict().items()})
         self._resident.difference_update(indices)
@@ -148,7 +148,7 @@ class BlockStore:
             tensors = self.blocks[i].state_dict()
         else:
             _read_ahead(self._path(i))
-            tensors = _mapped(self._path(i))  # a new mapping: the Block's own one would stay in memory
+            tensors = read_tensors(self._path(i))  # a new mapping: the Block's own one would stay in memory
         if self._ahead is None:
             return tensors, None
         with torch.cuda.stream(self._ahead):  # type: ignore[arg-type]  # torch.Stream is the base class
@@ -192,7 +192,7 @@ def block_writer(directory: str | Path) -> Callable[[Block], Block]:
         path = _path(folder, next(count))
         with _locked(folder):  # only while writing: a mapped Block survives the replacement of its file
             _write(block, path)
-            _assign(block, _mapped(path))
+            _assign(block, read_tensors(path))
         return block
 
     return write
@@ -224,15 +224,6 @@ def _path(directory: Path, i: int) -> Path:
 def _write(block: Block, path: Path) -> None:
     with replacing(path) as scratch, safetensors_as_os_error(path):
         save_file({name: t.detach().contiguous() for name, t in block.state_dict().items()}, scratch)
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    """Return the memory-mapped tensors of a file. They occupy memory only after they are read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged: {error}") from None
 
 
 def _assign(block: nn.Module, tensors: dict[str, Tensor]) -> None:

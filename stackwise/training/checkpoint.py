@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
@@ -21,6 +19,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
 from stackwise.model.rack import Rack
+from stackwise.model.weight_folder import check_tensors, read_tensors
 from stackwise.support.arguments import require
 from stackwise.support.random_state import keep_random_states, seeded
 from stackwise.training.run_state import check_same_run
@@ -261,20 +260,11 @@ def _load_weights(rack: Rack, path: Path, *, mapped: bool = False) -> None:
         path: the folder.
         mapped: True: Blocks use the mapped tensors of the file, which occupy memory only after they are read.
     """
-    try:
-        weights = load_file(path / _WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: {_WEIGHTS} is damaged: {error}") from None
+    weights = read_tensors(path / _WEIGHTS)
     if rack.tie_embeddings and "embedding.weight" in weights:
         weights[_TIED_COPY] = weights["embedding.weight"]
-    wanted = {name: tuple(w.shape) for name, w in rack.state_dict().items()}
-    given = {name: tuple(w.shape) for name, w in weights.items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        if wanted.get(name) != given.get(name):
-            raise ValueError(
-                f"{path}: weights and configuration disagree: {name} is {given.get(name, 'missing')}, "
-                f"configured {wanted.get(name, 'missing')}"
-            )
+    wanted = {name: w.shape for name, w in rack.state_dict().items()}
+    check_tensors(f"{path}: weights and configuration disagree", weights, wanted)
     blocks = {name: each for name, each in rack.named_modules() if mapped and isinstance(each, Block)}
     for name, block in blocks.items():
         own = {key: weights.pop(f"{name}.{key}") for key in block.state_dict()}

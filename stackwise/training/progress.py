@@ -80,9 +80,6 @@ class TrainingProgress:
                     parts.append(f"{name} {figures[key]:.0%}")
             self._show(records[-1], "  ".join(parts))
 
-    def close(self) -> None:
-        """Do not flush: lines are not buffered."""
-
     def _show(self, record: StepRecord, rate: str) -> None:
         now = time.perf_counter()
         done = record.step + 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,40 +51,31 @@ _ROWS = "training.batch_size of all processes together"
 
 
 def state_of_records(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """Return the records by column, without the norms of parameters, which only the logs store."""
+    """Return the records as numbers, without the norms of parameters, which only the logs store."""
     units = sorted({record.unit for record in records if record.unit is not None})
-    place = {unit: index for index, unit in enumerate(units)}
-    return {
-        "step_N": torch.tensor([record.step for record in records], dtype=torch.int64),
-        "numbers_N3": torch.tensor(
-            [(record.loss, record.grad_norm, record.lr) for record in records], dtype=torch.float64
-        ).reshape(-1, 3),
-        "skipped_N": torch.tensor([record.skipped for record in records], dtype=torch.bool),
-        "tokens_N": torch.tensor(
-            [-1 if record.tokens is None else record.tokens for record in records], dtype=torch.int64
-        ),
-        "unit_N": torch.tensor(
-            [-1 if record.unit is None else place[record.unit] for record in records], dtype=torch.int64
-        ),
-        "units": units,
-    }
+    place: dict[str | None, int] = {unit: index for index, unit in enumerate(units)}
+    counts = [-1 if record.tokens is None else record.tokens for record in records]
+    rows = [
+        (r.step, r.loss, r.grad_norm, r.lr, r.skipped, count, place.get(r.unit, -1))
+        for r, count in zip(records, counts, strict=True)
+    ]
+    # float64 has every integer up to 2**53.
+    return {"rows_N7": torch.tensor(rows, dtype=torch.float64).reshape(-1, 7), "units": units}
 
 
 def records_of(state: Mapping[str, Any]) -> list[StepRecord]:
     """Return the records that were passed to `state_of_records`, without norms of parameters."""
-    units = state["units"]
-    columns = (state[key].tolist() for key in ("step_N", "numbers_N3", "skipped_N", "tokens_N", "unit_N"))
     return [
         StepRecord(
-            step,
+            int(step),
             loss,
             grad_norm,
             lr,
-            skipped,
-            tokens=None if tokens < 0 else tokens,
-            unit=None if unit < 0 else units[unit],
+            bool(skipped),
+            tokens=None if tokens < 0 else int(tokens),
+            unit=None if unit < 0 else state["units"][int(unit)],
         )
-        for step, (loss, grad_norm, lr), skipped, tokens, unit in zip(*columns, strict=True)
+        for step, loss, grad_norm, lr, skipped, tokens, unit in state["rows_N7"].tolist()
     ]
 
 
@@ -174,12 +164,9 @@ def _is_of_guard(key: str) -> bool:
 
 def _free_keys(ours: StackWiseConfig, saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys that may change."""
-    free, path = list(_FREE), ours.data.dataset_path
-    if path is not None and Path(path).is_dir():
-        free.append("data.tokenizer")  # shards are tokens already
-    if path is not None and saved.get("data.dataset_path") is not None:
-        free.append("data.dataset_path")  # the place in the data contains a digest of the tokens
-    return tuple(free)
+    if ours.data.dataset_path is None or saved.get("data.dataset_path") is None:
+        return _FREE
+    return (*_FREE, "data.dataset_path")  # the place in the data contains a digest of the tokens
 
 
 def _warn_of_schedule(ours: StackWiseConfig, theirs: Mapping[str, Any], done: int) -> None:

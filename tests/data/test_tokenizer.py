@@ -129,11 +129,10 @@ class TestHuggingFace:
         assert tokenizer.encode("low<|end|>").count(tokenizer.eos) == 1
         assert tokenizer.decode([tokenizer.eos, *tokenizer.encode("low")]) == "low"
 
-    def test_specials_by_hand(self, folder, trained):
-        tokenizer = HuggingFaceTokenizer(folder, eos="<|end|>")
-        assert tokenizer.eos == trained.token_to_id("<|end|>") and tokenizer.mask is None
+    def test_specials_are_tokens_of_the_vocabulary(self, folder):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "<no>"}))
         with pytest.raises(ValueError, match=r"mask: got '<no>'"):
-            HuggingFaceTokenizer(folder, mask="<no>")
+            HuggingFaceTokenizer(folder)
 
     def test_size_covers_every_id(self, folder):
         """Ids may have gaps, and a row of the embedding is looked up by id."""

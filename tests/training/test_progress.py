@@ -13,7 +13,6 @@ def lines(*writes, total=4):
     with TrainingProgress(total, console=console, quiet_seconds=0.0) as progress:
         for steps, figures in writes:
             progress.write([StepRecord(step, 1.5, 0.25, 1e-3, False) for step in steps], figures)
-        progress.close()
     return console.file.getvalue().splitlines()
 
 

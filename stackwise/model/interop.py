@@ -27,7 +27,7 @@ from stackwise.model.stack import Stack
 from stackwise.model.weight_folder import FLOATS, check_tensors, read_config, read_weights, write_folder
 from stackwise.support.arguments import check_choice, check_sizes, require
 
-__all__ = ["load_pretrained", "save_pretrained"]
+__all__ = ["load_pretrained", "modules_of", "save_pretrained"]
 
 MODEL_TYPE, FORMAT_VERSION = "stackwise", 1
 _TIED_COPY = "lm_head.weight"
@@ -283,7 +283,7 @@ def _stack(where: str, description: Mapping[str, Any]) -> Stack:
 
 def _check_twin(rack: Rack, twin: Rack, state: Mapping[str, Tensor]) -> None:
     """Raise if a Rack cannot be restored, because its modules or weights differ from its configuration."""
-    ours, theirs = _modules(rack), _modules(twin)
+    ours, theirs = modules_of(rack), modules_of(twin)
     for name in theirs | ours:
         if ours.get(name) != theirs.get(name):
             raise ValueError(
@@ -295,7 +295,8 @@ def _check_twin(rack: Rack, twin: Rack, state: Mapping[str, Tensor]) -> None:
     require(not shared, "rack", shared, "no weight in two places, but for a tied head")
 
 
-def _modules(rack: Rack) -> dict[str, str]:
+def modules_of(rack: Rack) -> dict[str, str]:
+    """Return class and settings of each module in words, by its name."""
     return {
         name: f"{type(module).__name__}({module.extra_repr()})"
         for name, module in rack.named_modules()

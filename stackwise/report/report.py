@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -216,24 +216,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. In a file, NaN and infinities are the strings "nan", "inf" and "-inf"."""
-        return {
-            "stackwise": version("stackwise"),
-            "created": self.created,
-            "verdict": self.verdict,
-            "environment": self.environment,
-            "training": self.training,
-            "checks": self.checks,
-            "stability": self.stability,
-            "throughput": self.throughput,
-            "memory": self.memory,
-            "quality": self.quality,
-            "failed_tests": self.failed_tests,
-            "errors": self.errors,
-            "commands": self.commands,
-            "subjects": self.subjects,
-            "noun": self.noun,
-            "complete": self.complete,
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"stackwise": version("stackwise"), "verdict": self.verdict, **values}
 
     def write(self, path: str | Path) -> None:
         """Write Markdown, JSON or HTML, by the suffix of `path`. The write is atomic.

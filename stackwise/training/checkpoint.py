@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from stackwise.checkpoint.runs import newest, of_last_run, saved_in
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
+from stackwise.model.interop import modules_of
 from stackwise.model.rack import Rack
 from stackwise.model.weight_folder import check_tensors, read_tensors
 from stackwise.support.arguments import require
@@ -80,20 +80,12 @@ class RackCheckpoints:
         """
         with torch.device("meta"):
             twin = create_rack_from_config(self.config)
-        wanted = {name: (*w.shape, w.dtype) for name, w in twin.state_dict().items()}
-        given = {name: (*w.shape, w.dtype) for name, w in rack.state_dict().items()}
-        for name in sorted(wanted.keys() | given.keys()):
-            if wanted.get(name) != given.get(name):
+        ours, theirs = _description(rack), _description(twin)
+        for name in sorted(theirs | ours):
+            if ours.get(name) != theirs.get(name):
                 raise ValueError(
                     f"checkpoint_dir: the configuration does not describe this Rack: {name} is "
-                    f"{given.get(name, 'missing')}, configured {wanted.get(name, 'missing')}"
-                )
-        # Equal shapes can mean different computations: heads, norm, window, positions, tying.
-        for ours, theirs in zip_longest(_description(rack), _description(twin)):
-            if ours != theirs:
-                raise ValueError(
-                    "checkpoint_dir: the configuration does not describe this Rack: "
-                    f"{ours}, configured {theirs}"
+                    f"{ours.get(name, 'missing')}, configured {theirs.get(name, 'missing')}"
                 )
         self._checked = rack  # its modules may change later, such as to float8 layers
 
@@ -272,8 +264,10 @@ def _load_weights(rack: Rack, path: Path, *, mapped: bool = False) -> None:
     rack.load_state_dict(weights, strict=not blocks)
 
 
-def _description(rack: Rack) -> list[str]:
-    return [f"tie_embeddings={rack.tie_embeddings}", *(line.strip() for line in str(rack).splitlines())]
+def _description(rack: Rack) -> dict[str, str]:
+    """Return the weights and modules by name: equal shapes can mean different heads, windows or positions."""
+    weights = {name: f"{tuple(w.shape)} of {w.dtype}" for name, w in rack.state_dict().items()}
+    return {"tie_embeddings": str(rack.tie_embeddings), **weights, **modules_of(rack)}
 
 
 def _weights(rack: Rack) -> dict[str, Tensor]:

@@ -38,10 +38,10 @@ JUNK = [
 OTHER_SPELLINGS = ["step-012", "step-00", "step-\N{ARABIC-INDIC DIGIT NINE}"]
 # Other Racks than the configured one that have weights of other shapes.
 OTHER_SHAPES = {
-    "d_model": ({"d_model": 32}, "embedding.weight"),
-    "vocab_size": ({"vocab_size": 29}, "embedding.weight"),
+    "d_model": ({"d_model": 32}, "embedding is TokenEmbedding"),
+    "vocab_size": ({"vocab_size": 29}, "embedding is TokenEmbedding"),
     "d_ff": ({"d_ff": 40}, "feedforward"),
-    "n_kv_heads": ({"n_kv_heads": 2}, "attention.qkv.weight"),
+    "n_kv_heads": ({"n_kv_heads": 2}, "attention is Attention"),
     "more stacks": ({"architecture": {"n_stacks": 3}}, "stacks.2"),
     "fewer stacks": ({"architecture": {"n_stacks": 1}}, "stacks.1"),
     "more blocks": ({"architecture": {"blocks_per_stack": 2}}, "blocks.1"),

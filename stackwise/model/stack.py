@@ -83,12 +83,6 @@ class Stack(Part):
         """True if every Block is causal."""
         return all(block.is_causal for block in self.get_blocks())
 
-    def freeze_blocks_from(self, start: int) -> None:
-        """Freeze the Blocks from index `start` on."""
-        check_range("block", start, None, self.num_blocks)
-        for block in self.get_blocks()[start:]:
-            block.freeze()
-
     def unfreeze(self) -> None:
         """Unfreeze every Block, except up-projections that the configuration freezes."""
         for block in self.get_blocks():

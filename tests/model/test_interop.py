@@ -568,7 +568,8 @@ def test_own_format_holds_stacks_their_names_and_what_is_frozen(tmp_path, ids):
     rack = mixed_rack()
     rack.get_stack(1).to(torch.bfloat16)
     rack.embedding.requires_grad_(False)
-    rack.get_stack(0).freeze_blocks_from(1)
+    for block in rack.get_stack(0).get_blocks()[1:]:
+        block.freeze()
     rack.get_stack(2).get_block(0).feedforward.up.requires_grad_(True)
     rack.final_norm = nn.LayerNorm(32, eps=1e-2, bias=False)
     rack.embedding = scatter(BoundedEmbedding(61, 32, 0.5)).requires_grad_(False)

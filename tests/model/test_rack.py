@@ -553,12 +553,6 @@ class TestFreezing:
         rack = create_rack_from_specs(31, 32, stacks)
         assert step(rack) == names_of(rack) - names_of(rack, "stacks.0.")
 
-    def test_frozen_from_a_block_on(self):
-        rack = make_rack(1, 4)
-        rack.get_stack(0).freeze_blocks_from(1)
-        frozen = set().union(*(names_of(rack, f"stacks.0.blocks.{i}.") for i in (1, 2, 3)))
-        assert step(rack) == names_of(rack) - frozen
-
     def test_frozen_block(self):
         rack = make_rack(2, 2)
         block = rack.get_stack(1).get_block(0)

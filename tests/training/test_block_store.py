@@ -10,6 +10,7 @@ from stackwise import StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.model.layout import Layout
 from stackwise.training.block_store import BlockStore, block_writer
+from tests.training_runs import mapped_from
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs proc(5)")
 CPU = torch.device("cpu")
@@ -31,16 +32,6 @@ CONFIG = StackWiseConfig.from_dict(
 def rack():
     torch.manual_seed(0)
     return create_rack_from_config(CONFIG)
-
-
-def mapped_from(tensor):
-    """The safetensors file behind a tensor, as proc(5) has it; None: memory of its own."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *_, path = line.split(maxsplit=5)
-        start, end = (int(bound, 16) for bound in span.split("-"))
-        if start <= tensor.data_ptr() < end:
-            return path if path.endswith(".safetensors") else None
-    raise AssertionError("a tensor lies in no mapping")
 
 
 def state_of(rack):

@@ -14,6 +14,7 @@ from stackwise.checkpoint.folder import Manifest
 from stackwise.config import ConfigError, StackWiseConfig
 from stackwise.model import create_rack_from_config
 from stackwise.training import RackCheckpoints, latest_checkpoint, load_rack
+from tests.training_runs import mapped_from
 
 RACKS = {
     "tied": {},
@@ -81,16 +82,6 @@ def copied(path, folder):
     for name in ("config.yaml", "model.safetensors"):
         shutil.copy(path / name, folder / name)
     return folder
-
-
-def mapped_from(tensor):
-    """The safetensors file behind a tensor, as proc(5) has it; None: memory of its own."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *_, path = line.split(maxsplit=5)
-        start, end = (int(bound, 16) for bound in span.split("-"))
-        if start <= tensor.data_ptr() < end:
-            return path if path.endswith(".safetensors") else None
-    raise AssertionError("a tensor lies in no mapping")
 
 
 def content_of(directory):

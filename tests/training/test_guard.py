@@ -29,30 +29,12 @@ from stackwise.training.objective import Objective
 from stackwise.training.record_log import read_json_lines
 from stackwise.training.storage_meter import uncollected
 from tests.forked import HANG_SECONDS
+from tests.training_runs import RUNS as TRAINING_RUNS
 
 BAD = 22  # a token that only broken batches have, in their first place
 STEPS = 9
 GUARD = {"snapshot_interval": 8}
-BLOCKWISE = {"training_architecture": "blockwise"}
-RUNS = {
-    "rackwise": {},
-    "unclipped": {"grad_clip": None},
-    "autocast": {"precision": "bf16"},
-    "narrow weights": {"precision": "bf16_weights"},
-    "muon": {"optimizer": {"kind": "muon", "lr": 1e-2}},
-    "accumulated": {"accumulation_steps": 2},
-    "growing": {"scope": {"growth": True}},
-    "blockwise": BLOCKWISE,
-    "narrow blocks": BLOCKWISE | {"precision": "bf16_weights"},
-    "own heads": BLOCKWISE | {"scope": {"head": "per_unit"}},
-    "growing blocks": BLOCKWISE | {"scope": {"growth": True}},
-    "right to left": BLOCKWISE | {"scope": {"order": "right_to_left"}},
-    "kept": BLOCKWISE | {"scope": {"cache_bytes": 2**20, "overlap": 1}},
-    "on disk": BLOCKWISE | {"scope": {"offload": "disk", "offload_dir": "blocks"}},
-    "polished": {"training_architecture": "stackwise", "scope": {"polish_steps": 2}},
-    "evaluated": {"eval_interval": 2},
-    "recomputed": {"recompute": {"kind": "full"}},
-}
+RUNS = TRAINING_RUNS | {"unclipped": {"grad_clip": None}, "recomputed": {"recompute": {"kind": "full"}}}
 
 
 # What is done to the output of the final norm, to its gradient, by how much a gradient may rise, and what the

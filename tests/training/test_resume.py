@@ -35,24 +35,10 @@ from stackwise.training.record_log import read_json_lines
 from stackwise.training.run_state import check_same_run, records_of, state_of_records
 from stackwise.training.schedule import get_lr_with_warmup
 from tests.forked import end_of, start
+from tests.training_runs import BLOCKWISE
+from tests.training_runs import RUNS as TRAINING_RUNS
 
-BLOCKWISE = {"training_architecture": "blockwise"}
-RUNS = {
-    "rackwise": {},
-    "autocast": {"precision": "bf16"},
-    "narrow weights": {"precision": "bf16_weights"},
-    "muon": {"optimizer": {"kind": "muon", "lr": 1e-2}},
-    "accumulated": {"accumulation_steps": 2},
-    "growing": {"scope": {"growth": True}},
-    "blockwise": BLOCKWISE,
-    "narrow blocks": BLOCKWISE | {"precision": "bf16_weights"},
-    "own heads": BLOCKWISE | {"scope": {"head": "per_unit"}},
-    "growing blocks": BLOCKWISE | {"scope": {"growth": True}},
-    "right to left": BLOCKWISE | {"scope": {"order": "right_to_left"}},
-    "kept": BLOCKWISE | {"scope": {"cache_bytes": 2**20, "overlap": 1}},
-    "on disk": BLOCKWISE | {"scope": {"offload": "disk", "offload_dir": "blocks"}},
-    "polished": {"training_architecture": "stackwise", "scope": {"polish_steps": 2}},
-    "evaluated": {"eval_interval": 2},
+RUNS = TRAINING_RUNS | {
     "asynchronous": {"checkpoint": {"keep_last": 99, "asynchronous": True}},
 }
 STEPS = 4

@@ -20,8 +20,6 @@ __all__ = [
     "create_stack_from_spec",
 ]
 
-_NEEDED = ("d_model", "d_ff", "n_heads")
-_BLOCK_KEYS = (*_NEEDED, *(key for key in BlockConfig.model_fields if key not in _NEEDED))
 _STACK_KEYS = ("stack_id", "n_blocks", "block_spec", "freeze_blocks")
 
 
@@ -47,7 +45,7 @@ def create_block_spec(
             )
         n_heads = max(1, d_model // 64)
     spec = {"d_model": d_model, "d_ff": 4 * d_model if d_ff is None else d_ff, "n_heads": n_heads, **block}
-    _check_keys("block_spec", spec, _BLOCK_KEYS)
+    _check_keys("block_spec", spec, tuple(BlockConfig.model_fields))
     return spec
 
 
@@ -70,7 +68,6 @@ def create_stack_from_spec(
             initialisation; None: the Stack is the complete model.
     """
     check_sizes(n_blocks=n_blocks)
-    _check_keys("block_spec", block_spec, _BLOCK_KEYS, needed=_NEEDED)
     config = BlockConfig.from_dict(block_spec, source="block_spec")
     blocks = [create_block(config, model_blocks or n_blocks) for _ in range(n_blocks)]
     return Stack(blocks, stack_id, freeze_blocks)
@@ -100,8 +97,7 @@ def create_rack_from_specs(
         where = f"stack_specs[{i}]"
         _check_keys(where, spec, _STACK_KEYS, needed=("n_blocks", "block_spec"))
         check_sizes(**{f"{where}.n_blocks": spec["n_blocks"]})
-        _check_keys(f"{where}.block_spec", spec["block_spec"], _BLOCK_KEYS, needed=_NEEDED)
-        width = spec["block_spec"]["d_model"]
+        width = BlockConfig.from_dict(spec["block_spec"], source=f"{where}.block_spec").d_model
         require(width == d_model, f"{where}.block_spec.d_model", width, f"the Rack's d_model={d_model}")
     depth = sum(spec["n_blocks"] for spec in stack_specs)
     stacks = [

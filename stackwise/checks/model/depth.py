@@ -93,7 +93,7 @@ def residual_norms(subject: Subject) -> CheckResult:
     if len(layers) < 2:
         return subject.not_applicable(_NO_BLOCKS)
     assert stream is not None
-    model = _without_matrices(subject, layers, width=stream.first.shape[-1])
+    model = _without_matrices(subject, layers, least=2)
     norms = defaultdict[str, list[nn.Module]](list)
     for layer in layers:
         for name, module in model.get_submodule(layer).named_modules():
@@ -203,7 +203,7 @@ def _factors(subject: Subject, layers: list[str], *, width: int) -> dict[str, fl
 
     Without a constant factor, as after a norm, the factor is 1.
     """
-    stream = _stream(subject, _without_matrices(subject, layers, width=width))
+    stream = _stream(subject, _without_matrices(subject, layers, least=width // 4))
     if stream is None:
         return {}
     before = dict(zip(stream.layers, (stream.first, *stream.after), strict=False))
@@ -212,13 +212,15 @@ def _factors(subject: Subject, layers: list[str], *, width: int) -> dict[str, fl
 
 
 @torch.no_grad()
-def _without_matrices(subject: Subject, layers: list[str], *, width: int) -> nn.Module:
-    """Return a new model in which the matrices of the layers are 0."""
+def _without_matrices(subject: Subject, layers: list[str], *, least: int) -> nn.Module:
+    """Return a new model in which the matrices of the layers are 0, if both sizes are at least `least`.
+
+    Matrices that mix several streams are small. A gain may have dimensions of size 1.
+    """
     model = subject.model()
     for name in layers:
         for p in model.get_submodule(name).parameters():
-            # The weights that mix several streams are small, and a gain may have dimensions of size 1.
-            if p.ndim > 1 and 4 * sorted(p.shape)[-2] >= width:
+            if p.ndim > 1 and sorted(p.shape)[-2] >= least:
                 p.zero_()
     return model
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from stackwise.checks.check import check
+from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
 from stackwise.checks.probe.operations import Operations
 from stackwise.checks.result import CheckResult
@@ -62,15 +64,31 @@ def _layer(name: str) -> str:
     return "" if found is None else found[0]
 
 
+@dataclass(eq=False)
+class _Product:
+    """Product of activations and a weight.
+
+    Attributes:
+        weight: name of the weight.
+        before: width of the activations before the product.
+        after: width of the result.
+        uses: number of operations that read the result, or a linear function of it.
+    """
+
+    weight: str
+    before: int
+    after: int
+    uses: int = 0
+
+
 class _Products:
     """Products of activations and weights in a call.
 
     Attributes:
         operations: context of the call.
         count: number of products.
-        redundant: names of the weights of two products without a nonlinear function in between, and widths
-            before, between and after them. The width between them is the largest.
-        narrowing: names of the weights of other products that narrow activations, with the width before.
+        narrowing: names of the weights that narrow activations after a nonlinear function, with the width
+            before.
 
     Args:
         names: address of the memory of a parameter -> its name.
@@ -79,18 +97,26 @@ class _Products:
     def __init__(self, names: dict[int, str]) -> None:
         self.operations = Operations(self._record)
         self.count = 0
-        self.redundant: list[tuple[str, str, tuple[int, int, int]]] = []
         self.narrowing: dict[str, int] = {}
         self._names = names
-        # id of a tensor -> the tensor; name, input and output width of the product that it is a linear
-        # function of.
-        self._linear: dict[int, tuple[weakref.ref[Tensor], tuple[str, int, int]]] = {}
+        self._pairs: list[tuple[_Product, _Product]] = []
+        # id of a tensor -> the tensor, and the product that it is a linear function of.
+        self._linear: dict[int, tuple[weakref.ref[Tensor], _Product]] = {}
+
+    @property
+    def redundant(self) -> list[tuple[str, str, tuple[int, int, int]]]:
+        """Return the weights of products that only the next product reads, and the widths around them.
+
+        The width between them is the largest.
+        """
+        pairs = ((one, two) for one, two in self._pairs if one.uses == 1)
+        return [(one.weight, two.weight, (one.before, one.after, two.after)) for one, two in pairs]
 
     def _record(self, name: str, args: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
             return
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        known: tuple[str, int, int] | None = None
+        tensors = list(tensors_in(args))
+        known: _Product | None = None
         if name in _PRODUCTS:
             known = self._product(*tensors[-2:])
         elif name in _MOVES and tensors:
@@ -100,23 +126,25 @@ class _Products:
             first, *others = sorted(tensors, key=lambda each: self._name(each) is not None)
             is_alone = all(self._name(each) is not None or each.ndim == 0 for each in others)
             known = self._known(first) if is_alone else None
+        for read in {self._known(each) for each in tensors} - {known}:
+            if read is not None:
+                read.uses += 1
         if known is not None:
             self._linear[id(output)] = (weakref.ref(output), known)
 
-    def _product(self, x: Tensor, weight: Tensor) -> tuple[str, int, int] | None:
+    def _product(self, x: Tensor, weight: Tensor) -> _Product | None:
         name = self._name(weight)
         if name is None or x.ndim < 2 or self._name(x) is not None:
             return None
         self.count += 1
-        n_in, n_out = weight.shape[-2:]
-        before = self._known(x)
-        if before is not None and before[2] == n_in > max(before[1], n_out):
-            self.redundant.append((before[0], name, (before[1], n_in, n_out)))
-        elif before is None and n_in > n_out:
-            self.narrowing[name] = n_in
-        return name, n_in, n_out
+        product, before = _Product(name, *weight.shape[-2:]), self._known(x)
+        if before is not None and before.after == product.before > max(before.before, product.after):
+            self._pairs.append((before, product))
+        elif before is None and product.before > product.after:
+            self.narrowing[name] = product.before
+        return product
 
-    def _known(self, x: Tensor) -> tuple[str, int, int] | None:
+    def _known(self, x: Tensor) -> _Product | None:
         found = self._linear.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 

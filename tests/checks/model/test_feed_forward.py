@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from stackwise.subject.spec import ModelSpec
+
 
 class Perceptrons(nn.Module):
     """Residual layers of two products: 16 -> `hidden` -> 16. The mode says where the activation is."""
@@ -76,6 +78,22 @@ def test_low_rank_product_beside_a_feed_forward_network_is_a_warning(subjects):
 
 def test_narrow_product_is_a_low_rank_matrix(subjects):
     assert subjects.ask(lambda: Perceptrons("before", hidden=8), "product_separation").status == "passed"
+
+
+def test_product_that_others_read_is_no_part_of_a_pair(subjects):
+    """The projection of vectors is the residual stream, and a narrow product reads it."""
+
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.gate, self.head = nn.Linear(8, 32), nn.Linear(32, 4), nn.Linear(36, 8)
+
+        def forward(self, x):
+            x = self.project(x)
+            return self.head(torch.cat((x, self.gate(x)), dim=-1).tanh())
+
+    spec = ModelSpec.of(Stream, inputs="vectors", width=8)
+    assert subjects.ask(spec, "product_separation").status == "passed"
 
 
 def test_model_without_products_is_not_applicable(subjects):

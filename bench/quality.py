@@ -2,11 +2,10 @@
 
 A small Llama of transformers, with random weights and again after a short training on the documentation that
 every CPython carries, answers questions made of that text: in the format of MMLU with five examples, in the
-format of HellaSwag, and whole pages for perplexity. It is asked in three ways: by our scorer, by the harness
-through our adapter, and by the harness with its own `hf` model. All have to agree, example by example. Of a
-page the harness also scores the token that the tokenizer puts before it. No model is trained to predict that,
-and our scorer does not score it: it is held to an `hf` model that is told to put none. Our scorer is timed
-beside the `hf` model, in turns, on the same questions, with the same batch size.
+format of HellaSwag, and whole pages for perplexity. The harness evaluates it through our adapter and through
+its own `hf` model. Both have to agree, example by example. Of a page, `hf` also scores the token that the
+tokenizer prepends. No model is trained to predict it, and our adapter does not score it: it is compared with
+an `hf` model that prepends none. Both are timed interleaved, on the same questions, with the same batch size.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,17 +27,7 @@ import torch
 from bench.byte_pairs import byte_pairs
 from bench.claim import Bar, Claim, interleave, ratio
 from stackwise.data.text import documentation_pages
-from stackwise.quality import (
-    MultipleChoiceResult,
-    PerplexityResult,
-    Question,
-    Scorer,
-    hellaswag_questions,
-    load_task,
-    mmlu_questions,
-    run_harness,
-)
-from stackwise.quality.task_file import read_rows
+from stackwise.quality import Scorer, Tasks, harness_model
 
 SHOTS = 5
 AGREEMENT = 1e-4
@@ -134,7 +123,7 @@ def measure(claim: Claim, size: Size, folder: Path) -> None:
 
 
 def write_data(folder: Path, size: Size) -> None:
-    """Questions and pages in the published formats, and the tasks of the harness that read them."""
+    """Write questions and pages, and the tasks of the harness that read them."""
     rng, sentences = random.Random(0), list(documentation_sentences())
     words = sorted({word for sentence in sentences for word in sentence.split() if word.isalpha()})
     rows = list(mmlu_rows(rng, sentences, words, size.questions + SHOTS))
@@ -148,26 +137,18 @@ def write_data(folder: Path, size: Size) -> None:
         "hellaswag": {"validation": list(hellaswag_rows(rng, sentences, size.questions * len(SUBJECTS)))},
         "pages": {"test": [{"text": page} for page in pages]},
     }
-    for name, parts in splits.items():
-        (folder / name).mkdir(parents=True)
-        for split, some in parts.items():
-            write_lines(folder / name / f"{split}.jsonl", some)
-    write_tasks(folder / "tasks", splits)
-
-
-def write_tasks(folder: Path, splits: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> None:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "cleaning.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs\n")
     for pattern, text in TASKS.items():
         kind = pattern.split("_")[1]
         for subject in SUBJECTS if "{subject}" in pattern else ("",):
             name, files = pattern.format(subject=subject), {}
-            for split, rows in splits[kind].items():
+            for split, data in splits[kind].items():
                 file = folder / f"{name}-{split}.jsonl"
-                write_lines(file, [row for row in rows if row.get("subject", "") == subject])
+                write_lines(file, [row for row in data if row.get("subject", "") == subject])
                 files[split] = str(file)
-            data = {"dataset_path": "json", "dataset_kwargs": {"data_files": files}}
-            lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in data.items())
+            source = {"dataset_path": "json", "dataset_kwargs": {"data_files": files}}
+            lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in source.items())
             (folder / f"{name}.yaml").write_text(text.format(subject=subject, shots=SHOTS) + lines)
 
 
@@ -273,36 +254,14 @@ class Scores:
     accuracies: dict[str, float]
 
 
-def ask_ours(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
-    scorer = Scorer(model, tokenizer, batch_size=size.batch_size)
-    assert scorer.model.cache_rows is not None, scorer.model.reuse_note
-    log_p: dict[str, list[list[float]]] = {}
-    accuracies = {}
-    for name in ("mmlu", "hellaswag", str(folder / "pages/test.jsonl")):
-        result = load_task(name, folder).run(scorer)
-        if isinstance(result, PerplexityResult):
-            log_p["own_pages"] = [[text.log_probability] for text in result.texts]
-            continue
-        assert isinstance(result, MultipleChoiceResult)
-        for question, scores in zip(result.questions, result.log_probabilities, strict=True):
-            task = f"own_{name}_{question.subject}".removesuffix("_")
-            log_p.setdefault(task, []).append(list(scores))
-        if name == "mmlu":
-            accuracies |= {f"own_mmlu_{s}": each.value for s, each in result.by_subject().items()}
-        else:
-            accuracies["own_hellaswag"] = result.accuracy().value
-            accuracies["own_hellaswag norm"] = result.accuracy("characters").value
-    return Scores(log_p, accuracies)
-
-
 def task_names() -> list[str]:
     return [f"own_mmlu_{subject}" for subject in SUBJECTS] + ["own_hellaswag", "own_pages"]
 
 
-def ask_adapter(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
+def ask_ours(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
     scorer = Scorer(model, tokenizer, batch_size=size.batch_size)
-    include = folder / "tasks"
-    return of_harness(run_harness(scorer, task_names(), include=include, defaults=False, samples=True))
+    assert scorer.model.cache_rows is not None, scorer.model.reuse_note
+    return of_harness(Tasks(task_names(), include=folder).run(scorer))
 
 
 def ask_hf(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
@@ -310,11 +269,11 @@ def ask_hf(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
 
 
 def ask_hf_pages(model: Any, tokenizer: Any, size: Size, folder: Path) -> Scores:
-    """The pages, with nothing put before them but what they follow."""
+    """Score the pages without the token that the tokenizer prepends."""
     return evaluated(hf_model(model, tokenizer, size, add_bos_token=False), ["own_pages"], folder)
 
 
-WAYS = {"ours": ask_ours, "adapter": ask_adapter, "hf": ask_hf, "hf, pages alone": ask_hf_pages}
+WAYS = {"ours": ask_ours, "hf": ask_hf, "hf, pages alone": ask_hf_pages}
 
 
 def hf_model(model: Any, tokenizer: Any, size: Size, **options: Any) -> Any:
@@ -327,7 +286,7 @@ def evaluated(model: Any, tasks: list[str], folder: Path) -> Scores:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
     return of_harness(simple_evaluate(model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0))
 
 
@@ -347,54 +306,55 @@ def of_harness(found: Any) -> Scores:
 
 
 def compare(claim: Claim, state: str, scores: Mapping[str, Scores]) -> None:
-    """How far both are from `hf`; for pages, whose log-probabilities are in the thousands, relatively."""
-    hf = scores["hf"]
-    alone = hf.log_probabilities | scores["hf, pages alone"].log_probabilities
-    for name, theirs in (("ours", replace(hf, log_probabilities=alone)), ("adapter", hf)):
-        own = scores[name]
-        assert own.log_probabilities.keys() == theirs.log_probabilities.keys()
-        worst = {"choices": 0.0, "pages": 0.0}
-        for task, wanted in theirs.log_probabilities.items():
-            for a, b in zip(own.log_probabilities[task], wanted, strict=True):
-                for one, two in zip(a, b, strict=True):
-                    kind, scale = ("pages", abs(two)) if task == "own_pages" else ("choices", 1.0)
-                    worst[kind] = max(worst[kind], abs(one - two) / scale)
-        for kind, value in worst.items():
-            bar = Bar(f"{state}: {name} against hf, {kind}", value, AGREEMENT, at_most=True)
-            claim.enter(bar, {"largest_difference": value, "accuracies": own.accuracies})
-        apart = {task for task, value in theirs.accuracies.items() if own.accuracies.get(task, -1) != value}
-        claim.enter(Bar(f"{state}: {name}, other accuracies", len(apart), 0, at_most=True), sorted(apart))
+    """Enter the differences to `hf`. Those of pages are relative, because their values are in the thousands."""
+    ours, hf = scores["ours"], scores["hf"]
+    wanted = hf.log_probabilities | scores["hf, pages alone"].log_probabilities
+    assert ours.log_probabilities.keys() == wanted.keys()
+    worst = {"choices": 0.0, "pages": 0.0}
+    for task, examples in wanted.items():
+        for a, b in zip(ours.log_probabilities[task], examples, strict=True):
+            for one, two in zip(a, b, strict=True):
+                kind, scale = ("pages", abs(two)) if task == "own_pages" else ("choices", 1.0)
+                worst[kind] = max(worst[kind], abs(one - two) / scale)
+    for kind, value in worst.items():
+        bar = Bar(f"{state}: ours against hf, {kind}", value, AGREEMENT, at_most=True)
+        claim.enter(bar, {"largest_difference": value, "accuracies": ours.accuracies})
+    apart = {task for task, value in hf.accuracies.items() if ours.accuracies.get(task, -1) != value}
+    claim.enter(Bar(f"{state}: ours, other accuracies", len(apart), 0, at_most=True), sorted(apart))
     print(f"{state}: {hf.accuracies}", flush=True)
 
 
-def questions_of(task: str, folder: Path) -> list[Question]:
-    rows = {file.stem: read_rows(file) for file in (folder / task).glob("*.jsonl")}
-    if task == "mmlu":
-        return mmlu_questions(rows["test"], rows["dev"], shots=SHOTS)
-    return hellaswag_questions(rows["validation"])
+def requests_of(task: str, folder: Path) -> list[Any]:
+    """Return the requests of the harness for all questions in the format of "mmlu" or "hellaswag"."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    parts = manager.load([name for name in task_names() if task in name])["tasks"].values()
+    for part in parts:
+        part.set_config("num_fewshot", part.get_config("num_fewshot") or 0)
+        part.set_fewshot_seed(0)
+        part.build_all_requests()
+    return [request for part in parts for request in part.instances]
 
 
 def time_both(claim: Claim, task: str, model: Any, tokenizer: Any, size: Size, folder: Path) -> None:
     """The same requests, from text to log-probabilities."""
-    from lm_eval.api.instance import Instance
-
-    questions = questions_of(task, folder)
-    asked = [request for question in questions for request in question.requests]
-    instances = [Instance("loglikelihood", {}, tuple(each), i) for i, each in enumerate(asked)]
+    requests = requests_of(task, folder)
+    questions = len({(request.task_name, request.doc_id) for request in requests})
     theirs = hf_model(model, tokenizer, size)
-    ours = Scorer(model, tokenizer, batch_size=size.batch_size)
-    whole = Scorer(model, tokenizer, batch_size=size.batch_size, reuse=False)
+    ours = harness_model(model, tokenizer, batch_size=size.batch_size)
+    whole = harness_model(model, tokenizer, batch_size=size.batch_size, reuse=False)
     samples = interleave(
         {
-            "ours": lambda: ours.score(asked),
-            "ours, each sequence whole": lambda: whole.score(asked),
-            "hf": lambda: theirs.loglikelihood(instances, disable_tqdm=True),
+            "ours": lambda: ours.loglikelihood(requests),
+            "ours, each sequence whole": lambda: whole.loglikelihood(requests),
+            "hf": lambda: theirs.loglikelihood(requests, disable_tqdm=True),
         },
         rounds=size.rounds,
     )
     figures: dict[str, Any] = {
-        "questions": len(questions),
-        "examples_per_second": {name: len(questions) / median(times) for name, times in samples.items()},
+        "questions": questions,
+        "examples_per_second": {name: questions / median(times) for name, times in samples.items()},
         "times_hf": {name: ratio(samples["hf"], times) for name, times in samples.items() if name != "hf"},
         "seconds": samples,
     }

@@ -1,6 +1,6 @@
 """Is an architecture of one's own worth it? Train it beside a Llama of the same size, and see what both do.
 
-    pip install 'stackwise[hf,report]'
+    pip install 'stackwise[hf,quality,report]'
     python examples/compare_with_llama.py --steps 300
 
 Both learn the same bytes in the same order: the documentation that every CPython carries. Then both are asked
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -24,11 +25,11 @@ from stackwise import ModelSpec, create_simple_rack
 from stackwise.benchmark import compare_architectures, llama_baseline
 from stackwise.data.text import documentation_pages
 from stackwise.data.tokenizer import ByteTokenizer
-from stackwise.quality import Question, Task, compare_quality, score_questions, score_texts
+from stackwise.quality import Tasks, compare_quality, row_task
 
 TOKENIZER = ByteTokenizer(["bos", "eos"])
 CONTEXT, ENDING, CHOICES = 96, 24, 4
-NEEDED = ("transformers", "matplotlib")  # for the Llama, and for the plot at the end
+NEEDED = ("transformers", "lm_eval", "matplotlib")  # for the Llama, the tasks, and the plot at the end
 
 
 @dataclass
@@ -77,7 +78,7 @@ def train(spec: ModelSpec, rows: torch.Tensor, settings: Settings) -> nn.Module:
     return model.eval()
 
 
-def passages(pages: Sequence[str], n: int, chance: random.Random) -> list[Question]:
+def passages(pages: Sequence[str], n: int, chance: random.Random) -> list[dict[str, Any]]:
     """Passages with four endings, of which one is theirs and the others are of other places."""
 
     def place() -> tuple[str, str]:
@@ -92,7 +93,7 @@ def passages(pages: Sequence[str], n: int, chance: random.Random) -> list[Questi
         endings = list(dict.fromkeys([right, *(place()[1] for _ in range(CHOICES - 1))]))
         if len(endings) == CHOICES:
             chance.shuffle(endings)
-            found.append(Question(context, tuple(endings), endings.index(right), separator=""))
+            found.append({"context": context, "choices": endings, "answer": endings.index(right)})
     return found
 
 
@@ -102,7 +103,7 @@ def main() -> None:
     # Before anything is trained.
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise SystemExit(f"{' and '.join(missing)} not found: pip install 'stackwise[hf,report]'")
+        raise SystemExit(f"{' and '.join(missing)} not found: pip install 'stackwise[hf,quality,report]'")
     chance = random.Random(0)
     pages = [page for page in documentation_pages() if len(page) > 2 * (CONTEXT + ENDING)]
     chance.shuffle(pages)
@@ -123,10 +124,8 @@ def main() -> None:
     ]
     speed = compare_architectures(specs, {"cases": shapes})
     questions = passages(unseen, settings.questions, chance)
-    tasks = [
-        Task("endings", len(questions), lambda scorer: score_questions(scorer, questions)),
-        Task("unseen pages", len(unseen), lambda scorer: score_texts(scorer, unseen)),
-    ]
+    endings = row_task("endings", questions, target_delimiter="")
+    tasks = Tasks([endings, row_task("unseen pages", [{"text": page} for page in unseen])])
     table = compare_quality(models, tasks, TOKENIZER, speed=speed, max_length=settings.seq_len)
     print(f"\n{table.to_markdown()}")
     settings.output.mkdir(parents=True, exist_ok=True)

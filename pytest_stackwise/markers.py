@@ -91,9 +91,10 @@ gate(time="2%", memory="1%", ttft="5%", tpot="2%", floor=None, memory_floor="64 
 --stackwise-against, the test fails if head (the new version) needs more time or memory than base (the old \
 version) by more than this share; \
 None: no verdict; floor="50us": ignore smaller differences
-quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, data=None, shots=None, \
-limit=None): settings of the quality fixture; task: mmlu, hellaswag, a .jsonl or .parquet file; the test \
-fails if too few answers are right, or if the model is significantly worse than its baseline
+quality(task, at_least=None, at_most=None, within_of_baseline=None, level=0.95, include=None, metric=None, \
+shots=None, limit=None): settings of the quality fixture; task: a task of lm-evaluation-harness, a .yaml, \
+.jsonl or .parquet file; the test fails if too few answers are right, or if the model is significantly \
+worse than its baseline
 no_memory_growth(steps=40, warmup=10, tolerance="1 KiB"): settings of the no_memory_growth fixture; \
 `tolerance` is in bytes per step
 """

@@ -13,6 +13,7 @@ from pytest_stackwise import markers, records
 
 if TYPE_CHECKING:
     from stackwise.quality.requirement import Judgement, Requirement
+    from stackwise.quality.tasks import TaskResult, Tasks
 
 __all__ = ["QualityError", "QualityFixtures", "QualityMarker"]
 
@@ -34,14 +35,14 @@ class QualityMarker:
     """Arguments of a marker quality.
 
     Attributes:
-        task: mmlu, hellaswag, or the name of a file.
-        data: folder of the published data sets. None: they are downloaded.
-        how: further keyword arguments of `stackwise.quality.load_task`.
+        task: task of lm-evaluation-harness, or the name of a file.
+        include: folder of task files. None: no such folder.
+        how: further keyword arguments of `stackwise.quality.Tasks`.
         requirement: limits on the result.
     """
 
     task: str
-    data: str | None
+    include: str | None
     how: dict[str, Any]
     requirement: Requirement
 
@@ -53,7 +54,8 @@ class QualityMarker:
         at_most: float | None = None,
         within_of_baseline: float | None = None,
         level: float = 0.95,
-        data: str | None = None,
+        include: str | None = None,
+        metric: str | None = None,
         shots: int | None = None,
         limit: int | None = None,
     ) -> QualityMarker:
@@ -65,17 +67,24 @@ class QualityMarker:
         from stackwise.quality.requirement import Requirement
         from stackwise.support.arguments import require
 
-        require(isinstance(task, str) and bool(task), "task", task, "mmlu, hellaswag, or the name of a file")
-        how = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
-        return cls(task, data, how, Requirement(at_least, at_most, within_of_baseline, level))
+        allowed = "a task of lm-evaluation-harness, or the name of a file"
+        require(isinstance(task, str) and bool(task), "task", task, allowed)
+        how = {"metric": metric, "shots": shots, "limit": limit}
+        return cls(task, include, how, Requirement(at_least, at_most, within_of_baseline, level))
 
-    def task_of(self, folder: Path) -> str:
-        """Return the task. The name of a file is relative to `folder`, and is returned as a path."""
-        return str(folder / self.task) if Path(self.task).suffix else self.task
+    def load(self, folder: Path) -> Tasks:
+        """Return the task with its data. File names are relative to `folder`.
 
-    def folder_of(self, folder: Path) -> Path | None:
-        """Return the path of the data sets, which is relative to `folder`, or None."""
-        return None if self.data is None else folder / self.data
+        Raises:
+            ImportError, FileNotFoundError, ValueError: errors of `stackwise.quality.Tasks`, or several tasks.
+        """
+        from stackwise.quality.tasks import Tasks, names_file
+        from stackwise.support.arguments import require
+
+        name = str(folder / self.task) if names_file(self.task) else self.task
+        tasks = Tasks([name], include=None if self.include is None else folder / self.include, **self.how)
+        require(len(tasks.each) == 1, "task", self.task, f"one of {', '.join(tasks.each)}")
+        return tasks
 
 
 class QualityFixtures:
@@ -108,7 +117,6 @@ class QualityFixtures:
         def run(model: Any, tokenizer: Any = None, *, baseline: Any = None, **options: Any) -> Judgement:
             __tracebackhide__ = True
             from stackwise.quality.scoring import Scorer
-            from stackwise.quality.task import load_task
             from stackwise.support.arguments import require
 
             if not records.first_time(item, "quality"):
@@ -118,12 +126,15 @@ class QualityFixtures:
             require(
                 within is None or baseline is not None, "baseline", None, "a model, for within_of_baseline"
             )
-            task = load_task(
-                marked.task_of(item.path.parent), marked.folder_of(item.path.parent), **marked.how
-            )
-            marked.requirement.check(is_cost=task.is_cost)
-            found = task.run(Scorer(model, tokenizer, **options))
-            base = None if baseline is None else task.run(Scorer(baseline, tokenizer, **options))
+            tasks = marked.load(item.path.parent)
+            [task] = tasks.each.values()
+            marked.requirement.check(less_is_better=task.less_is_better)
+
+            def evaluate(subject: Any) -> TaskResult:
+                return tasks.results(Scorer(subject, tokenizer, **options))[task.name]
+
+            found = evaluate(model)
+            base = None if baseline is None else evaluate(baseline)
             judgement = marked.requirement.judge(found, base)
             told = {"test": item.nodeid, "task": task.name, **judgement.to_dict()}
             records.add(item, "quality", told)

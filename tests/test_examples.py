@@ -216,7 +216,7 @@ def leaves(tree, path=""):
         yield from leaves(value, here) if isinstance(value, dict) and value else [here]
 
 
-@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+@pytest.mark.parametrize("missing", ["transformers", "lm_eval", "matplotlib"])
 def test_an_architecture_beside_a_llama_says_first_what_is_missing(missing, monkeypatch):
     """Not when all is trained."""
     spec = importlib.util.spec_from_file_location("compare", ROOT / "examples" / "compare_with_llama.py")
@@ -226,7 +226,9 @@ def test_an_architecture_beside_a_llama_says_first_what_is_missing(missing, monk
     monkeypatch.setattr(example, "find_spec", lambda name: None if name == missing else spec)
     monkeypatch.setattr(example, "documentation_pages", pytest.fail)
     monkeypatch.setattr(sys, "argv", ["compare_with_llama.py"])
-    with pytest.raises(SystemExit, match=rf"{missing} not found: pip install 'stackwise\[hf,report\]'"):
+    with pytest.raises(
+        SystemExit, match=rf"{missing} not found: pip install 'stackwise\[hf,quality,report\]'"
+    ):
         example.main()
     assert example.Settings().output == Path("build/comparison")
 

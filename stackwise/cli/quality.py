@@ -18,22 +18,19 @@ __all__ = ["Quality"]
 
 @dataclass(frozen=True)
 class Quality:
-    """Evaluate a trained model on tasks such as MMLU, HellaSwag and HumanEval."""
+    """Evaluate a trained model on tasks of lm-evaluation-harness, your own rows, and HumanEval."""
 
     model: tyro.conf.Positional[str]
     """A folder with config.json and weights, or MODULE:FACTORY, or path/to/file.py:FACTORY; FACTORY() returns
     the model or a ModelSpec."""
     tasks: tuple[str, ...] = ()
-    """mmlu, hellaswag, .jsonl or .parquet files, by spaces or commas; with --harness: its task names."""
+    """Tasks of lm-evaluation-harness such as mmlu, task files (.yaml), and files of rows (.jsonl, .parquet),
+    by spaces or commas."""
     tokenizer: str | None = None
     """byte, the path of a tokenizer.json, or a folder with a transformers tokenizer; default: the model's
     folder."""
-    data: Path | None = None
-    """Folder with the folders mmlu and hellaswag of .jsonl or .parquet files; default: download."""
-    harness: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run the tasks in lm-evaluation-harness."""
     include: Path | None = None
-    """With --harness: folder of your own task files (.yaml)."""
+    """Folder of your own task files (.yaml)."""
     shots: int | None = None
     """Number of examples before each question; default: that of the task."""
     human_eval: Path | None = None
@@ -47,7 +44,7 @@ class Quality:
     execute_generated_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """With --human-eval: allow generated programs to run, in a sandbox."""
     limit: int | None = None
-    """Maximum number of examples per task or subject, or of problems; default: all."""
+    """Maximum number of examples per task, or of problems; default: all."""
     batch_size: int = 32
     """Maximum number of sequences in a batch."""
     max_length: int | None = None
@@ -67,6 +64,7 @@ class Quality:
         """Evaluate the model, print all results and write the report."""
         from stackwise.quality.quality_report import QualityReport
         from stackwise.quality.scoring import Scorer
+        from stackwise.quality.tasks import cut_notes
         from stackwise.report import report_files
         from stackwise.support.device import resolve_device, threads_for
         from stackwise.support.progress import ProgressLine
@@ -74,7 +72,7 @@ class Quality:
         names = [name for some in self.tasks for name in some.split(",") if name]
         self._check_options(names)
         files = report_files(self.report) if self.report else []
-        runs = [self._harness if self.harness else self._tasks(names)] if names else []
+        runs = [self._tasks(names)] if names else []
         if self.human_eval is not None:
             runs.append(self._programs(self.human_eval))
         model, tokenizer = self._load()
@@ -93,8 +91,8 @@ class Quality:
         report = QualityReport(self.model)
         with closing(progress), threads_for(sum(p.numel() for p in scorer.model.model.parameters())):
             for run in runs:
-                run(scorer, names, report)
-        report.notes.append(f"prefixes: {scorer.model.reuse_note}")
+                run(scorer, report)
+        report.notes += [f"prefixes: {scorer.model.reuse_note}", *cut_notes(scorer)]
         for line in report.lines():
             print(line)
         for file in files:
@@ -103,35 +101,26 @@ class Quality:
         return 0
 
     def _check_options(self, names: list[str]) -> None:
-        """Raise ValueError for options that have no effect without another option, or with --harness."""
+        """Raise ValueError for options that have no effect without another option."""
         from stackwise.support.arguments import require
 
         programs = self.human_eval is not None
         asked = bool(names) or (programs and not self.tasks)
         require(asked, "tasks", list(self.tasks), "at least one, or --human-eval FILE")
-        require(self.harness or self.include is None, "include", self.include, "none without --harness")
-        own = not self.harness or self.data is None
-        require(own, "data", self.data, "none with --harness: use --include")
-        require(bool(names) or self.shots is None, "shots", self.shots, "none without --tasks mmlu")
+        require(bool(names) or self.include is None, "include", self.include, "none without --tasks")
+        require(bool(names) or self.shots is None, "shots", self.shots, "none without --tasks")
         require(programs or self.samples == 1, "samples", self.samples, "1 without --human-eval")
 
     def _tasks(self, names: list[str]) -> Any:
-        """Return a function that runs the tasks of stackwise. Data is read before the model is loaded."""
-        from stackwise.quality.task import load_tasks
+        """Return a function that runs the tasks. Data is read before the model is loaded."""
+        from stackwise.quality.tasks import Tasks
 
-        tasks = load_tasks(names, self.data, shots=self.shots, limit=self.limit)
+        tasks = Tasks(names, include=self.include, shots=self.shots, limit=self.limit)
 
-        def run(scorer: Scorer, _: list[str], report: QualityReport) -> None:
-            for task in tasks:
-                report.add(task.name, task.run(scorer))
+        def run(scorer: Scorer, report: QualityReport) -> None:
+            report.add_tasks(tasks.run(scorer))
 
         return run
-
-    def _harness(self, scorer: Scorer, names: list[str], report: QualityReport) -> None:
-        from stackwise.quality.harness import run_harness
-
-        found = run_harness(scorer, names, include=self.include, shots=self.shots, limit=self.limit)
-        report.add_harness(found)
 
     def _programs(self, file: Path) -> Any:
         """Return a function that runs HumanEval.
@@ -164,7 +153,7 @@ class Quality:
             check_sizes(limit=self.limit)
         problems, sandbox = load_problems(file)[: self.limit], Sandbox()
 
-        def run(scorer: Scorer, _: list[str], report: QualityReport) -> None:
+        def run(scorer: Scorer, report: QualityReport) -> None:
             completions = generate_completions(
                 scorer,
                 problems,

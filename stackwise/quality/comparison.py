@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -14,16 +14,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stackwise.benchmark.table import ComparisonTable
-from stackwise.quality.cloze import ClozeResult
-from stackwise.quality.multiple_choice import MultipleChoiceResult
-from stackwise.quality.paired import PairedDifference, difference_of_means, difference_of_shares
-from stackwise.quality.perplexity import PerplexityResult
-from stackwise.quality.proportion import Proportion
+from stackwise.quality.paired import PairedDifference
 from stackwise.quality.scoring import Scorer
-from stackwise.quality.task import Task, TaskResult, cut_note
+from stackwise.quality.tasks import TaskResult, Tasks, cut_notes
 from stackwise.report.page import Page, Row, Section, Table
 from stackwise.report.plot import ACCENT, BAD, GOOD, INK, WARN, Plot, label_text, style_axes
 from stackwise.support.arguments import check_choice, check_number, require
@@ -33,7 +27,7 @@ from stackwise.support.markdown import markdown_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ModelComparison", "QualityRow", "compare_quality", "paired_difference"]
+__all__ = ["ModelComparison", "QualityRow", "compare_quality"]
 
 _COLOURS = (INK, ACCENT, WARN, GOOD, BAD)
 
@@ -45,8 +39,8 @@ class QualityRow:
     Attributes:
         architecture: name of the model.
         task: name of the task.
-        metric: name of the value: "acc", "acc_norm", "acc_bytes", or "bits_per_byte". For the last one, less
-            is better.
+        metric: name of the value, such as "acc" or "bits_per_byte".
+        less_is_better: True if the value is a cost.
         value: value of the model.
         standard_error: standard error of the value. None: unknown.
         examples: number of examples.
@@ -56,15 +50,19 @@ class QualityRow:
     architecture: str
     task: str
     metric: str
+    less_is_better: bool
     value: float
     standard_error: float | None
     examples: int
     difference: PairedDifference | None = None
 
-    @property
-    def less_is_better(self) -> bool:
-        """True if the value is a cost."""
-        return self.metric == "bits_per_byte"
+    @classmethod
+    def of(cls, name: str, result: TaskResult, baseline: TaskResult | None, level: float) -> QualityRow:
+        """Return the row of a model. baseline=None: the model is the baseline itself."""
+        difference = None if baseline is None else result.difference(baseline, level=level)
+        metric, less, value = result.metric, result.less_is_better, result.value
+        error, count = result.standard_error, len(result.examples)
+        return cls(name, result.task, metric, less, value, error, count, difference)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON and CSV."""
@@ -267,7 +265,7 @@ class ModelComparison:
 
 def compare_quality(
     models: Mapping[str, Any],
-    tasks: Sequence[Task],
+    tasks: Tasks,
     tokenizer: Any,
     *,
     baseline: str | None = None,
@@ -279,7 +277,7 @@ def compare_quality(
 
     Args:
         models: trained models by name, each an argument of `Scorer`.
-        tasks: tasks to evaluate; see `load_task`.
+        tasks: tasks to evaluate.
         tokenizer: tokenizer of all models, or a mapping from names to tokenizers.
         baseline: name of the baseline. None: the first model.
         speed: result of `compare_architectures` for the same architectures, with the same baseline.
@@ -287,13 +285,11 @@ def compare_quality(
         **options: options of `Scorer`, such as `batch_size`.
 
     Raises:
-        ValueError: no models, no tasks, two tasks with one name, an invalid level, an unknown baseline, a
-            tokenizer without its model, or an error of `Scorer` or a task.
+        ValueError: no models, an invalid level, an unknown baseline, a tokenizer without its model, or an
+            error of `Scorer` or `Tasks.results`.
     """
     require(bool(models), "models", dict(models), "one or more, by name")
     check_number("level", level, "a number above 0 and below 1", lambda value: 0 < value < 1)
-    names = [task.name for task in tasks]
-    require(bool(names) and len(set(names)) == len(names), "tasks", names, "one or more, each once")
     baseline = next(iter(models)) if baseline is None else baseline
     check_choice("baseline", baseline, models)
     tokenizers = tokenizer if isinstance(tokenizer, Mapping) else dict.fromkeys(models, tokenizer)
@@ -305,61 +301,17 @@ def compare_quality(
     notes = []
     for name, model in models.items():
         scorer = Scorer(model, tokenizers[name], **options)
-        results[name] = {task.name: task.run(scorer) for task in tasks}
-        notes.append(f"{name}: prefixes: {scorer.model.reuse_note}")
-        cuts = [cut_note(task, result) for task, result in results[name].items()]
-        notes += [f"{name}: {cut}" for cut in cuts if cut]
+        results[name] = tasks.results(scorer)
+        notes += [
+            f"{name}: prefixes: {scorer.model.reuse_note}",
+            *(f"{name}: {each}" for each in cut_notes(scorer)),
+        ]
     rows = [
-        _row(name, task, results[name][task], None if name == baseline else results[baseline][task], level)
-        for task in names
+        QualityRow.of(name, results[name][task], None if name == baseline else results[baseline][task], level)
+        for task in tasks.each
         for name in models
     ]
     return ModelComparison(tuple(rows), baseline, speed, level, tuple(notes))
-
-
-def paired_difference(result: TaskResult, other: TaskResult, *, level: float = 0.95) -> PairedDifference:
-    """Return the difference between two models at a task, as a share of correct answers or in bits per byte.
-
-    Raises:
-        ValueError: the results have different tasks, examples or metrics.
-    """
-    require(type(result) is type(other), "result", type(other).__name__, type(result).__name__)
-    if isinstance(result, PerplexityResult):
-        assert isinstance(other, PerplexityResult)
-        # Texts are not stored, only their sizes. The tokenizers may differ.
-        sorts = [[(text.bytes, text.characters, text.words) for text in r.texts] for r in (result, other)]
-        require(sorts[0] == sorts[1], "texts", f"{len(sorts[1])} others", f"the same {len(sorts[0])}")
-        sizes = [text.bytes for text in result.texts]
-        costs = [
-            [-text.log_probability / text.bytes / math.log(2) for text in each.texts]
-            for each in (result, other)
-        ]
-        return difference_of_means(costs[0], costs[1], sizes, level=level, less_is_better=True)
-    if isinstance(result, MultipleChoiceResult):
-        assert isinstance(other, MultipleChoiceResult)
-        require(result.questions == other.questions, "questions", "others", "the same")
-        require(result.norm == other.norm, "norm", other.norm, repr(result.norm))
-    else:
-        assert isinstance(other, ClozeResult)
-        require(result.requests == other.requests, "requests", "others", "the same")
-    return difference_of_shares(_correct(result), _correct(other), level=level)
-
-
-def _correct(result: TaskResult) -> np.ndarray:
-    assert not isinstance(result, PerplexityResult)
-    return result.correct(result.norm) if isinstance(result, MultipleChoiceResult) else result.correct()
-
-
-def _row(name: str, task: str, result: TaskResult, base: TaskResult | None, level: float) -> QualityRow:
-    difference = None if base is None else paired_difference(result, base, level=level)
-    if isinstance(result, PerplexityResult):
-        return QualityRow(
-            name, task, "bits_per_byte", result.bits_per_byte, None, len(result.texts), difference
-        )
-    figure: Proportion = result.figure
-    return QualityRow(
-        name, task, result.metric, figure.value, figure.standard_error, figure.count, difference
-    )
 
 
 def _check_speed(speed: ComparisonTable, baseline: str, names: Iterable[str]) -> None:

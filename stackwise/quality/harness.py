@@ -1,146 +1,206 @@
-"""Harness: runs tasks of lm-evaluation-harness with any language model."""
+"""HarnessModel: adapter of a language model for lm-evaluation-harness. Importing it requires lm_eval."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from stackwise.quality.continuation import Sampling, continue_texts
+from stackwise.quality.request import TokenRequest
 from stackwise.quality.scoring import Scorer
-from stackwise.support.arguments import check_sizes, require
+from stackwise.support.arguments import require
 
-if TYPE_CHECKING:
-    from stackwise.quality.harness_model import HarnessModel
+__all__ = ["ALLOWED_OPTIONS", "HarnessModel", "new_tokens", "refused_options", "rolling_windows"]
 
-__all__ = ["harness_model", "run_harness"]
+# Defaults of the harness if a model or a task does not set them.
+_MAX_LENGTH, _MAX_NEW_TOKENS = 2048, 256
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p", *_NEW_TOKENS)
+# Options of tasks with the values that have no effect.
+_WITHOUT_EFFECT = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "diversity_penalty": (0,),
+    "no_repeat_ngram_size": (0,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "early_stopping": (False,),
+    "use_cache": (True, False),
+}
 
-_RESAMPLES = 1000  # bootstrap resamples for standard errors without a formula
+
+ALLOWED_OPTIONS = f"{', '.join(_OPTIONS)}; and what has no effect, such as num_beams: 1"
 
 
-def harness_model(model: Any, tokenizer: Any = None, **options: Any) -> HarnessModel:
-    """Return a model and a tokenizer as a model of lm-evaluation-harness; see `HarnessModel`.
-
-    Raises:
-        ImportError: lm_eval is not installed.
-        ValueError, TypeError: errors of `Scorer`.
-    """
-    _require_harness()
-    from stackwise.quality.harness_model import HarnessModel
-
-    return HarnessModel(model, tokenizer, **options)
+def refused_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of generation that would have an effect and are not supported."""
+    return {
+        key: value
+        for key, value in asked.items()
+        if key not in _OPTIONS and value is not None and value not in _WITHOUT_EFFECT.get(key, ())
+    }
 
 
-def run_harness(
-    scorer: Scorer,
-    tasks: Sequence[str],
-    *,
-    include: Path | None = None,
-    defaults: bool = True,
-    shots: int | None = None,
-    limit: int | None = None,
-    samples: bool = False,
-) -> dict[str, Any]:
-    """Run tasks of the harness, and return its results.
+def new_tokens(asked: Mapping[str, Any]) -> int:
+    """Return the maximum number of new tokens that a task requests."""
+    counts = [asked[key] for key in _NEW_TOKENS if asked.get(key) is not None]
+    return int(counts[0]) if counts else _MAX_NEW_TOKENS
+
+
+class HarnessModel(LM):  # type: ignore[misc]  # lm_eval has no types
+    """Model and tokenizer that answer every kind of request of the harness's tasks.
+
+    `lm_eval.simple_evaluate(model=HarnessModel(model, tokenizer), tasks=[...])`.
 
     Args:
-        scorer: scorer with a tokenizer.
-        tasks: names of tasks, groups or tags.
-        include: folder of user-defined task files (YAML).
-        defaults: True: the harness's own tasks are available, too.
-        shots: number of examples in each prompt. None: the number in the task.
-        limit: number of examples per task. None: all.
-        samples: True: the results contain requests and answers of each example.
-
-    Returns:
-        The harness's results: "results" by task, each metric with its standard error if available, "groups",
-        "versions", "n-samples" and more.
+        model: a `Scorer`, or the `model` of a `Scorer`.
+        tokenizer: tokenizer of the `Scorer`.
+        **options: options of `Scorer`.
 
     Raises:
-        ImportError: lm_eval is not installed.
-        ValueError: an unknown task, a task with unsupported generation options or more new tokens than the
-            model has positions, an invalid number of shots or examples, or a folder that does not exist. It
-            is raised before the run starts.
+        ValueError, TypeError: errors of `Scorer`, or no tokenizer.
     """
-    _require_harness()
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    if include is not None:
-        require(include.is_dir(), "include", str(include), "a folder of task files (.yaml)")
-    require(len(tasks) > 0, "tasks", list(tasks), "at least one")
-    if shots is not None:
-        check_sizes(0, shots=shots)
-    if limit is not None:
-        check_sizes(limit=limit)
-    path = str(include) if include else None
+    def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__()
+        if isinstance(model, Scorer):
+            for key, given in {"tokenizer": tokenizer, **options}.items():
+                require(given is None, key, given, "what the Scorer was given")
+        self.scorer = model if isinstance(model, Scorer) else Scorer(model, tokenizer, **options)
+        self.tokenizer = self.scorer.texts.inner
 
-    class CheckedTasks(TaskManager):  # type: ignore[misc]  # lm_eval has no types
-        """Task manager that refuses unsupported tasks before the run starts."""
+    @property
+    def max_length(self) -> int:
+        """Maximum length of a sequence. If the model names no limit, it is the default of the harness."""
+        return self.scorer.model.max_length or _MAX_LENGTH
 
-        def load(self, *arguments: Any, **more: Any) -> Any:
-            loaded = super().load(*arguments, **more)
-            _check_generation(loaded["tasks"], scorer.model.max_length)
-            return loaded
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, used by the harness in the names of cached requests."""
+        return self.scorer.texts.name.replace("/", "__")
 
-    manager = CheckedTasks(include_path=path, include_defaults=defaults and include is None)
-    unknown = sorted(set(tasks) - set(manager.all_tasks))
-    if unknown and defaults and include is not None:
-        # Only if needed, because reading all task files of the harness is slow.
-        manager = CheckedTasks(include_path=path)
-        unknown = sorted(set(tasks) - set(manager.all_tasks))
-    if unknown:
-        where = f" or {include}" if include else ""
-        raise ValueError(f"tasks: got {', '.join(unknown)}; allowed: a task of the harness{where}")
-    with _one_process():
-        found: dict[str, Any] = simple_evaluate(
-            model=harness_model(scorer),
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            task_manager=manager,
-            bootstrap_iters=_RESAMPLES,
-            log_samples=samples,
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation in the format of the tokenizer's template.
+
+        Raises:
+            ValueError: the tokenizer has no template.
+        """
+        template = getattr(self.tokenizer, "apply_chat_template", None)
+        require(callable(template), "tokenizer", self.scorer.texts.name, "one with a chat template")
+        assert callable(template)
+        text: str = template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
-    return found
+        return text
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and True if it is the greedy one."""
+        scores = self.scorer.score([request.args for request in requests])
+        answers = [(score.log_probability, score.is_greedy) for score in scores]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Return the log-probability of each text, read in windows.
+
+        The first window follows the tokens that the tokenizer prepends or, if there are none, the prefix
+        token (`TextTokenizer.encode_whole`). They are read but not scored, even if the text itself begins
+        with them, because no model is trained to predict them. This is like the harness's model `hf` with
+        `add_bos_token=False`.
+        """
+        windows: list[TokenRequest] = []
+        parts = []
+        for (text,) in (request.args for request in requests):
+            before, ids = self.scorer.texts.encode_whole(text)
+            start = len(windows)
+            windows += rolling_windows(ids, before, self.max_length, self.scorer.window_context)
+            parts.append(slice(start, len(windows)))
+        scores = self.scorer.score_tokens(windows)
+        totals = [math.fsum(score.log_probability for score in scores[part]) for part in parts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Return the text that the model generates after each context, until a stop sequence."""
+        alike: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        written = [""] * len(requests)
+        for places in alike.values():
+            contexts = [requests[i].args[0] for i in places]
+            for i, text in zip(places, self._generate(contexts, requests[places[0]].args[1]), strict=True):
+                written[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return written
+
+    def _generate(self, contexts: list[str], asked: Mapping[str, Any]) -> list[str]:
+        """Return the generated texts with the options of a task.
+
+        Raises:
+            ValueError: an option is not supported.
+        """
+        refused = refused_options(asked)
+        require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
+        until = asked.get("until") or []
+        temperature = asked.get("temperature")
+        draws = asked.get("do_sample", bool(temperature))
+        sampling = Sampling(
+            (1.0 if temperature is None else float(temperature)) if draws else 0.0,
+            (asked.get("top_k") or None) if draws else None,
+            float(asked.get("top_p") or 1.0) if draws else 1.0,
+        )
+        return continue_texts(
+            self.scorer,
+            contexts,
+            max_new_tokens=new_tokens(asked),
+            until=[until] if isinstance(until, str) else until,
+            sampling=sampling,
+        )
 
 
-def _check_generation(tasks: Mapping[str, Any], max_length: int | None) -> None:
-    """Refuse unsupported generation options, with the names of the tasks that use them."""
-    from stackwise.quality.harness_model import ALLOWED_OPTIONS, new_tokens, refused_options
+def rolling_windows(
+    ids: Sequence[int], before: Sequence[int], max_length: int, context: int = 1
+) -> Iterator[TokenRequest]:
+    """Yield the windows of a text that a model can read. Each token is predicted exactly once.
 
-    refused, too_long = {}, {}
-    for name, task in tasks.items():
-        if task.get_config("output_type") == "generate_until":
-            asked = task.get_config("generation_kwargs") or {}
-            if options := refused_options(asked):
-                refused[name] = options
-            if max_length is not None and new_tokens(asked) >= max_length:
-                too_long[name] = new_tokens(asked)
-    require(not refused, "generation_kwargs", refused, ALLOWED_OPTIONS)
-    require(not too_long, "max_gen_toks", too_long, f"below {max_length}, as the model reads")
+    The first window follows `before`, and has the maximum length. Each later window has `context` tokens
+    before its predicted ones, and the last window as many as fit. With 1, windows hardly overlap, as in the
+    harness. With `max_length`, each token except the first ones has the maximum context, but needs a separate
+    pass.
 
+    Args:
+        ids: ids of the text.
+        before: ids before the text, at least one.
+        max_length: maximum number of positions, at least the length of `before`.
+        context: number of context tokens, 1 to `max_length`.
 
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Make the harness resample in one process, because a fork may hang if torch has threads."""
-    key = "DISABLE_MULTIPROC"
-    before = os.environ.get(key)
-    os.environ[key] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before
-
-
-def _require_harness() -> None:
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"lm-evaluation-harness is not installed: pip install 'stackwise[quality]' ({error})"
-        ) from error
+    Raises:
+        ValueError: `context` is too long, or `before` is too long.
+    """
+    require(context <= max_length, "window_context", context, f"1 to {max_length}, as the model reads")
+    n = len(before)
+    require(n <= max_length, "max_length", max_length, f"at least {n}, the tokens before a text")
+    whole = (*before, *ids)
+    end = min(max_length - n + 1, len(ids))
+    if end:
+        yield TokenRequest(whole[:n], whole[n : end + n])
+    step = max_length - context + 1
+    while end < len(ids):
+        start, end = end, min(end + step, len(ids))
+        # An index in `whole` is n higher than in `ids`. The last token is predicted, but never read.
+        first = max(0, end + n - 1 - max_length)
+        yield TokenRequest(whole[first : start + n], whole[start + n : end + n])

@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stackwise.quality.cloze import ClozeResult
 from stackwise.quality.human_eval import HumanEvalResult
-from stackwise.quality.multiple_choice import MultipleChoiceResult
-from stackwise.quality.perplexity import PerplexityResult
-from stackwise.quality.task import TaskResult, cut_note
 from stackwise.report.page import Page, Row, Section, Table
 from stackwise.support.files import write_whole
 from stackwise.support.markdown import markdown_table
@@ -26,7 +22,7 @@ class Figure:
     """Metric of a task.
 
     Attributes:
-        task: name of the task, or "TASK/PART" for a part of it.
+        task: name of the task or group.
         metric: name of the metric.
         value: value of the metric.
         standard_error: standard error of the value. None: unknown.
@@ -56,26 +52,6 @@ class QualityReport:
     figures: list[Figure] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, task: str, result: TaskResult) -> None:
-        """Add the result of a task."""
-        self.results[task] = result.to_dict()
-        if note := cut_note(task, result):
-            self.notes.append(note)
-        if isinstance(result, PerplexityResult):
-            for metric in ("token_perplexity", "byte_perplexity", "word_perplexity", "bits_per_byte"):
-                self.figures.append(Figure(task, metric, getattr(result, metric), None, len(result.texts)))
-            return
-        found = {task: {result.metric: result.figure}}
-        if isinstance(result, MultipleChoiceResult):
-            found[task] = {"acc": result.accuracy(), "acc_norm": result.accuracy("characters")}
-            for name, each in result.by_group(result.norm).items():
-                found[f"{task}/{name}"] = {result.metric: each}
-        for name, metrics in found.items():
-            for metric, each in metrics.items():
-                self.figures.append(Figure(name, metric, each.value, each.standard_error, each.count))
-        if isinstance(result, ClozeResult):
-            self.figures.append(Figure(task, "perplexity", result.perplexity, None, len(result.requests)))
-
     def add_human_eval(self, result: HumanEvalResult) -> None:
         """Add the result of programs: pass@k, with its interval in the notes."""
         self.results["human_eval"] = result.to_dict()
@@ -83,18 +59,20 @@ class QualityReport:
         for k, found in result.pass_at.items():
             self.figures.append(Figure("human_eval", f"pass@{k}", found.estimate, None, found.n_problems))
 
-    def add_harness(self, found: Mapping[str, Any]) -> None:
-        """Add the result of `run_harness`."""
+    def add_tasks(self, found: Mapping[str, Any]) -> None:
+        """Add the result of `Tasks.run`. Tasks inside a group are in `results`, but have no figures."""
+        groups = found.get("group_subtasks", {})
+        inside = {name for names in groups.values() for name in names} - groups.keys()
         counts = found.get("n-samples", {})
-        for task, results in {**found["results"], **found.get("groups", {})}.items():
+        for task, results in found["results"].items():
             self.results[task] = dict(results)
-            for key, value in results.items():
+            count = counts.get(task, {}).get("effective")
+            for key, value in results.items() if task not in inside else ():
                 metric, comma, _ = key.partition(",")
                 if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                     continue
                 error = results.get(key.replace(",", "_stderr,", 1))
                 error = float(error) if isinstance(error, int | float) else None
-                count = counts.get(task, {}).get("effective")
                 self.figures.append(Figure(task, metric, float(value), error, count))
 
     def lines(self) -> Iterator[str]:

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stackwise.quality.comparison import paired_difference
 from stackwise.quality.paired import PairedDifference
-from stackwise.quality.perplexity import PerplexityResult
-from stackwise.quality.task import TaskResult
+from stackwise.quality.tasks import TaskResult
 from stackwise.support.arguments import check_number, require
 
 __all__ = ["Judgement", "Requirement"]
@@ -48,8 +46,8 @@ class Requirement:
     """Limits for the quality of a model.
 
     Attributes:
-        at_least: minimum share of correct answers.
-        at_most: maximum bits per byte.
+        at_least: minimum share of correct answers, or of another metric that is better if it is higher.
+        at_most: maximum bits per byte, or maximum of another cost.
         within_of_baseline: maximum loss of quality compared with the baseline, as a share or in bits per
             byte. It is missed if the model is significantly worse by more, and met if it is significantly
             not. Otherwise it is inconclusive. Both models answer the same examples, so a small set of
@@ -77,19 +75,24 @@ class Requirement:
                 check_number(key, asked[key], "a number >= 0", lambda value: value >= 0)
         check_number("level", self.level, "a number above 0 and below 1", lambda value: 0 < value < 1)
 
-    def check(self, *, is_cost: bool) -> None:
+    def check(self, *, less_is_better: bool) -> None:
         """Refuse a limit that does not apply to the metric of a task, before the model is evaluated.
 
         Args:
-            is_cost: `is_cost` of the `Task`.
+            less_is_better: attribute of the `Task`.
 
         Raises:
             ValueError: a limit does not apply. The message names the limit to use.
         """
-        if is_cost:
-            require(self.at_least is None, "at_least", self.at_least, "none of bits per byte: use at_most")
+        if less_is_better:
+            require(
+                self.at_least is None,
+                "at_least",
+                self.at_least,
+                "none for a cost, such as bits per byte: use at_most",
+            )
         else:
-            require(self.at_most is None, "at_most", self.at_most, "none of right answers: use at_least")
+            require(self.at_most is None, "at_most", self.at_most, "none for right answers: use at_least")
 
     def judge(self, result: TaskResult, baseline: TaskResult | None = None) -> Judgement:
         """Compare a result with the limits.
@@ -102,13 +105,12 @@ class Requirement:
             ValueError: a limit does not apply to the task's metric, or the baseline is missing, has other
                 examples, or has no finite value.
         """
-        is_cost = isinstance(result, PerplexityResult)
-        metric, value, examples = _figure(result)
-        self.check(is_cost=is_cost)
+        metric, value = result.metric, result.value
+        self.check(less_is_better=result.less_is_better)
         if baseline is not None:
-            base = _figure(baseline)[1]
+            base = baseline.value
             require(math.isfinite(base), f"{metric} of the baseline", base, "a finite number")
-        difference = None if baseline is None else paired_difference(result, baseline, level=self.level)
+        difference = None if baseline is None else result.difference(baseline, level=self.level)
         found: list[tuple[Verdict, str]] = []
         if not math.isfinite(value):  # more examples would not change this
             found.append(("missed", f"{metric} is {value}, which is no finite number"))
@@ -119,14 +121,14 @@ class Requirement:
         if self.within_of_baseline is not None:
             require(difference is not None, "baseline", None, "a model, for within_of_baseline")
             assert difference is not None
-            found.append(self._beside(difference, metric, is_cost))
+            found.append(self._beside(difference, metric, result.less_is_better))
         verdict, reason = max(found, key=lambda each: ("met", "inconclusive", "missed").index(each[0]))
-        return Judgement(verdict, reason, metric, value, examples, difference)
+        return Judgement(verdict, reason, metric, value, len(result.examples), difference)
 
-    def _beside(self, difference: PairedDifference, metric: str, is_cost: bool) -> tuple[Verdict, str]:
+    def _beside(self, difference: PairedDifference, metric: str, less_is_better: bool) -> tuple[Verdict, str]:
         assert self.within_of_baseline is not None
         verdict: Verdict
-        match difference.standing(self.within_of_baseline, less_is_better=is_cost):
+        match difference.standing(self.within_of_baseline, less_is_better=less_is_better):
             case "not worse":
                 verdict, said = "met", "surely not worse by more than"
             case "worse":
@@ -137,10 +139,3 @@ class Requirement:
             f"{metric} {difference} to the baseline on {difference.examples} examples: {said} "
             f"{self.within_of_baseline:g}"
         )
-
-
-def _figure(result: TaskResult) -> tuple[str, float, int]:
-    """Return the name of the metric, its value, and the number of examples."""
-    if isinstance(result, PerplexityResult):
-        return "bits_per_byte", result.bits_per_byte, len(result.texts)
-    return result.metric, result.figure.value, result.figure.count

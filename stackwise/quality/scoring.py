@@ -50,6 +50,9 @@ class Scorer:
         prefix_token_id: option of `TextTokenizer`.
         eos_token_id: end tokens of generated texts, one id or several. None: the end tokens of the tokenizer
             and of the model (`LanguageModel.eos_token_ids`).
+        window_context: minimum number of tokens that the model reads before the scored ones, in each window
+            of a text that exceeds the maximum length. 1: like in the harness. More is slower and more
+            accurate.
         on_progress: called after each batch with the number of scored tokens and the number of all tokens of
             the current call of `score`.
 
@@ -57,7 +60,9 @@ class Scorer:
         model: the LanguageModel.
         tokenizer: the TextTokenizer, or None.
         eos_token_ids: end tokens of generated texts.
+        window_context: see above.
         tokens_read: number of positions that the model has computed so far, including padding.
+        tokens_cut: number of context tokens that were cut so far, because sequences were too long.
 
     Raises:
         ValueError, TypeError: errors of LanguageModel and TextTokenizer, a batch size below 1, or options
@@ -75,9 +80,10 @@ class Scorer:
         reuse: bool = True,
         prefix_token_id: int | None = None,
         eos_token_id: int | Iterable[int] | None = None,
+        window_context: int = 1,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        check_sizes(batch_size=batch_size)
+        check_sizes(batch_size=batch_size, window_context=window_context)
         self._on_progress = on_progress
         if isinstance(model, LanguageModel):
             options = {"device": device, "max_length": max_length, "reuse": None if reuse else reuse}
@@ -90,8 +96,8 @@ class Scorer:
             None if tokenizer is None else TextTokenizer(tokenizer, prefix_token_id=prefix_token_id)
         )
         self.eos_token_ids = self._ends(eos_token_id)
-        self.batch_size = batch_size
-        self.tokens_read = 0
+        self.batch_size, self.window_context = batch_size, window_context
+        self.tokens_read = self.tokens_cut = 0
 
     @property
     def texts(self) -> TextTokenizer:
@@ -125,6 +131,7 @@ class Scorer:
                 model returns NaN.
         """
         requests = [request.fitted(self.model.max_length) for request in requests]
+        self.tokens_cut += sum(request.cut for request in requests)
         self._check_ids(requests)
         sequences: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytest.importorskip("lm_eval")
+
 MODELS = """
 import torch
 from torch import nn

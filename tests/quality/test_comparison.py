@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 
 import pytest
 import torch
@@ -11,104 +10,11 @@ import torch
 from stackwise import StackWiseConfig, create_rack_from_config
 from stackwise.benchmark.table import ComparisonTable
 from stackwise.data.tokenizer import ByteTokenizer
-from stackwise.quality.cloze import ClozeResult
-from stackwise.quality.comparison import ModelComparison, compare_quality, paired_difference
-from stackwise.quality.multiple_choice import MultipleChoiceResult, Question, score_questions
-from stackwise.quality.paired import difference_of_means, difference_of_shares
-from stackwise.quality.perplexity import PerplexityResult, TextScore, score_texts
-from stackwise.quality.request import Request, Score
-from stackwise.quality.task import Task
+from stackwise.quality import ModelComparison, Tasks, compare_quality, row_task
 
-QUESTIONS = tuple(Question(f"question {i}", ("aaa", "b"), i % 2) for i in range(8))
+pytest.importorskip("lm_eval")
 
-
-def chosen(right, norm="sum"):
-    """A result with these answers right."""
-    scores = [
-        (-1.0, -9.0) if (q.answer == 0) == good else (-9.0, -1.0)
-        for q, good in zip(QUESTIONS, right, strict=True)
-    ]
-    return MultipleChoiceResult(QUESTIONS, tuple(scores), norm=norm)
-
-
-def texts(*log_probabilities, sizes=(10, 20, 30)):
-    return PerplexityResult(
-        tuple(TextScore(p, n, n, n, 3) for p, n in zip(log_probabilities, sizes, strict=False))
-    )
-
-
-def test_difference_of_choices_is_of_the_same_questions():
-    one, two = [True] * 6 + [False] * 2, [True] * 4 + [False] * 3 + [True]
-    assert paired_difference(chosen(one), chosen(two)) == difference_of_shares(one, two)
-    assert paired_difference(chosen(one), chosen(two), level=0.8) == difference_of_shares(one, two, level=0.8)
-
-
-def test_the_task_says_by_what_choices_are_ranked():
-    # By characters the first choice, three times as long, is the likelier one.
-    scores = tuple((-2.0, -1.0) for _ in QUESTIONS)
-    parted = {}
-    for norm in ("sum", "characters"):
-        first = chosen([q.answer == 0 for q in QUESTIONS], norm=norm)
-        found = paired_difference(MultipleChoiceResult(QUESTIONS, scores, norm=norm), first)
-        parted[norm] = found.wins, found.losses
-    assert parted == {"sum": (4, 4), "characters": (0, 0)}
-
-
-def test_difference_of_texts_is_in_bits_per_byte():
-    one, two = texts(-10.0, -30.0, -30.0), texts(-20.0, -20.0, -60.0)
-    found = paired_difference(one, two)
-    assert found.difference == pytest.approx(one.bits_per_byte - two.bits_per_byte)
-    bits = [
-        [p / n / math.log(2) for p, n in zip(ps, (10, 20, 30), strict=True)]
-        for ps in ((10, 30, 30), (20, 20, 60))
-    ]
-    wanted = difference_of_means(*bits, [10, 20, 30], less_is_better=True)
-    assert (found.wins, found.losses) == (2, 1)  # fewer bits are better
-    assert (found.low, found.high, found.wins, found.losses) == pytest.approx(
-        (wanted.low, wanted.high, wanted.wins, wanted.losses)
-    )
-
-
-def test_difference_of_cloze():
-    def result(*greedy):
-        return ClozeResult(
-            tuple(Request("a", str(i)) for i in range(len(greedy))),
-            tuple(Score(-1.0, each, 1) for each in greedy),
-        )
-
-    assert paired_difference(result(True, True), result(True, False)).wins == 1
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "message"),
-    [
-        (chosen([True] * 8), texts(-1.0), "result: got 'PerplexityResult'; allowed: MultipleChoiceResult"),
-        (texts(-1.0), texts(-1.0, sizes=(11,)), "texts: got '1 others'"),
-        (
-            chosen([True] * 8),
-            MultipleChoiceResult(QUESTIONS[::-1], chosen([True] * 8).log_probabilities),
-            "questions: got 'others'; allowed: the same",
-        ),
-        (
-            chosen([True] * 8),
-            chosen([True] * 8, norm="characters"),
-            "norm: got 'characters'; allowed: 'sum'",
-        ),
-        (
-            texts(-1.0),
-            PerplexityResult((TextScore(-1.0, 10, 9, 10, 3),)),
-            "texts: got '1 others'; allowed: the same 1",
-        ),
-        (
-            ClozeResult((Request("a", "b"),), (Score(-1.0, True, 1),)),
-            ClozeResult((Request("a", "c"),), (Score(-1.0, True, 1),)),
-            "requests: got 'others'; allowed: the same",
-        ),
-    ],
-)
-def test_of_other_examples_there_is_no_difference(one, two, message):
-    with pytest.raises(ValueError, match=message):
-        paired_difference(one, two)
+QUESTIONS = [{"context": f"question {i}", "choices": ["aaa", "b"], "answer": i % 2} for i in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +46,13 @@ def racks():
 
 
 @pytest.fixture(scope="module")
-def tasks():
-    return [
-        Task("letters", 8, lambda scorer: score_questions(scorer, QUESTIONS)),
-        Task("texts", 3, lambda scorer: score_texts(scorer, ["aaaa", "some words", "été"])),
-    ]
+def letters():
+    return row_task("letters", QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def tasks(letters):
+    return Tasks([letters, row_task("texts", [{"text": text} for text in ("aaaa", "some words", "été")])])
 
 
 def speed(*names, baseline):
@@ -168,7 +76,7 @@ def test_compared(racks, tasks, tmp_path):
     assert found.architectures == ["plain", "fond of a"]
     assert found.tasks == ["letters", "texts"]
     assert found.row("plain", "letters").difference is None
-    own = {name: tasks[1].run(_scorer(rack)).bits_per_byte for name, rack in racks.items()}
+    own = {name: tasks.results(_scorer(rack))["texts"].value for name, rack in racks.items()}
     for name in racks:
         assert found.row(name, "texts").value == pytest.approx(own[name])
     row = found.row("fond of a", "texts")
@@ -212,18 +120,17 @@ def _scorer(rack):
 
 
 def test_cut_contexts_are_told(racks):
-    long = [Question("a long context " * 10, ("one", "two"), 0)]
-    asked = [Task("long", 1, lambda scorer: score_questions(scorer, long))]
-    found = compare_quality(racks, asked, ByteTokenizer(["bos", "eos"]))
+    long = row_task("long", [{"context": "a long context " * 10, "choices": ["one", "two"], "answer": 0}])
+    found = compare_quality(racks, Tasks([long]), ByteTokenizer(["bos", "eos"]))
     # Bytes: the space at the end goes to the choices, which then have 5; 65 fit, the last one unread.
     cut = 2 * (149 + 5 - 65)
-    note = f"long: {cut} tokens at the beginning of contexts were left out, for want of room"
-    assert [n for n in found.notes if "left out" in n] == [f"plain: {note}", f"fond of a: {note}"]
+    note = f"{cut} tokens at the beginning of contexts were cut, because sequences were too long"
+    assert [n for n in found.notes if "cut" in n] == [f"plain: {note}", f"fond of a: {note}"]
     assert f"- fond of a: {note}" in found.to_markdown().splitlines()
 
 
 def test_of_one_text_the_table_has_no_ends(racks, tmp_path):
-    asked = [Task("text", 1, lambda scorer: score_texts(scorer, ["some words"]))]
+    asked = Tasks([row_task("text", [{"text": "some words"}])])
     found = compare_quality(racks, asked, ByteTokenizer(["bos", "eos"]))
     assert "[-inf, +inf]" in found.to_markdown()
     row = json.loads(found.to_json())["quality"][1]
@@ -232,8 +139,8 @@ def test_of_one_text_the_table_has_no_ends(racks, tmp_path):
     assert found.plot(tmp_path / "one.png").stat().st_size > 1000
 
 
-def test_another_baseline(racks, tasks):
-    found = compare_quality(racks, tasks[:1], ByteTokenizer(["bos", "eos"]), baseline="fond of a")
+def test_another_baseline(racks, letters):
+    found = compare_quality(racks, Tasks([letters]), ByteTokenizer(["bos", "eos"]), baseline="fond of a")
     assert found.architectures[0] == "fond of a"
     assert found.row("plain", "letters").difference is not None
 
@@ -252,10 +159,8 @@ def test_a_model_is_no_better_than_itself(racks, tasks):
     ("change", "message"),
     [
         ({"models": {}}, "models: got {}"),
-        ({"tasks": []}, r"tasks: got \[\]"),
-        ({"tasks": ["letters", "letters"]}, "each once"),
         ({"baseline": "other"}, "baseline: got 'other'"),
-        ({"level": 95, "tasks": [Task("never run", 1, None)]}, "level: got 95; allowed: a number above 0"),
+        ({"level": 95}, "level: got 95; allowed: a number above 0"),
         ({"tokenizer": {"plain": ByteTokenizer(["bos", "eos"])}}, r"tokenizer: got \['fond of a'\]"),
         ({"speed": speed("plain", "fond of a", baseline="fond of a")}, "speed.baseline: got 'fond of a'"),
         (
@@ -266,6 +171,5 @@ def test_a_model_is_no_better_than_itself(racks, tasks):
 )
 def test_refused(change, message, racks, tasks):
     given = {"models": racks, "tasks": tasks, "tokenizer": ByteTokenizer(["bos", "eos"])} | change
-    given["tasks"] = [tasks[0] if each == "letters" else each for each in given["tasks"]]
     with pytest.raises(ValueError, match=message):
         compare_quality(**given)

@@ -3,21 +3,24 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from stackwise.quality.multiple_choice import MultipleChoiceResult, Question
-from stackwise.quality.perplexity import PerplexityResult, TextScore
-from stackwise.quality.requirement import Requirement
+from stackwise.quality import Requirement, TaskResult
+
+
+def result(metric, values, weights=None):
+    names = tuple(map(str, range(len(values))))
+    return TaskResult("task", metric, weights is not None, names, np.array(values, dtype=float), weights)
 
 
 def right(*answers):
-    """Of each question whether it is answered right."""
-    questions = tuple(Question(str(i), ("a", "b"), 0) for i in range(len(answers)))
-    return MultipleChoiceResult(questions, tuple((-1.0, -2.0) if a else (-2.0, -1.0) for a in answers))
+    """Return a result by whether each question is answered right."""
+    return result("acc", answers)
 
 
 def bits(*each):
-    return PerplexityResult(tuple(TextScore(-b * 8 * math.log(2), 8, 8, 8, 2) for b in each))
+    return result("bits_per_byte", each, np.full(len(each), 8.0))
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.5, "met"), (0.75, "met"), (0.76, "missed"), (0.0, "met")])
@@ -88,8 +91,8 @@ def test_the_worst_counts():
         (lambda: Requirement(at_most=-1), "at_most: got -1"),
         (lambda: Requirement(within_of_baseline=math.nan), "within_of_baseline: got nan"),
         (lambda: Requirement(at_least=0.5, level=1), "level: got 1"),
-        (lambda: Requirement(at_least=0.5).judge(bits(1.0)), "none of bits per byte: use at_most"),
-        (lambda: Requirement(at_most=0.5).judge(right(True)), "none of right answers: use at_least"),
+        (lambda: Requirement(at_least=0.5).judge(bits(1.0)), "bits per byte: use at_most"),
+        (lambda: Requirement(at_most=0.5).judge(right(True)), "right answers: use at_least"),
         (
             lambda: Requirement(within_of_baseline=0.5).judge(right(True)),
             "baseline: got None; allowed: a model",

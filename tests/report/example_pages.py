@@ -16,7 +16,6 @@ from stackwise.gate.sequential import Rule
 from stackwise.prototype.search import SearchResult, SearchTrial
 from stackwise.prototype.search.objective import read_objectives
 from stackwise.quality.comparison import ModelComparison, QualityRow
-from stackwise.quality.multiple_choice import MultipleChoiceResult, Question
 from stackwise.quality.paired import PairedDifference
 from stackwise.quality.quality_report import QualityReport
 from stackwise.quality.requirement import Judgement
@@ -221,20 +220,25 @@ def example_search():
 def example_quality():
     """Return the results of a model at a quiz."""
     report = QualityReport("models/gpt", ["prefixes: 3 of 4 computed once"])
-    questions = tuple(Question("q", ("a", "bb"), answer, "s") for answer in (0, 1, 1))
-    report.add("quiz", MultipleChoiceResult(questions, ((-1.0, -1.5),) * 3, subjects_of=(("all", ("s",)),)))
+    results = {
+        "acc,none": 1 / 3,
+        "acc_stderr,none": 1 / 3,
+        "acc_norm,none": 2 / 3,
+        "acc_norm_stderr,none": 1 / 3,
+    }
+    report.add_tasks({"results": {"quiz": results}, "n-samples": {"quiz": {"effective": 3}}})
     return report
 
 
 def example_models():
     """Return a comparison of the quality and the speed of three models."""
     rows = []
-    for task, metric in (("quiz", "acc"), ("text", "bits_per_byte")):
+    for task, metric, less in (("quiz", "acc", False), ("text", "bits_per_byte", True)):
         for number, name in enumerate(("llama", "mla", "sliding_window")):
             change = 0.02 * number
             difference = PairedDifference(change, change - 0.03, change + 0.03, 0.95, 400, 12, 9)
             rows.append(
-                QualityRow(name, task, metric, 0.5 + change, 0.02, 400, difference if number else None)
+                QualityRow(name, task, metric, less, 0.5 + change, 0.02, 400, difference if number else None)
             )
     speed = example_comparison().where(workload="train 4 x 128")
     return ModelComparison(tuple(rows), "llama", speed, notes=("llama: prefixes: 3 of 4 computed once",))

@@ -1,6 +1,5 @@
-"""Perplexity: each token once, with the context that there is room for."""
+"""Rolling log-probabilities: each token of a text once, with the context that there is room for."""
 
-import math
 import re
 
 import pytest
@@ -8,8 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.quality import Request, Scorer, TextTokenizer, TokenRequest, score_cloze, score_texts
-from stackwise.quality.perplexity import rolling_windows
+pytest.importorskip("lm_eval")
+
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+
+from stackwise.quality import Scorer, TextTokenizer, TokenRequest, harness_model
+from stackwise.quality.harness import rolling_windows
+
+
+def rolling(scorer, *texts):
+    """Return the log-probability of each text."""
+    asked = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
+    return harness_model(scorer).loglikelihood_rolling(asked)
+
 
 IDS = st.lists(st.integers(0, 99), max_size=30)
 
@@ -43,35 +54,24 @@ def test_windows_as_the_harness_documents_them():
 
 @given(IDS, st.integers(1, 9), st.data())
 def test_windows_are_those_of_the_harness(ids, max_length, data):
-    utils = pytest.importorskip("lm_eval.utils")
     context = data.draw(st.integers(1, max_length))
     theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 7, max_length, context))
     ours = [(list(w.context), list(w.continuation)) for w in rolling_windows(ids, [7], max_length, context)]
     assert ours == [(list(a), list(b)) for a, b in theirs]
 
 
-def test_by_hand(llama, byte_tokenizer):
+def test_log_probabilities_are_sums_over_the_tokens(llama, byte_tokenizer):
     texts = ["Café au lait,\nplease. " * 3, "x"]
-    found = score_texts(Scorer(llama, byte_tokenizer), texts)
     totals = []
     for text in texts:
         ids = torch.tensor([[256, *text.encode()]])
         with torch.no_grad():
             log_p = llama(ids[:, :-1]).logits[0].double().log_softmax(-1)
         totals.append(log_p.gather(1, ids[0, 1:, None]).sum().item())
-    assert [text.log_probability for text in found.texts] == pytest.approx(totals, abs=1e-4)
-    n_bytes = sum(len(text.encode()) for text in texts)
-    assert [(t.tokens, t.bytes, t.characters, t.words) for t in found.texts] == [
-        (69, 69, 66, 13),
-        (1, 1, 1, 1),
-    ]
-    assert found.byte_perplexity == found.token_perplexity == pytest.approx(math.exp(-sum(totals) / n_bytes))
-    assert math.log(found.word_perplexity) == pytest.approx(-sum(totals) / 14)
-    assert 2**found.bits_per_byte == pytest.approx(found.byte_perplexity)
-    assert found.to_dict()["texts"] == 2
+    assert rolling(Scorer(llama, byte_tokenizer), *texts) == pytest.approx(totals, abs=1e-4)
 
 
-def test_what_begins_a_text_is_read_and_never_scored(llama, hf_tokenizer):
+def test_start_of_a_text_is_read_and_not_scored(llama, hf_tokenizer):
     """Whether the tokenizer puts it before texts, puts nothing there, or the text itself begins with it."""
 
     class Bare:
@@ -89,11 +89,7 @@ def test_what_begins_a_text_is_read_and_never_scored(llama, hf_tokenizer):
     with torch.no_grad():
         wanted = -n * llama(ids, labels=ids).loss.item()  # as transformers trains it
     for tokenizer, whole in ((hf_tokenizer, text), (Bare(), text), (hf_tokenizer, f"<s>{text}")):
-        [found] = score_texts(Scorer(llama, tokenizer), [whole]).texts
-        assert found.tokens == n
-        assert found.log_probability == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(ValueError, match=r"texts\[0\]: got '<s>'; allowed: at least one token"):
-        score_texts(Scorer(llama, hf_tokenizer), ["<s>"])
+        assert rolling(Scorer(llama, tokenizer), whole) == pytest.approx([wanted], rel=1e-5)
 
 
 SPECIALS = {"[gMASK]": 1, "<sop>": 2, "</s>": 257}
@@ -126,19 +122,17 @@ class Template:
     ids=["template", "begins with it", "begins with another", "told", "told the end"],
 )
 @pytest.mark.parametrize("max_length", [64, 8], ids=["whole", "in windows"])
-def test_all_that_is_put_before_texts_is_read(llama, by_hand, beginning, before, options, max_length):
+def test_all_tokens_before_texts_are_read(llama, by_hand, beginning, before, options, max_length):
     text = "Fetch the milk."
-    scorer = Scorer(llama, TextTokenizer(Template(), **options))
-    [found] = score_texts(scorer, [beginning + text], max_length=max_length).texts
+    scorer = Scorer(llama, TextTokenizer(Template(), **options), max_length=max_length)
+    [found] = rolling(scorer, beginning + text)
     windows = list(rolling_windows(text.encode(), before, max_length))
     assert windows[0].context == tuple(before)
-    assert found.tokens == len(text)
-    assert found.log_probability == pytest.approx(sum(by_hand(llama, w)[0] for w in windows), rel=1e-5)
+    assert found == pytest.approx(sum(by_hand(llama, w)[0] for w in windows), rel=1e-5)
 
 
 def test_long_texts_are_read_in_windows(llama, byte_tokenizer):
     text = "All work and no play. " * 30
-    scorer = Scorer(llama, byte_tokenizer)
     totals = {}
     for context in (1, 32, 64):
         ids, total = [256, *text.encode()], 0.0
@@ -148,34 +142,14 @@ def test_long_texts_are_read_in_windows(llama, byte_tokenizer):
                 log_p = llama(whole[:, :-1]).logits[0].double().log_softmax(-1)
             n = len(window.continuation)
             total += log_p[-n:].gather(1, whole[0, -n:, None]).sum().item()
-        found = score_texts(scorer, [text], context=context, max_length=64)
-        totals[context] = found.log_probability
-        assert found.log_probability == pytest.approx(total, rel=1e-6)
+        scorer = Scorer(llama, byte_tokenizer, max_length=64, window_context=context)
+        [totals[context]] = rolling(scorer, text)
+        assert totals[context] == pytest.approx(total, rel=1e-6)
     assert len(set(totals.values())) == 3
 
 
-def test_errors(rack, llama, byte_tokenizer):
-    with pytest.raises(ValueError, match="max_length: got None, and the model names no longest sequence"):
-        score_texts(Scorer(rack, byte_tokenizer), ["a"])
-    with pytest.raises(ValueError, match="max_length: got 300; allowed: at most 256"):
-        score_texts(Scorer(llama, byte_tokenizer), ["a"], max_length=300)
-    with pytest.raises(ValueError, match=r"texts\[1\]: got ''"):
-        score_texts(Scorer(llama, byte_tokenizer), ["a", ""])
-    with pytest.raises(ValueError, match="texts: got 0"):
-        score_texts(Scorer(llama, byte_tokenizer), [])
-    with pytest.raises(ValueError, match="context: got 5; allowed: 1 to 4"):
+def test_errors():
+    with pytest.raises(ValueError, match="window_context: got 5; allowed: 1 to 4"):
         list(rolling_windows([1], [0], 4, 5))
     with pytest.raises(ValueError, match="max_length: got 1; allowed: at least 2, the tokens before a text"):
         list(rolling_windows([1], [0, 1], 1))
-
-
-def test_cloze(llama, byte_tokenizer):
-    scorer = Scorer(llama, byte_tokenizer)
-    requests = [("The end of a ", "story"), ("", "Once")]
-    found = score_cloze(scorer, requests)
-    scores = [score.log_probability for score in scorer.score(requests)]
-    assert found.perplexity == pytest.approx(math.exp(-sum(scores) / 2))
-    assert found.figure.count == 2 and found.requests[0] == Request(*requests[0])
-    assert found.correct().tolist() == [score.is_greedy for score in found.scores]
-    with pytest.raises(ValueError, match="requests: got 0"):
-        score_cloze(scorer, [])

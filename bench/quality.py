@@ -306,7 +306,7 @@ def of_harness(found: Any) -> Scores:
 
 
 def compare(claim: Claim, state: str, scores: Mapping[str, Scores]) -> None:
-    """Enter the differences to `hf`. Those of pages are relative, because their values are in the thousands."""
+    """Enter the differences to `hf`. Those of pages are relative, because their values are large."""
     ours, hf = scores["ours"], scores["hf"]
     wanted = hf.log_probabilities | scores["hf, pages alone"].log_probabilities
     assert ours.log_probabilities.keys() == wanted.keys()

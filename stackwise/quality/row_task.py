@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +112,18 @@ def _checked(row: Mapping[str, Any], keys: Sequence[str], number: int) -> dict[s
         ValueError: a value is not allowed.
     """
     require(isinstance(row, Mapping), f"row {number}", row, f"an object with {', '.join(keys)}")
-    found = {key: row.get(key) for key in keys}
+    found: dict[str, Any] = {key: row.get(key) for key in keys}
     for key, value in found.items():
         match key:
             case "choices":
-                valid = isinstance(value, list | tuple) and len(value) > 1
-                valid = valid and all(isinstance(choice, str) and choice for choice in value)
+                texts = value if isinstance(value, list | tuple) else []
+                valid = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
                 allowed = "at least two texts, none of them empty"
             case "answer":
-                count = len(row["choices"]) if isinstance(row.get("choices"), list | tuple) else 0
-                valid = isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value < count
-                allowed = f"an integer, 0 to {count - 1}"
+                last = len(found["choices"]) - 1
+                whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+                valid = whole and 0 <= int(value) <= last
+                allowed = f"an integer, 0 to {last}"
             case _:
                 valid = isinstance(value, str) and (value != "" or key == "context")
                 allowed = "a text" if key == "context" else "a text that is not empty"

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.evaluator")
+
+# A nested run forgets what it imported first, and these bear no second import.
+import datasets  # noqa: F401
+
+import stackwise.checks.model.equivalence
+import stackwise.quality.harness  # noqa: F401
 
 MODELS = """
 import torch

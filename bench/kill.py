@@ -6,11 +6,10 @@ tells by a pipe when one begins and when it has ended, and how far into the save
 the end weights, optimizer, random states and losses have to be those of the run that was not killed, to the
 bit. The same with two processes that have the model in parts (FSDP2), of which one or both are killed.
 
-Saves are of five kinds: synchronous, asynchronous, overlapped; uploaded, also asynchronous, where the copies
-are held to the same; and replaced, where every step is saved twice, so that one checkpoint takes the name of
-another. Steps are lost since the last checkpoint that is published. Where it is written while the run goes
-on, one may be on its way when the next is due: so up to two intervals while a checkpoint that was asked for
-is not published, and one interval otherwise.
+Saves are of three kinds: synchronous, asynchronous, and replaced. In the last one every step is saved twice,
+so that one checkpoint replaces another. The lost steps are those since the last published checkpoint. An
+asynchronous checkpoint may still be in progress when the next one is due. So up to two intervals are lost
+while a requested checkpoint is not published, and one interval otherwise.
 
 Then one bit of one file of a checkpoint is flipped, or one file is cut short, at a random place: it has to be
 noticed each time, and the checkpoint before it taken.
@@ -52,19 +51,14 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.claim import Bar, Claim
 from bench.isolated import all_isolated
-from stackwise.checkpoint import (
-    CheckpointManager,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    DirectoryUpload,
-)
+from stackwise.checkpoint import CheckpointManager, CheckpointWarning, DamagedCheckpointError
 from stackwise.checkpoint.folder import recover
 
 STEPS, SAVE_EVERY, WIDTH = 60, 3, 128
 SECONDS = 300.0  # of one start
 PART, PART_SECONDS = 25, 3600.0  # kills that are counted together, and how long that may take
 # What is saved while the run goes on, and what while it waits.
-MODES = ("synchronous", "asynchronous", "overlapped", "uploaded", "replaced")
+MODES = ("synchronous", "asynchronous", "replaced")
 AT_ONCE = ("synchronous", "replaced")
 LATER = tuple(mode for mode in MODES if mode not in AT_ONCE)
 
@@ -129,17 +123,15 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
             tell("asked", step)
             return super().save(step, *given, **options)
 
-        def _begin(self, step: int) -> Path:
-            tell("begin", step)
-            return super()._begin(step)
+        def _begin(self, manifest: Any, files: Any) -> Any:
+            tell("begin", manifest.step)
+            return super()._begin(manifest, files)
 
-        def _finish(self, content: Any, manifest: Any, called: Any) -> None:
-            super()._finish(content, manifest, called)
+        def _finish(self, content: Any, scratch: Path, manifest: Any, *more: Any) -> None:
+            super()._finish(content, scratch, manifest, *more)
             tell("end", manifest.step)
 
-    asynchronous: Any = "overlapped" if mode == "overlapped" else mode not in AT_ONCE
-    upload = DirectoryUpload(copies_of(directory), keep_last=2) if mode == "uploaded" else None
-    manager = Telling(directory, keep_last=2, asynchronous=asynchronous, upload=upload)
+    manager = Telling(directory, keep_last=2, asynchronous=mode not in AT_ONCE)
     found = manager.restore(objects)
     first = 0 if found is None else found.step
     tell("from", first)
@@ -164,11 +156,6 @@ def child(directory: Path, rank: int, world_size: int, mode: str, meeting: str, 
     tell("done", digest.hexdigest())
     if world_size > 1:
         distributed.destroy_process_group()
-
-
-def copies_of(directory: Path) -> Path:
-    """Where the checkpoints of a run are uploaded to."""
-    return directory.with_name(f"{directory.name}-copies")
 
 
 class Start:
@@ -370,7 +357,7 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
                     spared=enough,
                 )
                 found, broken = whole_checkpoints(directory)
-                half += broken + whole_checkpoints(copies_of(directory))[1]
+                half += broken
                 # It went on from the newest there was, and what it has said is saved is there.
                 unusable += death.resumed != newest and death.last > 0
                 unusable += death.saved > found
@@ -383,7 +370,6 @@ def kills(world_size: int, mode: str, count: int, in_save: int, seed: int) -> di
                 if len(deaths) >= 3 * count + 10:
                     raise RuntimeError(f"{len(deaths)} kills, and too few of them within a save")
             shutil.rmtree(directory)
-            shutil.rmtree(copies_of(directory), ignore_errors=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stackwise.checkpoint.content import tensors_of
 from stackwise.checkpoint.folder import DamagedCheckpointError, Manifest, flush, verify_files
-from stackwise.checkpoint.tensor_file import MalformedFileError, write_read
+from stackwise.checkpoint.tensor_file import MalformedFileError, write_tensors
 from stackwise.support.arguments import require
 from stackwise.support.files import replacing
 
@@ -44,7 +44,7 @@ def export(checkpoint: str | Path, name: str, file: str | Path) -> None:
 
     try:
         with replacing(file) as scratch:
-            write_read(scratch, likes, read)
+            write_tensors(scratch, likes, read=read)
     except MalformedFileError as error:
         raise DamagedCheckpointError(folder, None, str(error)) from error
     flush(file.parent)

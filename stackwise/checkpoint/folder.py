@@ -1,30 +1,28 @@
-"""CheckpointFolder: one checkpoint on disk. It is complete and unchanged, or detectably damaged.
+"""Checkpoint folder: one checkpoint on disk. It is complete and unchanged, or detectably damaged.
 
 A folder `step-N` has a list of its files, `manifest.json`, with the size and the SHA-256 of each file and of
-the list itself. It is written as `.step-N.PROCESS` and renamed when it is completely on the disk. `run.txt`
-repeats the run of the manifest, so that a folder with a damaged manifest still belongs to its run.
+the list itself. It is written as `.step-N.PROCESS` and renamed when it is completely on the disk.
 
-Other names in the directory:
+Other names in the directory, in which PROCESS is a process id:
 
 - `.step-N.PROCESS.old`: a folder that is being replaced by a new folder of the same step.
 - `.step-N.PROCESS.removed`: a folder that is being deleted.
-- `step-N.damaged`: a folder that a restore has skipped.
+- `step-N.damaged`: a folder that a restore has skipped, or that a rollback has left behind.
 - `step-N.run-ID`: checkpoint of another run, renamed because this run has written the same step.
 
-PROCESS is a process id and a mark that distinguishes processes with the same id.
+A number is added to the last two names if they exist already.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -44,37 +42,30 @@ __all__ = [
     "flush",
     "folder_of",
     "lives",
-    "nameless_in",
+    "manifests_in",
+    "newest_of",
+    "of_run",
     "publish",
     "read_regular",
-    "read_run",
     "recover",
     "remove",
-    "run_of",
     "scratch_of",
     "set_aside",
     "steps_in",
     "this_process",
     "verify_files",
-    "write_run",
 ]
 
 MANIFEST = "manifest.json"
 TENSORS = "tensors"
-RUN = "run.txt"
-_FORMAT = 2
+_FORMAT = 3
 _MANIFEST_BYTES = 2**24
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_LEFT_OVER = re.compile(
-    r"\.(step-(?:0|[1-9][0-9]*))\.([1-9][0-9]*(?:-[0-9a-f]{12})?)(?:\.(old|removed))?", re.ASCII
-)
-_ASIDE = re.compile(r"(step-(0|[1-9][0-9]*))\.(damaged|run-[0-9a-f]+)(?:\.[0-9]+)?")
-_RUN = re.compile(r"[0-9a-f]{32}")
-_RUN_AND_ORDER = re.compile(rb"([0-9a-f]{32}) ([1-9][0-9]{0,18})\n")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_LEFT_OVER = re.compile(r"\.(step-(?:0|[1-9][0-9]{0,18}))\.([1-9][0-9]*)(?:\.(old|removed))?", re.ASCII)
+_ASIDE = re.compile(r"step-(0|[1-9][0-9]{0,18})\.damaged(?:\.[0-9]+)?")
 _NAME = re.compile(rf"(?:{TENSORS}/)?[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
-_OURS = re.compile(r"manifest\.json|run\.txt|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
-_PIECE = 2**22
+_OURS = re.compile(rf"manifest\.json|{TENSORS}|state-[0-9]+\.(?:json|safetensors)", re.IGNORECASE)
 
 
 class DamagedCheckpointError(ValueError):
@@ -82,15 +73,13 @@ class DamagedCheckpointError(ValueError):
 
     Args:
         folder: folder of the checkpoint.
-        file: file that differs; None: the folder itself.
+        file: file that differs; None: the folder itself, or one of several files.
         reason: description of the damage.
-        whole: True if every file is unchanged, but this one cannot be decoded. Another version may be able
-            to.
     """
 
-    def __init__(self, folder: Path, file: str | None, reason: str, whole: bool = False) -> None:
+    def __init__(self, folder: Path, file: str | None, reason: str) -> None:
         super().__init__(f"{folder if file is None else folder / file}: {reason}")
-        self.folder, self.file, self.reason, self.whole = folder, file, reason, whole
+        self.folder, self.file, self.reason = folder, file, reason
 
 
 @dataclass(frozen=True)
@@ -104,8 +93,8 @@ class Manifest:
         time: time of the save, UTC, ISO 8601.
         world_size: number of processes that wrote the checkpoint.
         versions: versions of the libraries that wrote the checkpoint, by name.
-        metric: the encoded metric, or None.
-        notes: the encoded notes.
+        metric: metric that it was saved with, or None.
+        notes: notes that it was saved with.
         files: size and SHA-256 of each file, by name.
     """
 
@@ -115,8 +104,8 @@ class Manifest:
     time: str
     world_size: int
     versions: dict[str, str]
-    metric: Any
-    notes: Any
+    metric: float | None
+    notes: dict[str, Any]
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -126,84 +115,55 @@ class Manifest:
             ValueError: the notes are too long.
             OSError: the write failed.
         """
-        content = self._bytes()
-        require(len(content) <= _MANIFEST_BYTES, "notes", f"{len(content)} bytes", f"up to {_MANIFEST_BYTES}")
-        write_bytes(folder / MANIFEST, [content])
+        content: dict[str, Any] = {"format": _FORMAT, **vars(self)}
+        content["files"] = {name: vars(entry) for name, entry in self.files.items()}
+        for key in ("metric", "notes"):
+            content[key] = tree.encode(content[key], (key,), {})
+        text = _with_digest(content)
+        require(len(text) <= _MANIFEST_BYTES, "notes", f"{len(text)} bytes", f"up to {_MANIFEST_BYTES}")
+        write_bytes(folder / MANIFEST, [text])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Return the manifest of a folder.
 
         Raises:
-            DamagedCheckpointError: it is missing or was changed. If `whole`: it is intact and of an unknown
-                format.
+            DamagedCheckpointError: it is missing or was changed.
+            ValueError: it is intact, and of another format than that of this version.
             OSError: it cannot be read now.
         """
-        content = read_regular(folder, MANIFEST, _MANIFEST_BYTES)
+        text = read_regular(folder, MANIFEST, _MANIFEST_BYTES)
         try:
-            values = json.loads(content.decode())  # without decode() it would guess the encoding
-            if values["format"] != _FORMAT:
-                raise _unknown_format(folder, values)
-            fields = {key: values[key] for key in cls.__dataclass_fields__}
-            fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
-            manifest = cls(**fields)
-        except DamagedCheckpointError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            content = json.loads(text.decode())  # without decode() it would guess the encoding
+            del content["digest"]
+            intact = _with_digest(content) == text
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise DamagedCheckpointError(folder, MANIFEST, "no list of a checkpoint's files") from None
-        # Every byte has to be unchanged, not only the values.
-        try:
-            same = manifest._bytes() == content
-        except (ValueError, TypeError, RecursionError):
-            same = False
-        if not same:
+        if not intact:
             raise DamagedCheckpointError(folder, MANIFEST, "it was changed since it was written")
-        manifest._check(folder)
+        found = content.pop("format", None)
+        require(found == _FORMAT, f"{folder / MANIFEST}: format", found, f"{_FORMAT}, in this version")
+        try:
+            content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            for key in ("metric", "notes"):
+                content[key] = tree.decode(content[key], tree.no_tensor)
+            manifest = cls(**content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpointError(folder, MANIFEST, f"not understood: {error}") from None
+        named = re.match(r"step-[0-9]+", folder.name)  # it may be renamed, such as `step-5.damaged`
+        if named is None or named[0] != f"step-{manifest.step}":
+            raise DamagedCheckpointError(folder, MANIFEST, f"it is of step {manifest.step!r:.60}")
+        for name in manifest.files:
+            if not _NAME.fullmatch(name):  # such as a path to another folder
+                raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name!r:.80}")
         return manifest
 
-    def _bytes(self) -> bytes:
-        # Shallow: `asdict` would recurse into the notes.
-        files = {name: vars(entry) for name, entry in self.files.items()}
-        content: dict[str, Any] = {"format": _FORMAT, **vars(self), "files": files}
-        body = json.dumps(content, sort_keys=True, allow_nan=False)
-        content["digest"] = hashlib.sha256(body.encode()).hexdigest()
-        return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
-    def _check(self, folder: Path) -> None:
-        """Refuse values that no version of this class writes. The digest of a forged manifest may be right.
-
-        Raises:
-            DamagedCheckpointError: a value of a wrong type or out of range.
-        """
-        versions = self.versions.items() if isinstance(self.versions, dict) else [(None, None)]
-        sound = {
-            "run": isinstance(self.run, str) and _RUN.fullmatch(self.run) is not None,
-            "order": _is_count(self.order, 1),
-            "time": isinstance(self.time, str),
-            "world_size": _is_count(self.world_size, 1),
-            "versions": all(isinstance(text, str) for pair in versions for text in pair),
-        }
-        for key, holds in sound.items():
-            if not holds:
-                raise DamagedCheckpointError(folder, MANIFEST, f"{key}: got {getattr(self, key)!r:.60}")
-        if type(self.step) is not int or folder_of(Path(), self.step).name != _published_name(folder.name):
-            raise DamagedCheckpointError(folder, MANIFEST, f"it is of step {self.step!r:.60}")
-        try:
-            metric, notes = (tree.decode(value, tree.no_tensor) for value in (self.metric, self.notes))
-        except tree.MalformedTreeError as error:
-            raise DamagedCheckpointError(folder, MANIFEST, str(error)) from None
-        if not isinstance(metric, float | None) or not isinstance(notes, dict):
-            raise DamagedCheckpointError(folder, MANIFEST, "its metric or its notes are not understood")
-        self._check_files(folder)
-
-    def _check_files(self, folder: Path) -> None:
-        for name, entry in self.files.items():
-            if name.lower().endswith(_PICKLES):
-                raise DamagedCheckpointError(folder, name[:80], "a pickle; loading one runs the code in it")
-            if not _NAME.fullmatch(name) or name == MANIFEST:
-                raise DamagedCheckpointError(folder, MANIFEST, f"it lists the file {name[:80]!r}")
-            if not _is_count(entry.bytes, 0) or not isinstance(entry.sha256, str):
-                raise DamagedCheckpointError(folder, MANIFEST, f"it has no size and SHA-256 of {name}")
+def _with_digest(content: dict[str, Any]) -> bytes:
+    """Return the text of a manifest, with the SHA-256 of all other values."""
+    body = json.dumps(content, sort_keys=True, allow_nan=False)
+    whole = {**content, "digest": hashlib.sha256(body.encode()).hexdigest()}
+    return (json.dumps(whole, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def checked_folder(directory: str | Path) -> Path:
@@ -216,6 +176,20 @@ def checked_folder(directory: str | Path) -> Path:
     require("\0" not in str(path), "directory", str(directory), "a path without a null character")
     require(path.is_dir() or not path.exists(), "directory", str(directory), "a folder")
     return path
+
+
+def check_extra_name(name: str) -> None:
+    """Refuse a name that a file added to a checkpoint may not have.
+
+    Raises:
+        ValueError: it has separators, is the name of a file of the checkpoint itself, or is that of a pickle.
+    """
+    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "/" not in name
+    require(plain, "files", name, "letters, digits, dots, dashes and underscores, no separators")
+    ours = _OURS.fullmatch(name) is not None
+    require(not ours, "files", name, "other names than those of the checkpoint's own files")
+    no_pickle = not name.lower().endswith(_PICKLES)
+    require(no_pickle, "files", name, "no pickles, which run code when they are loaded; safetensors do not")
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -233,8 +207,46 @@ def steps_in(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     names = (_STEP.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
-    # ASCII digits only, and not more of them than Python converts to a number.
-    return sorted(int(match[1]) for match in names if match and len(match[1]) < 20)
+    return sorted(int(match[1]) for match in names if match)
+
+
+def manifests_in(directory: Path) -> dict[Path, Manifest | None]:
+    """Return the manifest of each checkpoint by ascending step; None for a damaged manifest.
+
+    Raises:
+        ValueError: a manifest of another format.
+        OSError: a file cannot be read now, which does not mean that the checkpoint is damaged.
+    """
+    found: dict[Path, Manifest | None] = {}
+    for step in steps_in(directory):
+        path = folder_of(directory, step)
+        try:
+            found[path] = Manifest.read(path)
+        except DamagedCheckpointError:
+            if path.exists():  # another process may have deleted it since
+                found[path] = None
+    return found
+
+
+def of_run(found: Mapping[Path, Manifest | None], run: str | None) -> dict[Path, Manifest]:
+    """Return the checkpoints of a run; None: of the run that saved last."""
+    intact = {path: manifest for path, manifest in found.items() if manifest is not None}
+    if run is None and intact:
+        run = max(intact.values(), key=lambda each: each.order).run
+    return {path: manifest for path, manifest in intact.items() if manifest.run == run}
+
+
+def newest_of(found: Mapping[Path, Manifest]) -> Path | None:
+    """Return the last checkpoint with all of its files in the right size, or None.
+
+    Raises:
+        OSError: a file cannot be inspected now, which does not mean that the checkpoint is damaged.
+    """
+    for path, manifest in reversed(found.items()):
+        with suppress(DamagedCheckpointError):
+            verify_files(path, manifest.files, contents=False)
+            return path
+    return None
 
 
 def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool = True) -> None:
@@ -250,66 +262,20 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry], *, contents: bool
         OSError: a file cannot be read now, which does not mean that it is damaged.
     """
     for name, entry in files.items():
-        size = _regular(folder, name).st_size
+        size = _size(folder, name)
         if size != entry.bytes:
             kind = "truncated" if size < entry.bytes else "too long"
-            raise DamagedCheckpointError(
-                folder, name, f"{kind}: got {size} bytes; it was written with {entry.bytes}"
+            told = f"{kind}: got {size} bytes; it was written with {entry.bytes}"
+            raise DamagedCheckpointError(folder, name, told)
+    for name, entry in files.items() if contents else ():
+        with _reading(folder, name), (folder / name).open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry.sha256:
+            told = (
+                f"it was changed since it was written: got SHA-256 {digest[:16]}..., expected "
+                f"{entry.sha256[:16]}..."
             )
-    if not contents:
-        return
-    for name, entry in files.items():
-        digest = hashlib.sha256()
-        try:
-            with (folder / name).open("rb", buffering=0) as file:
-                while piece := file.read(_PIECE):
-                    digest.update(piece)
-        except OSError as error:
-            if not is_damage(error):
-                raise
-            raise _unreadable(folder, name, error) from error
-        if digest.hexdigest() != entry.sha256:
-            raise DamagedCheckpointError(
-                folder,
-                name,
-                f"it was changed since it was written: got SHA-256 {digest.hexdigest()[:16]}..., expected "
-                f"{entry.sha256[:16]}...",
-            )
-
-
-def _unknown_format(folder: Path, values: dict[str, Any]) -> DamagedCheckpointError:
-    """Return the error for a manifest of another format: intact if its digest is right, otherwise damaged."""
-    digest = values.pop("digest")
-    body = json.dumps(values, sort_keys=True, allow_nan=False)
-    if hashlib.sha256(body.encode()).hexdigest() != digest:
-        return DamagedCheckpointError(folder, MANIFEST, "it was changed since it was written")
-    reason = (
-        f"intact checkpoint of format {values['format']!r:.20}, which this version of stackwise cannot read; "
-        f"allowed: {_FORMAT}"
-    )
-    return DamagedCheckpointError(folder, MANIFEST, reason, whole=True)
-
-
-def write_run(folder: Path, run: str, order: int) -> dict[str, FileEntry]:
-    """Write `run.txt`, and return its entry for the manifest.
-
-    Raises:
-        OSError: the write failed.
-    """
-    return {RUN: write_bytes(folder / RUN, [f"{run} {order}\n".encode()])}
-
-
-def read_run(folder: Path) -> tuple[str | None, int]:
-    """Return the run and the order of a save from `run.txt`, or (None, 0) if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read now.
-    """
-    with suppress(DamagedCheckpointError):
-        match = _RUN_AND_ORDER.fullmatch(read_regular(folder, RUN, 64))
-        if match is not None:
-            return match[1].decode(), int(match[2])
-    return None, 0
+            raise DamagedCheckpointError(folder, name, told)
 
 
 def read_regular(folder: Path, name: str, most: int) -> bytes:
@@ -319,23 +285,40 @@ def read_regular(folder: Path, name: str, most: int) -> bytes:
         DamagedCheckpointError: it is missing, too large or not a regular file, or damaged on the disk.
         OSError: it cannot be read now.
     """
-    size = _regular(folder, name).st_size
+    size = _size(folder, name)
     if size > most:
         raise DamagedCheckpointError(folder, name, f"got {size} bytes; allowed: up to {most}")
-    try:
+    with _reading(folder, name):
         return (folder / name).read_bytes()
+
+
+def _size(folder: Path, name: str) -> int:
+    """Return the size of a file. Refuse links, which may leave the folder, and pipes, which may block."""
+    with _reading(folder, name):
+        found = (folder / name).lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpointError(folder, name, "no regular file")
+    return found.st_size
+
+
+@contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Raise DamagedCheckpointError for an error that means damage. After other errors a read may succeed."""
+    try:
+        yield
     except OSError as error:
         if not is_damage(error):
             raise
-        raise _unreadable(folder, name, error) from error
+        reason = "missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise DamagedCheckpointError(folder, name, reason) from error
 
 
 def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
     """Rename a finished folder to its final name. Replace a folder of that name, if it is of the same run.
 
-    A folder of another or an unknown run is renamed and not deleted. Between the renames no folder has the
-    final name. If the process is killed at this time, the replaced folder remains as `SCRATCH.old`, and
-    `recover` restores its name.
+    A folder of another run is renamed and not deleted, and so is a damaged one. Between the renames no folder
+    has the final name. If the process is killed at this time, the replaced folder remains as `SCRATCH.old`,
+    and `recover` restores its name.
 
     Args:
         scratch: finished folder.
@@ -343,18 +326,17 @@ def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
         run: identity of the run that writes. None: the folder is not a checkpoint, and replaces any other.
 
     Returns:
-        new name of the folder of another run; None if no such folder existed.
+        new name of the folder that was there and remains; None if no such folder existed.
 
     Raises:
-        OSError: a rename failed, or the final name belongs to an intact checkpoint of an unknown format. The
-            previous folder is unchanged.
+        OSError: a rename failed. The previous folder is unchanged.
     """
     for folder in (scratch / TENSORS, scratch):
         if folder.is_dir():
             flush(folder)
     replaced, aside = scratch.with_name(scratch.name + ".old"), None
     if target.exists():
-        found = None if run is None else _replaceable_run(target)
+        found = _run_of(target)
         if found == run:
             target.rename(replaced)
         else:
@@ -372,15 +354,6 @@ def publish(scratch: Path, target: Path, run: str | None = None) -> Path | None:
     return aside
 
 
-def _replaceable_run(folder: Path) -> str | None:
-    try:
-        return Manifest.read(folder).run
-    except DamagedCheckpointError as error:
-        if error.whole:
-            raise FileExistsError(errno.EEXIST, error.reason, str(folder)) from error
-        return read_run(folder)[0]
-
-
 def remove(folder: Path) -> None:
     """Remove a checkpoint. Its name never belongs to a partial checkpoint.
 
@@ -396,12 +369,10 @@ def remove(folder: Path) -> None:
 def recover(directory: Path, *, clear: bool) -> None:
     """Restore the name of a folder that was being replaced when its process stopped.
 
-    This process must not write at the same time.
-
     Args:
         directory: directory of the checkpoints.
-        clear: True to remove leftovers of processes that no longer exist and of this process, including
-            another manager of it. Only for a writer: the processes of another machine are not detected.
+        clear: True to remove leftovers of processes that no longer exist and of this process. Only for a
+            writer: the processes of another machine are not detected.
 
     Raises:
         OSError: a rename failed.
@@ -410,90 +381,45 @@ def recover(directory: Path, *, clear: bool) -> None:
         return
     for path in sorted(directory.iterdir()):
         match = _LEFT_OVER.fullmatch(path.name)
-        if match is None or not path.is_dir() or lives(match[2]):
+        if match is None or not path.is_dir():
             continue
         target = directory / match[1]
         if match[3] == "old" and not target.exists():
             path.rename(target)
-        elif clear:
+        elif clear and not lives(match[2]):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def nameless_in(directory: Path) -> list[int]:
-    """Return the steps whose only folder is one that was being replaced, in ascending order.
-
-    This is the state between two renames. It lasts longer if the name of the folder cannot be restored.
-    """
-    if not directory.is_dir():
-        return []
-    left = [match for path in directory.iterdir() if (match := _LEFT_OVER.fullmatch(path.name))]
-    names = {match[1] for match in left if match[3] == "old" and not (directory / match[1]).exists()}
-    return sorted(int(name.removeprefix("step-")) for name in names if len(name) < 25)
-
-
 def set_aside(folder: Path, kind: str = "damaged") -> Path:
-    """Rename a checkpoint so that no restore finds it. Replace an earlier one of the same name and run.
-
-    Args:
-        folder: the checkpoint.
-        kind: end of the new name, `step-N.KIND`. A number is added if another run has the name.
-
-    Returns:
-        the new name.
+    """Rename a checkpoint to `step-N.KIND`, so that no restore finds it, and return the new path.
 
     Raises:
         OSError: a rename failed. The folder is unchanged.
     """
-    run = run_of(folder)
     names = (f"{folder.name}.{kind}{number}" for number in chain([""], map(".{}".format, count(2))))
-    aside = next(
-        path for path in map(folder.with_name, names) if not path.exists() or run_of(path) == run is not None
-    )
-    if aside.exists():
-        shutil.rmtree(aside)
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
     folder.rename(aside)
     flush(folder.parent)
     return aside
 
 
 def clear_damaged(directory: Path, before: int, run: str) -> None:
-    """Delete the skipped checkpoints of a run with steps before `before`, except checkpoints of unknown runs.
+    """Delete the folders `step-N.damaged` of a run with steps before `before`.
 
     Raises:
         OSError: a deletion failed.
     """
     for path in directory.iterdir():
         match = _ASIDE.fullmatch(path.name)
-        if match is None or match[3] != "damaged" or int(match[2][:20]) >= before:
-            continue
-        if run_of(path) == run:
+        if match is not None and int(match[1]) < before and _run_of(path) == run:
             shutil.rmtree(path)
 
 
-def run_of(folder: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint, or None if it is unknown.
-
-    Raises:
-        OSError: a file cannot be read now.
-    """
+def _run_of(folder: Path) -> str | None:
     try:
         return Manifest.read(folder).run
-    except DamagedCheckpointError as error:
-        return None if error.whole else read_run(folder)[0]
-
-
-def check_extra_name(name: str) -> None:
-    """Refuse a name that a file added to a checkpoint may not have.
-
-    Raises:
-        ValueError: it has separators, is the name of a file of the checkpoint itself, or is that of a pickle.
-    """
-    plain = isinstance(name, str) and _NAME.fullmatch(name) is not None and "/" not in name
-    require(plain, "files", name, "letters, digits, dots, dashes and underscores, no separators")
-    ours = _OURS.fullmatch(name) is not None or name == TENSORS
-    require(not ours, "files", name, "other names than those of the checkpoint's own files")
-    no_pickle = not name.lower().endswith(_PICKLES)
-    require(no_pickle, "files", name, "no pickles, which run code when they are loaded; safetensors do not")
+    except DamagedCheckpointError:
+        return None
 
 
 def flush(path: Path) -> None:
@@ -520,26 +446,21 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     for name in names:
         path = folder / name
         path.chmod(mode)
-        digest, size = hashlib.sha256(), 0
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                size += len(piece)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        entries[name] = FileEntry(size, digest.hexdigest())
+        entries[name] = FileEntry(path.stat().st_size, digest)
     return entries
 
 
 def this_process() -> str:
     """Return the text that identifies this process in the name of a folder."""
-    mark = _mark(os.getpid())
-    return f"{os.getpid()}" if mark is None else f"{os.getpid()}-{mark}"
+    return str(os.getpid())
 
 
 def lives(process: str) -> bool:
     """Return True if another process with this text exists. Folders of this process are leftovers."""
-    text, _, mark = process.partition("-")
-    number = int(text[:12])
+    number = int(process[:12])
     if number == os.getpid():
         return False
     try:
@@ -548,54 +469,4 @@ def lives(process: str) -> bool:
         return False
     except PermissionError:
         pass
-    found = _mark(number)
-    # If the system has no marks, or hides the marks of other users, only the process ID is compared.
-    return found is None or (found != _ENDED and found == mark)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value < 2**63
-
-
-def _published_name(name: str) -> str:
-    """Return the final name `step-N` of a folder that is being written or was renamed."""
-    match = _LEFT_OVER.fullmatch(name) or _ASIDE.fullmatch(name)
-    return name if match is None else match[1]
-
-
-def _regular(folder: Path, name: str) -> os.stat_result:
-    """Return the status of a file. Refuse links, which may leave the folder, and pipes, which may block."""
-    try:
-        found = (folder / name).lstat()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(folder, name, "missing") from None
-    except OSError as error:
-        if not is_damage(error):
-            raise
-        raise _unreadable(folder, name, error) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedCheckpointError(folder, name, "no regular file")
-    return found
-
-
-def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpointError:
-    return DamagedCheckpointError(folder, name, f"cannot be read: {error}")
-
-
-_ENDED = ""
-
-
-def _mark(number: int) -> str | None:
-    """Return a mark that distinguishes processes with the same ID. In containers, IDs are soon reused.
-
-    Returns:
-        hash of the start time of the process and of the boot of the machine; "" for a process that has exited
-        and for which its parent has not waited yet; None: the system does not report it.
-    """
-    try:
-        fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
-        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return None
-    state, began = fields[0], fields[19]  # fields 3 and 22; field 2, a name, may contain any text
-    return _ENDED if state in (b"Z", b"X") else hashlib.sha256(machine + began).hexdigest()[:12]
+    return True

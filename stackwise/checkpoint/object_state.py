@@ -123,15 +123,6 @@ class Objects:
             return {}
         return {path: leaf for path, leaf in leaves(self.state(name)).items() if is_sharded(leaf)}
 
-    def updated_by_optimizers(self) -> set[int]:
-        """Return the memory addresses of parameters and of optimizer states.
-
-        DTensors are excluded: torch does not count the changes of their shards.
-        """
-        states = [each.state for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
-        tensors = [*self._parameters.values(), *(leaf for state in states for leaf in leaves(state).values())]
-        return {each.data_ptr() for each in tensors if not is_sharded(each)}
-
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
         """Load the state of an optimizer in the dtypes that were read.
 
@@ -183,8 +174,7 @@ class Objects:
             return state
         groups = as_many_groups(state["param_groups"], optimizer.param_groups)
         state = {**state, "param_groups": groups}
-        # Older states have the names of a compiled part.
-        saved = [{_plain_key(key) for key in group["params"]} for group in groups]
+        saved = [set(group["params"]) for group in groups]
         if not any(isinstance(key, str) for key in chain(*saved)):
             return state
         ours = optimizer.state_dict()
@@ -206,9 +196,9 @@ class Objects:
             {**group, "params": mine["params"]}
             for group, mine in zip(groups, ours["param_groups"], strict=True)
         ]
-        unknown = [key for key in map(_plain_key, state["state"]) if key not in numbers]
+        unknown = [key for key in state["state"] if key not in numbers]
         require(not unknown, f"objects[{name!r}].state", unknown[:3], "the parameters of its groups")
-        kept = {numbers[_plain_key(key)]: value for key, value in state["state"].items()}
+        kept = {numbers[key]: value for key, value in state["state"].items()}
         return {**state, "state": kept, "param_groups": loaded}
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, str] | None:
@@ -280,11 +270,6 @@ def unwrapped(each: Any) -> Any:
 def plain_name(name: str) -> str:
     """Return the name in a model that is not compiled."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
-
-
-def _plain_key(key: Any) -> Any:
-    """Return the plain name of a parameter in the state of an optimizer; return a number unchanged."""
-    return plain_name(key) if isinstance(key, str) else key
 
 
 def _with_plain_names(state: Any) -> Any:

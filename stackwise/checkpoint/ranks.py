@@ -117,7 +117,7 @@ def _new_group(members: tuple[int, ...]) -> Any:
 def _told(error: Exception) -> tuple[str, tuple[Any, ...]]:
     """Return an error as plain values, since not every error can be sent."""
     if isinstance(error, DamagedCheckpointError):
-        return "damaged", (error.folder, error.file, error.reason, error.whole)
+        return "damaged", (error.folder, error.file, error.reason)
     if isinstance(error, OSError):
         return "refused", (error.errno, error.strerror or str(error), error.filename)
     if isinstance(error, SafetensorError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stackwise.support.arguments import check_sizes, require
@@ -38,21 +38,12 @@ class Retention:
         is_bool = isinstance(self.lower_is_better, bool)
         require(is_bool, "lower_is_better", self.lower_is_better, "True or False")
 
-    def kept(self, metrics: Mapping[int, float | None], damaged: Collection[int] = ()) -> set[int]:
-        """Return the steps that remain.
-
-        Args:
-            metrics: metric of every existing step, or None.
-            damaged: steps with a damaged checkpoint. They are not counted, and remain while one of the
-                `keep_last` newest checkpoints is older.
-        """
-        sound = sorted(set(metrics) - set(damaged))
-        kept = set(sound[-self.keep_last :])
+    def kept(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """Return the steps that remain of those in `metrics`, which has the metric of every step, or None."""
+        kept = set(sorted(metrics)[-self.keep_last :]) | set(self.ranked(metrics)[: self.keep_best])
         if self.keep_every is not None:
-            kept |= {step for step in sound if step % self.keep_every == 0}
-        kept |= set(self.ranked({step: metrics[step] for step in sound})[: self.keep_best])
-        oldest = min(sound[-self.keep_last :], default=0)
-        return kept | {step for step in damaged if step in metrics and step >= oldest}
+            kept |= {step for step in metrics if step % self.keep_every == 0}
+        return kept
 
     def ranked(self, metrics: Mapping[int, float | None]) -> list[int]:
         """Return the steps with a finite metric, the best first, the newest first of equal ones."""

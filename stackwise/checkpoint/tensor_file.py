@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ __all__ = [
     "check_dtypes",
     "is_damage",
     "write_bytes",
-    "write_read",
+    "write_parts",
     "write_tensors",
 ]
 
@@ -58,7 +59,6 @@ _OFFSETS = "DCP_SHARDING_INFO"
 # Errors of a file that is missing or damaged on the disk. After any other error a later read may succeed.
 _DAMAGE = {"ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EIO", "EBADMSG", "EUCLEAN"}
 _PIECE = 2**22  # bytes that are hashed and then written, while they are in the cache
-_HEADER_BYTES = 100_000_000  # maximum that the readers of safetensors accept
 
 
 def is_damage(error: OSError) -> bool:
@@ -106,17 +106,6 @@ def check_dtypes(tensors: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f"{name}: got {tensor.dtype}; allowed in a checkpoint: {allowed}")
 
 
-def check_header(parts: Mapping[str, Part], *, in_parts: bool) -> None:
-    """Refuse tensors whose safetensors header would be longer than a reader accepts.
-
-    Raises:
-        ValueError: there are too many tensors, or their names are too long.
-    """
-    # A fast upper limit: each name occurs twice, and JSON may need 13 bytes for each character.
-    if sum(26 * len(name) + 64 * (4 + part.tensor.ndim) for name, part in parts.items()) > _HEADER_BYTES:
-        _header_of(parts, in_parts=in_parts, metadata={})
-
-
 def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
     """Write a new file and flush it to the disk. The hash is computed from `content`, not from the disk.
 
@@ -133,79 +122,51 @@ def write_bytes(path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
                 digest.update(piece)
                 size += len(piece)
                 while piece:
-                    written = os.write(descriptor, piece)
-                    if written <= 0:
-                        raise OSError(errno.EIO, "nothing was written", str(path))
-                    piece = piece[written:]
+                    piece = piece[os.write(descriptor, piece) :]
         os.fsync(descriptor)
     except OSError as error:
-        if error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
     return FileEntry(size, digest.hexdigest())
 
 
+def write_parts(path: Path, parts: Mapping[str, Part]) -> FileEntry:
+    """Write a safetensors file of parts of tensors, with the offsets of each part.
+
+    Raises:
+        ValueError: a dtype that safetensors does not have.
+        OSError: the write failed.
+    """
+    offsets = {name: {"saved_offsets": list(parts[name].offsets)} for name in sorted(parts)}
+    tensors = {name: part.tensor for name, part in parts.items()}
+    return write_tensors(path, tensors, metadata={_OFFSETS: json.dumps(offsets)})
+
+
 def write_tensors(
     path: Path,
-    parts: Mapping[str, Part],
+    tensors: Mapping[str, Tensor],
     *,
-    in_parts: bool = True,
     metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> FileEntry:
     """Write a safetensors file. Tensors on another device are fetched one at a time.
 
     Args:
         path: path of the new file.
-        parts: parts by the name of the tensor.
-        in_parts: True to store the offsets of each part; False: all parts are full tensors.
+        tensors: tensors by name.
         metadata: additional metadata of the header.
+        read: returns the content of a tensor when it is written; None: `tensors` have it. Otherwise only
+            their shapes and dtypes are used.
 
     Raises:
         ValueError: a dtype that safetensors does not have.
         OSError: the write failed.
     """
-    names, header = _header_of(parts, in_parts=in_parts, metadata=metadata or {})
-    return write_bytes(path, _after(header, (_bytes_of(parts[name].tensor) for name in names)))
-
-
-def write_read(path: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> FileEntry:
-    """Write a safetensors file of tensors that are read one at a time.
-
-    Args:
-        path: path of the new file.
-        likes: tensors with the shape and the dtype of each, on any device, such as meta.
-        read: returns the tensor of a name.
-
-    Raises:
-        ValueError: a dtype that safetensors does not have.
-        OSError: the write failed.
-    """
-    names = _in_order(likes)
-    content = (_bytes_of(read(name)) for name in names)
-    return write_bytes(path, _after(_header(likes, names, {"format": "pt"}), content))
-
-
-def _header_of(
-    parts: Mapping[str, Part], *, in_parts: bool, metadata: Mapping[str, str]
-) -> tuple[list[str], list[bytes]]:
-    """Return the names of the tensors in the order of the file, and the bytes before the first tensor."""
-    tensors = {name: part.tensor for name, part in parts.items()}
-    names, entries = _in_order(tensors), {"format": "pt", **metadata}
-    if in_parts:
-        entries[_OFFSETS] = json.dumps({name: {"saved_offsets": list(parts[name].offsets)} for name in names})
-    return names, _header(tensors, names, entries)
-
-
-def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order of the library: wide numbers first, so that all tensors are aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-
-
-def _header(tensors: Mapping[str, Tensor], names: Iterable[str], metadata: dict[str, str]) -> list[bytes]:
     check_dtypes(tensors.items())
-    header: dict[str, Any] = {"__metadata__": metadata}
+    # The order of the library: wide numbers first, so that all tensors are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
     for name in names:
         tensor = tensors[name]
@@ -218,20 +179,8 @@ def _header(tensors: Mapping[str, Tensor], names: Iterable[str], metadata: dict[
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_BYTES:
-        raise ValueError(
-            f"objects: got {len(tensors)} tensors, whose names and shapes take {len(text)} bytes; allowed: "
-            f"{_HEADER_BYTES} bytes, which safetensors reads. Keep single numbers as plain values, or join "
-            "tensors"
-        )
-    return [len(text).to_bytes(8, "little"), text]
-
-
-def _after(
-    first: Iterable[bytes | memoryview], then: Iterable[bytes | memoryview]
-) -> Iterable[bytes | memoryview]:
-    yield from first
-    yield from then
+    content = (_bytes_of((read or tensors.__getitem__)(name)) for name in names)
+    return write_bytes(path, chain([len(text).to_bytes(8, "little"), text], content))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -254,25 +203,13 @@ class TensorIndex:
         self._parts: dict[str, list[tuple[Any, Path, tuple[int, ...], tuple[int, ...]]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path in paths:
+            path.open("rb").close()  # safe_open would report any file that it cannot open as missing
             try:
                 self._add(path)
-            except (
-                OSError,
-                SafetensorError,
-                KeyError,
-                TypeError,
-                ValueError,
-                AttributeError,
-                RecursionError,
-            ) as error:
-                if isinstance(error, OSError) and not is_damage(error):
-                    raise
+            except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise MalformedFileError(
                     f"{path.name}: no tensors as they are written here: {error}"
                 ) from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parts
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor.
@@ -290,46 +227,37 @@ class TensorIndex:
         Raises:
             MalformedFileError: the tensor, or a part of it, is missing.
         """
-        if name not in self._parts:
-            raise MalformedFileError(f"{name}: missing")
-        n_dims = {len(begin) for _, _, begin, _ in self._parts[name]}
-        if n_dims != {len(shape)}:
+        dtype = self.dtype(name)
+        if any(len(begin) != len(shape) for _, _, begin, _ in self._parts[name]):
             raise MalformedFileError(f"{name}: of other dimensions than {list(shape)}")
-        filled = sum(
-            math.prod(high - low for low, high in _overlap(offsets, shape, begin, size))
-            for _, _, begin, size in self._parts[name]
-        )
+        regions = [_overlap(offsets, shape, begin, size) for _, _, begin, size in self._parts[name]]
+        filled = sum(math.prod(high - low for low, high in region) for region in regions)
         # Before the allocation: a forged shape may have any size.
         if filled != math.prod(shape):
             raise MalformedFileError(f"{name}: the files have {filled} of its {math.prod(shape)} numbers")
-        result = torch.empty(shape, dtype=self._dtypes[name])
-        for file, path, begin, size in self._parts[name]:
-            common = _overlap(offsets, shape, begin, size)
-            if all(low < high for low, high in common):
+        result = torch.empty(shape, dtype=dtype)
+        for region, (file, path, begin, _) in zip(regions, self._parts[name], strict=True):
+            if all(low < high for low, high in region):
+                source = tuple(slice(low - b, high - b) for (low, high), b in zip(region, begin, strict=True))
                 target = tuple(
-                    slice(low - o, high - o) for (low, high), o in zip(common, offsets, strict=True)
+                    slice(low - o, high - o) for (low, high), o in zip(region, offsets, strict=True)
                 )
-                source = tuple(slice(low - b, high - b) for (low, high), b in zip(common, begin, strict=True))
                 try:
-                    found = file.get_slice(name)[source] if source else file.get_tensor(name)
+                    result[target] = file.get_slice(name)[source] if source else file.get_tensor(name)
                 except SafetensorError as error:
                     raise MalformedFileError(f"{path.name}: {name}: {error}") from None
-                result[target] = found
         return result
 
     def _add(self, path: Path) -> None:
-        path.open("rb").close()  # safe_open would report any file that it cannot open as missing
         file: Any = safe_open(path, framework="pt", device="cpu")
         offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
         for name in file.keys():  # noqa: SIM118  no mapping
             part = file.get_slice(name)
             size = tuple(part.get_shape())
             begin = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(size)
-            if len(begin) != len(size) or not all(type(n) is int and n >= 0 for n in begin):
-                raise MalformedFileError(f"{name} begins at {begin}")
             dtype = _DTYPES[part.get_dtype()]
-            if self._dtypes.setdefault(name, dtype) != dtype:
-                raise MalformedFileError(f"{name} is of {dtype} here and of {self._dtypes[name]} elsewhere")
+            if len(begin) != len(size) or self._dtypes.setdefault(name, dtype) != dtype:
+                raise MalformedFileError(f"{name} begins at {begin} and is of {dtype}")
             self._parts.setdefault(name, []).append((file, path, begin, size))
 
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from stackwise.config.guard import GuardPolicy
 from stackwise.config.section import NOT_NULL, Applies, Count, Keys, Problems, Section, Size, only_with
@@ -246,21 +245,12 @@ class DistributedConfig(Section):
     """Free gathered weights after the forward pass, and gather them for the backward pass."""
 
 
-def _asynchronous(value: object) -> object:
-    # For a union, pydantic would report the expectation of every member.
-    if isinstance(value, bool) or value == "overlapped":
-        return value
-    raise PydanticCustomError("choice", "true, false or 'overlapped'")
-
-
 class CheckpointConfig(Section):
     """Retention and writing of checkpoints.
 
     `keep_best` needs `eval_interval`. With `asynchronous`, a killed run loses up to 2 x `save_interval`
-    steps. If `checkpoint_dir` does not exist, the run resumes from `upload`.
+    steps.
     """
-
-    applies: ClassVar[Applies] = {"upload_keep_last": ("upload", NOT_NULL)}
 
     keep_last: Size = 3
     """Number of newest checkpoints to keep."""
@@ -268,12 +258,8 @@ class CheckpointConfig(Section):
     """Also keep checkpoints at multiples of this number of steps; null: none."""
     keep_best: Count = 0
     """Also keep this number of checkpoints with the lowest validation loss."""
-    asynchronous: Annotated[bool | Literal["overlapped"], PlainValidator(_asynchronous)] = False
-    """Write while training continues; overlapped: also copy during the next step."""
-    upload: str | None = None
-    """Folder, such as mounted storage, to which each checkpoint is copied; null: none."""
-    upload_keep_last: Size | None = None
-    """Number of newest copies to keep; null: all."""
+    asynchronous: bool = False
+    """Copy the state, and write it while training continues."""
 
 
 class TelemetryConfig(Section):

@@ -11,9 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, distributed
 
-from stackwise.checkpoint import CheckpointManager, DirectoryUpload, Restored
-from stackwise.checkpoint.folder import MANIFEST, Manifest, nameless_in, steps_in, verify_files
-from stackwise.checkpoint.runs import newest, of_last_run, saved_in
+from stackwise.checkpoint import CheckpointManager, Restored
+from stackwise.checkpoint.folder import MANIFEST, Manifest, recover, steps_in, verify_files
 from stackwise.config import StackWiseConfig
 from stackwise.model.block import Block
 from stackwise.model.build import create_rack_from_config
@@ -41,8 +40,7 @@ class RackCheckpoints:
         directory: created at the first save. A directory that cannot be created raises a ValueError.
         config: configuration of the saved Rack. `training.checkpoint` sets the number of stored checkpoints.
         group: process group of torch.distributed; None: all processes.
-        upload: function that copies a checkpoint, as in `CheckpointManager`; None: `training.checkpoint`
-            decides.
+        on_complete: called with the folder of each complete checkpoint, as in `CheckpointManager`.
     """
 
     def __init__(
@@ -51,24 +49,20 @@ class RackCheckpoints:
         config: StackWiseConfig,
         group: Any = None,
         *,
-        upload: Callable[[Path], None] | None = None,
+        on_complete: Callable[[Path], None] | None = None,
     ) -> None:
         self.directory, self.config = Path(directory), config
         _check_can_be_made(self.directory)
         self._checked: Rack | None = None
         self._resumed: Restored | None = None
         kept = config.training.checkpoint
-        if upload is None and kept.upload is not None:
-            upload = DirectoryUpload(kept.upload, keep_last=kept.upload_keep_last)
-        copies = [upload.directory] if isinstance(upload, DirectoryUpload) else []
-        self._places = [self.directory, *copies]
         self._manager = CheckpointManager(
             directory,
             keep_last=kept.keep_last,
             keep_every=kept.keep_every,
             keep_best=kept.keep_best,
             asynchronous=kept.asynchronous,
-            upload=upload,
+            on_complete=on_complete,
             group=group,
         )
 
@@ -161,20 +155,19 @@ class RackCheckpoints:
         self._manager.rewind(step)
 
     def refuse_old_run(self) -> None:
-        """Raise if a folder already contains checkpoints, or copies of them: a new run needs an empty one.
+        """Raise if the folder already contains checkpoints: a new run needs an empty one.
 
         Raises:
             ValueError: names the folder and the steps.
         """
-        for key, place in zip(("checkpoint_dir", "checkpoint.upload"), self._places, strict=False):
-            steps = sorted({*steps_in(place), *nameless_in(place)})
-            if not steps:
-                continue
-            raise ValueError(
-                f"training.{key}: {place} already holds checkpoints of steps {steps}; allowed: a folder "
-                "without checkpoints, or training.resume=true, which resumes the run that saved "
-                "last"
-            )
+        recover(self.directory, clear=False)
+        steps = steps_in(self.directory)
+        allowed = (
+            "a folder without checkpoints, or training.resume=true, which resumes the run that saved last"
+        )
+        got = f"{self.directory} already holds checkpoints of steps {steps}"
+        if steps:
+            raise ValueError(f"training.checkpoint_dir: {got}; allowed: {allowed}")
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in ascending order."""
@@ -191,11 +184,6 @@ class RackCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._manager.__exit__(kind, error, trace)
-
-    def release(self) -> None:
-        """Wait until code other than optimizers may change weights, which "overlapped" may be copying."""
-        if self.config.training.checkpoint.asynchronous == "overlapped":
-            self._manager.wait()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -217,10 +205,10 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     """Return the newest complete checkpoint of the run that saved last in a directory, or None.
 
     Raises:
-        DamagedCheckpointError: the run of a checkpoint is unknown, and may be the one that saved last.
+        ValueError: the directory is a file, or a checkpoint has the format of another version.
         OSError: a checkpoint cannot be inspected now.
     """
-    return newest(of_last_run(saved_in(Path(directory))))
+    return CheckpointManager(directory).latest()
 
 
 def load_rack(path: str | Path) -> Rack:

@@ -244,8 +244,6 @@ class TrainingLoop:
                     self._train_guarded(phase, step, self._guard)
                 for number in range(self._done, phase.steps):
                     self._step(phase, number, step)
-            if self.checkpoints is not None:
-                self.checkpoints.release()  # the next phase may overwrite Blocks and heads
             done = True
         finally:
             self._guard = None

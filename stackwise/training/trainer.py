@@ -62,6 +62,7 @@ class ArchitectureTrainer:
             process.
         logs: receivers of every record in rank 0, in addition to those of `training.telemetry`. The caller
             closes them.
+        on_checkpoint: called with the folder of each complete checkpoint, for example to copy it.
 
     Raises:
         ConfigError: the configuration is inconsistent.
@@ -76,9 +77,10 @@ class ArchitectureTrainer:
         progress: bool | None = None,
         processes: Processes | None = None,
         logs: Sequence[RecordLog] = (),
+        on_checkpoint: Callable[[Path], None] | None = None,
     ) -> None:
         config.validate()
-        self.config, self.logs = config, logs
+        self.config, self.logs, self.on_checkpoint = config, logs, on_checkpoint
         self.processes = Processes.alone(config.training) if processes is None else processes
         self.device = self.processes.device
         check_precision(config.training.precision, self.device)
@@ -281,7 +283,7 @@ class ArchitectureTrainer:
         directory = self.config.training.checkpoint_dir
         if directory is None:
             return None
-        checkpoints = RackCheckpoints(directory, self.config)
+        checkpoints = RackCheckpoints(directory, self.config, on_complete=self.on_checkpoint)
         checkpoints.check(rack)
         if not self.config.training.resume:
             checkpoints.refuse_old_run()

@@ -16,7 +16,7 @@ LOST = {"steps lost": 3, "steps lost, one pending": 6}
 ROWS = [
     ROW | {"processes": processes, "mode": mode, "steps lost": 3, "steps lost, one pending": pending}
     for processes in (1, 2)
-    for mode, pending in (("synchronous", 3), ("overlapped", 6))
+    for mode, pending in (("synchronous", 3), ("asynchronous", 6))
 ]
 HARM = {"harms": 8, "noticed": 8, "previous one used": 8}
 
@@ -138,9 +138,9 @@ def test_parts_that_are_there_are_not_asked_again(monkeypatch, tmp_path):
     monkeypatch.setattr(kill, "all_isolated", answered)
     monkeypatch.setattr(kill.torch, "set_num_threads", lambda count: None)
     assert kill.main(["--quick"]) == 1  # one part did not finish
-    assert len(asked) == 11
+    assert len(asked) == 7
     assert kill.main(["--quick", "--resume"]) == 0
-    assert asked[11:] == ["1 synchronous 2"]
+    assert asked[7:] == ["1 synchronous 2"]
 
 
 def test_what_is_pending_is_counted_by_what_was_asked():
@@ -153,12 +153,11 @@ def test_what_is_pending_is_counted_by_what_was_asked():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12, at a fork
-@pytest.mark.parametrize("mode", ["overlapped", "uploaded", "replaced"])
+@pytest.mark.parametrize("mode", ["asynchronous", "replaced"])
 def test_every_mode_ends_as_one_that_nobody_disturbs(tmp_path, mode):
     digests, _, _ = kill.undisturbed(tmp_path / "synchronous", 1, "synchronous")
     assert kill.undisturbed(tmp_path / "run", 1, mode)[0] == digests
     assert whole_checkpoints(tmp_path / "run") == (kill.STEPS, 0)
-    assert kill.copies_of(tmp_path / "run").exists() == (mode == "uploaded")
 
 
 @pytest.mark.slow

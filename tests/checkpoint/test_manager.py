@@ -9,7 +9,6 @@ import shutil
 import stat
 import threading
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,30 +18,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from stackwise.checkpoint import (
     CheckpointManager,
     CheckpointWarning,
     DamagedCheckpointError,
-    DirectoryUpload,
     export,
-    object_state,
 )
-from stackwise.checkpoint import manager as manager_module
-from stackwise.checkpoint import writer as writer_module
-from stackwise.checkpoint.folder import MANIFEST, Manifest, _mark, entries_of
-from stackwise.checkpoint.tensor_file import Part
-from stackwise.checkpoint.writer import Staging
+from stackwise.checkpoint.folder import MANIFEST, Manifest, entries_of
 from stackwise.data import TokenWindows
 from stackwise.support.tensor_tree import leaves
 from tests.optimizer_kinds import PLACES, Contained, Held, Lookahead, Momentum, WithLayout
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-ALL = pytest.mark.parametrize(
-    "asynchronous", [False, True, "overlapped"], ids=["synchronous", "asynchronous", "overlapped"]
-)
-FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors", "run.txt"]
+FILES = [MANIFEST, "state-00000.json", "state-00000.safetensors", "tensors/rank-00000.safetensors"]
 
 
 def names_in(folder):
@@ -122,7 +111,7 @@ def raised_os_error(number):
     return raising
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -183,141 +172,6 @@ def test_asynchronous_save_keeps_the_state_at_the_call(tmp_path, monkeypatch):
     manager.close()
     CheckpointManager(tmp_path).restore(run.objects)
     assert run.bits() == before
-
-
-class Wide:
-    """A run whose state is large enough to be copied beside the training."""
-
-    def __init__(self, seed=0):
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Linear(128, 128))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.objects = {"model": self.model, "optimizer": self.optimizer}
-
-    def backward(self):
-        self.model(torch.randn(8, 128)).square().mean().backward()
-
-    def bits(self):
-        return flat([each.state_dict() for each in self.objects.values()])
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """An event that the thread waits for before it copies anything."""
-    go, copy = threading.Event(), Staging.copy
-
-    def held_copy(self, *given):
-        copies, arrived = copy(self, *given)
-        return copies, lambda: go.wait(30) and arrived()
-
-    monkeypatch.setattr(Staging, "copy", held_copy)
-    return go
-
-
-def test_optimizer_step_waits_for_overlapped_copies(tmp_path, held):
-    """What a forward pass changes is copied before; what a step changes is copied before it."""
-    run = Wide()
-    run.backward()
-    run.optimizer.step()
-    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
-    before = run.bits()
-    manager.save(1, run.objects)
-    run.backward()  # also the averages of the batch norm
-    assert run.bits() != before
-    stepped = threading.Event()
-    thread = threading.Thread(target=lambda: (run.optimizer.step(), stepped.set()))
-    thread.start()
-    assert not stepped.wait(0.2)
-    held.set()
-    assert stepped.wait(30)
-    thread.join()
-    manager.close()
-    other = Wide(seed=1)
-    CheckpointManager(tmp_path).restore(other.objects)
-    assert other.bits() == before
-    run.optimizer.step()  # waits for nothing any more
-
-
-def test_state_changed_by_hand_during_a_save_is_not_written(tmp_path, held):
-    run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
-    manager.save(1, run.objects)
-    with torch.no_grad():
-        run.model[0].weight.mul_(2.0)
-    held.set()
-    with pytest.warns(
-        CheckpointWarning, match=r"step 1 is not written.*model\.0\.weight.* was changed while"
-    ):
-        manager.wait()
-    assert manager.steps() == []
-    with pytest.raises(OSError, match="changed while it was copied"):
-        manager.close()
-    manager.save(2, run.objects)
-    manager.close()
-    assert manager.steps() == [2]
-
-
-class OnDevice(torch.Tensor):
-    """Says that it is on a CUDA device."""
-
-    is_cuda = property(lambda self: True)
-
-
-class Stream:
-    """Of a device that has done nothing yet, until it is `through`."""
-
-    through = threading.Event()
-
-    def __init__(self, device=None):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        assert self.through.wait(30)
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "by hand"])
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_a_step_that_only_the_device_keeps_waiting(monkeypatch, options, by_hand):
-    """The host has made it before the copies are there: that is no change by another."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(writer_module, "_pinned_memory", lambda size: torch.empty(size, dtype=torch.uint8))
-    parameter = nn.Parameter(torch.ones(4096))
-    optimizer, staging = torch.optim.AdamW([parameter], **options), Staging()
-    for _ in range(2):
-        Stream.through.clear()
-        part = Part.whole(parameter.detach().as_subclass(OnDevice))
-        copies, wait = staging.copy({"w": part}, {"w"})
-        before = parameter.detach().clone()
-        failed = []
-        thread = threading.Thread(target=lambda wait=wait, failed=failed: failed.append(raised_by(wait)))
-        thread.start()
-        with torch.no_grad():
-            _ = parameter.add_(1.0) if by_hand else None
-        parameter.grad = torch.ones(4096)
-        optimizer.step()
-        with torch.no_grad():
-            parameter.mul_(2.0)  # behind the step, and so behind the copies
-        Stream.through.set()
-        thread.join()
-        assert [type(error) for error in failed] == [OSError if by_hand else type(None)]
-        assert copies["w"].tensor.equal(before)
-    staging.close()
-
-
-def raised_by(call):
-    try:
-        call()
-    except Exception as error:
-        return error
 
 
 def test_data_loader_resumes_at_its_position(tmp_path):
@@ -388,19 +242,6 @@ def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path, saved, restor
     assert one_step(**fresh) == expected
     export(path, "model", tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors").keys() == in_parts(())["model"].state_dict().keys()
-
-
-def test_names_of_compiled_parts_that_older_checkpoints_have(tmp_path, monkeypatch):
-    run, manager = in_parts((0, 1)), CheckpointManager(tmp_path)
-    one_step(**run)
-    monkeypatch.setattr(object_state, "plain_name", lambda name: name)
-    manager.save(1, run)
-    monkeypatch.undo()
-    expected = one_step(**run)
-    for compiled in ((), (0, 1)):
-        fresh = in_parts(compiled)
-        manager.restore(fresh)
-        assert one_step(**fresh) == expected
 
 
 class MadeWhileLoading(nn.Module):
@@ -634,7 +475,6 @@ def test_metric_notes_and_third_party_files_are_restored(tmp_path):
         "",
         ".hidden",
         "manifest.json",
-        "run.txt",
         "STATE-00000.json",
         "tensors",
         "x.pt",
@@ -682,7 +522,6 @@ def test_numbers_of_arrays(tmp_path, metric, asynchronous):
             "^metric: got 1000.*; allowed: a number that a float can hold",
         ),
         (lambda m: m.save(1, {}, metric=torch.ones(2)), "^metric: got tensor"),
-        (lambda m: m.save(1, {"s": {"\ud800": torch.ones(2)}}), r"^s\.\\ud800: got a key that UTF-8 "),
         (lambda m: m.save(1, {}, notes={"t": torch.ones(1)}), "^notes: got"),
         (lambda m: m.save(1, {}, files={"x": lambda path: None}), r"^files\['x'\]: got 'no file'"),
         (lambda m: m.restore({}, 4), r"^step: got 4; allowed: one of those in .*: \[\]"),
@@ -812,36 +651,8 @@ def test_rewind_warns_if_a_checkpoint_cannot_be_set_aside(tmp_path, monkeypatch)
     for step in (20, 30):
         manager.save(step, {})
     monkeypatch.setattr("stackwise.checkpoint.manager.set_aside", raised_os_error(errno.EROFS))
-    with pytest.warns(CheckpointWarning, match="gone back behind keeps its name: .*step-30: .*Read-only"):
+    with pytest.warns(CheckpointWarning, match="rolled back keeps its name: .*step-30: .*Read-only"):
         manager.rewind(20)
-
-
-def test_rewind_warns_if_the_upload_directory_is_unreadable(tmp_path, monkeypatch):
-    manager = CheckpointManager(tmp_path / "here", upload=DirectoryUpload(tmp_path / "there"))
-    for step in (20, 30):
-        manager.save(step, {})
-    manager.wait()
-    original = Path.iterdir
-
-    def iterdir(self):
-        if self == tmp_path / "there":
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
-        return original(self)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    with pytest.warns(CheckpointWarning, match="gone back behind keep their names: .*there: .*ESTALE|Stale"):
-        manager.rewind(20)
-    monkeypatch.undo()
-    assert names_in(tmp_path / "here") == ["step-20", "step-30.damaged"]
-
-
-def test_rewind_does_not_count_a_damaged_checkpoint_as_a_target(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    for step in (20, 30):
-        manager.save(step, {"counts": {"step": step}})
-    manager._damaged.add(20)  # as where it could not be set aside
-    manager.rewind(25)
-    assert names_in(tmp_path) == ["step-20", "step-30"]
 
 
 @BOTH
@@ -931,24 +742,6 @@ def test_retention_does_not_count_damaged_checkpoints(tmp_path):
     assert names_in(tmp_path) == ["step-10", "step-9"]
 
 
-def test_damaged_checkpoint_that_cannot_be_renamed_is_skipped(tmp_path, monkeypatch):
-    """A folder that cannot be renamed: as good as not there, and in nobody's way."""
-    manager = CheckpointManager(tmp_path, keep_last=2)
-    manager.save(1, {})
-    manager.save(8, {})
-    flip(tmp_path / "step-8/state-00000.json")
-    monkeypatch.setattr("stackwise.checkpoint.manager.set_aside", raised_os_error(errno.EROFS))
-    with pytest.warns(CheckpointWarning, match="passed over: .*step-8.*it keeps its name: .*Read-only"):
-        assert manager.restore({}).step == 1
-    monkeypatch.undo()
-    for step in (2, 3):
-        manager.save(step, {})
-    assert manager.steps() == [2, 3, 8]
-    manager.save(9, {})
-    manager.save(10, {})
-    assert manager.steps() == [9, 10]
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("name", [MANIFEST, "state-00000.json", "tensors/rank-00000.safetensors"])
 def test_temporary_read_error_is_raised_and_not_skipped(tmp_path, monkeypatch, number, name):
@@ -990,79 +783,47 @@ def test_io_error_while_reading_counts_as_damage(tmp_path, monkeypatch):
         assert manager.restore({}).step == 1
 
 
-def test_checkpoint_of_an_interrupted_replacement_is_recovered(tmp_path, monkeypatch):
-    """By a process whose number another has by now; by one that is there; where nothing can be renamed."""
+@pytest.mark.parametrize("step", [None, 5])
+def test_checkpoint_of_an_interrupted_replacement_is_recovered(tmp_path, monkeypatch, step):
     manager = CheckpointManager(tmp_path)
-    manager.save(4, {"counts": {"a": 4}})
-    manager.save(5, {"counts": {"a": 5}})
-    old = tmp_path / f".step-5.{os.getppid()}-{'0' * 12}.old"
-    (tmp_path / "step-5").rename(old)
-    counts = {}
-    assert manager.restore({"counts": counts}).step == 5
-    assert (counts, names_in(tmp_path)) == ({"a": 5}, ["step-4", "step-5"])
-    living = tmp_path / f".step-5.{os.getppid()}-{_mark(os.getppid())}.old"
-    (tmp_path / "step-5").rename(living)
-    monkeypatch.setattr(manager_module, "_PAUSES", (0.0,))
-    for step in (None, 5):
-        with pytest.raises(OSError, match="the checkpoint of step 5 has no name") as raised:
+    for number in (4, 5):
+        manager.save(number, {"counts": {"a": number}})
+    (tmp_path / "step-5").rename(tmp_path / f".step-5.{os.getppid()}.old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", raised_os_error(errno.EROFS))
+        with pytest.raises(OSError, match="Read-only"):  # and not the checkpoint before it
             manager.restore({}, step)
-        assert raised.value.errno == errno.EBUSY
-    assert manager.restore({"counts": counts}, 4).step == 4
-    # That process gives the name back meanwhile.
-    monkeypatch.setattr(
-        manager_module.time, "sleep", lambda _: living.exists() and living.rename(tmp_path / "step-5")
-    )
-    assert manager.restore({"counts": counts}).step == 5
-    (tmp_path / "step-5").rename(old)
-    monkeypatch.setattr(os, "rename", raised_os_error(errno.EROFS))
-    with pytest.raises(OSError, match="step 5 has no name") as raised:
-        manager.restore({})
-    assert raised.value.errno == errno.EROFS
+    counts = {}
+    assert manager.restore({"counts": counts}, step).step == 5
+    assert (counts, names_in(tmp_path)) == ({"a": 5}, ["step-4", "step-5"])
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "left by an error"])
-def test_failed_writer_thread_leaves_no_optimizer_hooks(tmp_path, monkeypatch, closes):
-    """No hook of the optimizers."""
-    hooks, run = len(_global_optimizer_pre_hooks), Wide()
-    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
-    monkeypatch.setattr(CheckpointManager, "_finish", lambda *_: 1 / 0)
-    manager.save(1, run.objects)
-    assert len(_global_optimizer_pre_hooks) == hooks + 1
-    with pytest.raises(ZeroDivisionError):
-        _ = manager.close() if closes else manager.__exit__(KeyError, KeyError(), None)
-    assert len(_global_optimizer_pre_hooks) == hooks
+@BOTH
+def test_on_complete_is_called_with_each_complete_checkpoint(tmp_path, asynchronous):
+    copies = tmp_path / "copies"
+
+    def copy(folder):
+        shutil.copytree(folder, copies / folder.name)
+
+    here = CheckpointManager(tmp_path / "here", keep_last=1, asynchronous=asynchronous, on_complete=copy)
+    with here as manager:
+        for step in (1, 2):
+            manager.save(step, {"counts": {"step": step}})
+    assert names_in(copies) == ["step-1", "step-2"]
+    counts = {}
+    assert CheckpointManager(copies).restore({"counts": counts}).step == counts["step"] == 2
 
 
-def test_error_of_the_run_leaves_no_optimizer_hooks(tmp_path):
-    hooks, run = len(_global_optimizer_pre_hooks), Wide()
+@BOTH
+def test_error_of_on_complete_is_a_warning(tmp_path, asynchronous):
+    def fail(folder):
+        raise RuntimeError("no such bucket")
 
-    def fails():
-        with CheckpointManager(tmp_path, asynchronous="overlapped") as manager:
-            manager.save(1, run.objects)
-            raise KeyError("of the run")
-
-    with pytest.raises(KeyError, match="of the run"):
-        fails()
-    assert len(_global_optimizer_pre_hooks) == hooks
-    assert CheckpointManager(tmp_path).steps() == [1]
-
-
-def test_failed_thread_start_does_not_block_the_optimizer(tmp_path, monkeypatch):
-    """No optimizer waits for copies that nobody makes."""
-    run, manager = Wide(), CheckpointManager(tmp_path, asynchronous="overlapped")
-
-    def none(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none)
-    with pytest.raises(RuntimeError, match="new thread"):
-        manager.save(1, run.objects)
-    monkeypatch.undo()
-    run.backward()
-    run.optimizer.step()
-    manager.save(2, run.objects)
-    manager.close()
-    assert manager.steps() == [2]
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous, on_complete=fail)
+    with pytest.warns(CheckpointWarning, match=r"on_complete of .*step-1: RuntimeError: no such bucket"):  # noqa: PT031
+        manager.save(1, {})
+        manager.close()
+    assert manager.steps() == [1]
 
 
 NUMBERS = pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
@@ -1286,27 +1047,6 @@ def test_plain_json_is_readable(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-def test_cuda_counts_a_step_before_the_copies_are_there(tmp_path, options):
-    """The device keeps the step waiting and not the host, which has made it long before."""
-    torch.manual_seed(0)
-    model = nn.Linear(4096, 4096, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    objects = {"model": model, "optimizer": optimizer}
-    with CheckpointManager(tmp_path, asynchronous="overlapped") as manager:
-        for step in (1, 2):
-            model(torch.randn(8, 4096, device="cuda")).square().mean().backward()
-            torch.cuda._sleep(10**9)  # so that nothing below has happened when the host is through
-            optimizer.step()
-            manager.save(step, objects)
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            optimizer.step()
-    assert manager.steps() == [1, 2]
-    CheckpointManager(tmp_path).restore({"model": model})
-    assert all(map(torch.equal, model.parameters(), before))
-
-
-@pytest.mark.gpu
 @BOTH
 def test_cuda(tmp_path, asynchronous):
     def made():
@@ -1336,28 +1076,6 @@ def test_path_is_a_path(tmp_path):
     assert isinstance(CheckpointManager(str(tmp_path)).directory, Path)
 
 
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "where", ["own", *(pytest.param(each, marks=pytest.mark.slow) for each in ("shared", "files"))]
-)
-def test_more_tensors_than_a_reader_accepts_are_refused(tmp_path, asynchronous, where):
-    """The readers of safetensors stop at a header of 100 MB, as of 450,000 tensors with short names."""
-    count = 5100 if where == "files" else 2600
-    tensors = {f"{'n' * 20_000}{i}": torch.zeros(1) for i in range(count)}
-    module = nn.Module()
-    for name, tensor in tensors.items() if where == "shared" else ():
-        module.register_buffer(name, tensor)
-    objects = {"model": module} if where == "shared" else {"state": tensors} if where == "own" else {}
-    files = {"x.safetensors": tensors} if where == "files" else {}
-    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=asynchronous)
-    manager.save(1, {})
-    with pytest.raises(ValueError, match=r"^objects: got \d+ tensors.*100000000 bytes"):
-        manager.save(2, objects, files=files)
-    manager.wait()
-    assert names_in(tmp_path) == ["step-1"]
-    assert manager.restore({}).step == 1
-
-
 def test_a_tensor_with_the_name_of_the_header_is_not_published(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {})
@@ -1385,7 +1103,6 @@ def test_verify_opens_files_as_restore_does(tmp_path):
     "call, key",
     [
         (lambda path: CheckpointManager(f"{path}/a\0b"), "directory"),
-        (lambda path: DirectoryUpload(f"{path}/a\0b"), "directory"),
         (lambda path: export(CheckpointManager(path).save(1, {}), "model", "a\0b"), "file"),
         (lambda path: CheckpointManager(path).save(1, [nn.Linear(1, 1)]), "objects"),
         (lambda path: CheckpointManager(path).restore({}, "1"), "step"),
@@ -1438,17 +1155,4 @@ def test_an_optimizer_whose_state_dict_lacks_state_is_refused(tmp_path, make, me
         ) as error:
             manager.save(1, {"model": model, "optimizer": optimizer})
         assert manager.steps() == []
-    assert "\n" not in str(error.value)
-
-
-def test_self_containing_state_is_refused_by_overlapped_saves(tmp_path):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    endless = []
-    endless.append(endless)
-    optimizer.state[model.weight]["endless"] = endless
-    manager = CheckpointManager(tmp_path, asynchronous="overlapped")
-    with pytest.raises(ValueError, match=r"^optimizer.*: got a state with too many levels") as error:
-        manager.save(1, {"model": model, "optimizer": optimizer})
-    manager.close()
     assert "\n" not in str(error.value)

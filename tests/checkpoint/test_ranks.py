@@ -23,11 +23,9 @@ from stackwise.checkpoint import (
     CheckpointManager,
     CheckpointWarning,
     DamagedCheckpointError,
-    DirectoryUpload,
     Termination,
     export,
 )
-from stackwise.checkpoint import content as content_module
 from stackwise.checkpoint import manager as manager_module
 from stackwise.stability.guard import Guard
 from tests.forked import HANG_SECONDS, end_of, start
@@ -130,40 +128,15 @@ def in_parts(rank, folder):
 
 def in_parts_later(rank, folder):
     """Asynchronous: what is written is the state of the moment, while both train on."""
-    large, content_module._LARGE = content_module._LARGE, 1
-    for kind in (True, "overlapped"):
-        objects, directory = trained(), folder / f"later-{kind}"
-        with CheckpointManager(directory, asynchronous=kind) as manager:
-            for step in (3, 4, 5):
-                before = values(**objects)
-                manager.save(step, objects)
-                train(objects["model"], objects["optimizer"], 1, first=step)
-        fresh = trained(steps=0)
-        assert CheckpointManager(directory).restore(fresh).step == 5
-        equal(values(**fresh), before)
-    # What one process has changed by hand is written by none.
-    objects = trained(plain_model)
-    with CheckpointManager(directory, asynchronous="overlapped") as manager:
-        manager.restore({})
-        copy = manager._staging.copy
-
-        def changed(parts, late):
-            copies, arrived = copy(parts, late)
-            with torch.no_grad():
-                if rank == 0:
-                    next(objects["model"].parameters()).add_(1.0)
-            return copies, arrived
-
-        manager._staging.copy = changed
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            manager.save(6, objects)
-            manager.wait()
-        manager._staging.copy = copy
-        assert manager.steps() == [3, 4, 5]
-        assert any("step 6 is not written" in str(each.message) for each in caught) == (rank == 0)
-        manager.save(7, objects)
-    content_module._LARGE = large
+    objects = trained()
+    with CheckpointManager(folder / "later", asynchronous=True) as manager:
+        for step in (3, 4, 5):
+            before = values(**objects)
+            manager.save(step, objects)
+            train(objects["model"], objects["optimizer"], 1, first=step)
+    fresh = trained(steps=0)
+    assert CheckpointManager(folder / "later").restore(fresh).step == 5
+    equal(values(**fresh), before)
 
 
 def from_one(rank, folder):
@@ -326,16 +299,13 @@ def mistaken(rank, folder):
 
 
 def failing_copies(rank, folder):
-    """Memory or a thread that one process has not: none writes, and none waits for one that does not."""
+    """Memory that one process does not have: no process writes."""
     objects = trained(plain_model)
-    with CheckpointManager(folder / "copies that fail", asynchronous="overlapped") as manager:
-        copy, prepare = manager._staging.copy, manager._writer.prepare
+    with CheckpointManager(folder / "copies that fail", asynchronous=True) as manager:
+        copy = manager._staging.copy
 
         def no_memory(*_):
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-        def no_thread(*_):
-            raise RuntimeError("can't start new thread")
 
         for failing in (0, 1):
             if rank == failing:
@@ -345,12 +315,6 @@ def failing_copies(rank, folder):
                 assert manager.save(1, objects) is None
             assert len(caught) == (rank == 0)
             manager._staging.copy = copy
-            if rank == failing:
-                manager._writer.prepare = no_thread
-            with pytest.raises(RuntimeError, match="new thread"):
-                manager.save(2, objects)
-            manager._writer.prepare = prepare
-            train(objects["model"], objects["optimizer"], 1)  # no optimizer waits
             manager.save(3 + failing, objects)
     meet()
     assert manager.steps() == [3, 4]
@@ -368,18 +332,18 @@ def mistakes_of_one(rank, folder):
     manager.save(1, {"state": {"x": 1}})
     with pytest.raises(ValueError, match="objects"):
         manager.restore({"state": {}} if rank == 0 else {"state": 3})
-    steps_in = manager_module.steps_in
+    manifests_in = manager_module.manifests_in
 
     def hidden(_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     if rank == 0:
-        manager_module.steps_in = hidden
+        manager_module.manifests_in = hidden
     try:
         with pytest.raises(OSError, match="Permission denied"):
             manager.restore({"state": {}})
     finally:
-        manager_module.steps_in = steps_in
+        manager_module.manifests_in = manifests_in
     assert manager.restore({"state": {}}).step == 1
 
 
@@ -427,18 +391,13 @@ def groups(rank, folder):
     assert n_groups() == once + 2
 
 
-def uploaded(rank, folder):
-    """By the first process; both restore from there."""
-    target = DirectoryUpload(folder / "storage")
-    objects = trained()
-    with CheckpointManager(folder / "uploaded", asynchronous=True, upload=target) as manager:
-        manager.save(3, objects)
-    meet()
-    assert files_of(folder / "storage") == files_of(folder / "uploaded")
-    fresh = trained(steps=0)
-    found = CheckpointManager(folder / "elsewhere", upload=target).restore(fresh)
-    assert found.path == folder / "storage/step-3"
-    equal(values(**fresh), values(**objects))
+def completed(rank, folder):
+    """The first process calls the user's function."""
+    told = []
+    manager = CheckpointManager(folder / "completed", asynchronous=True, on_complete=told.append)
+    with manager:
+        manager.save(3, {"state": {}})
+    assert told == ([folder / "completed/step-3"] if rank == 0 else [])
 
 
 def verified_once(rank, folder):
@@ -512,7 +471,7 @@ def one_run(rank, folder):
 
 
 SCENARIOS = [in_parts, in_parts_later, from_one, copies, replicas, read_by_torch, refused, damaged, mistaken]
-SCENARIOS += [failing_copies, mistakes_of_one, together, groups, uploaded, verified_once, of_other_shapes]
+SCENARIOS += [failing_copies, mistakes_of_one, together, groups, completed, verified_once, of_other_shapes]
 SCENARIOS += [guarded_copies, gone_back, one_run]
 
 

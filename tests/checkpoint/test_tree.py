@@ -1,11 +1,10 @@
 """Trees: any state comes back bit for bit, what cannot be told is refused, and nothing else is understood."""
 
-import copy
 import json
 import math
 import pickle
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from pathlib import Path, PurePosixPath
+from collections import Counter, OrderedDict, deque, namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,32 +16,14 @@ from torch import nn
 from stackwise.checkpoint.tree import MalformedTreeError, decode, encode
 from stackwise.support.tensor_tree import leaves
 
-Pair = namedtuple("Pair", "first second")
-Renamed = namedtuple("Renamed", "first class first", rename=True)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 CODES = ["<f8", ">f4", "<i2", "|u1", "|b1", "<c16", "<u8"]
-FACTORIES = [None, bool, int, float, complex, str, bytes, list, tuple, set, dict, Counter]
 scalars = st.builds(lambda code, n: np.dtype(code).type(n), st.sampled_from(CODES), st.integers(0, 9))
-numbers = st.integers() | st.floats() | st.complex_numbers() | scalars
-hashed = (
-    st.none()
-    | st.booleans()
-    | numbers
-    | st.text()
-    | st.binary()
-    | st.sampled_from(DTYPES)
-    | st.sampled_from([Path(), Path("a/b c"), Path("/x").absolute()])
-)
-keys = st.text() | st.integers() | st.floats() | st.booleans() | st.none() | scalars
-keys |= st.tuples(st.integers(), st.text()) | st.frozensets(st.integers(), max_size=2).map(lambda s: (s, 1))
-items = hashed | st.frozensets(hashed, max_size=2) | st.tuples(hashed) | st.builds(Pair, hashed, hashed)
-plain = (
-    hashed
-    | st.binary().map(bytearray)
-    | st.sets(items, max_size=3)
-    | st.frozensets(items, max_size=3)
-    | st.dictionaries(keys, numbers, max_size=3).map(Counter)
-)
+numbers = st.integers() | st.floats() | scalars
+hashed = st.none() | st.booleans() | numbers | st.text() | st.binary()
+keys = hashed | st.tuples(st.integers(), st.tuples(st.text()))
+counts = st.dictionaries(keys, numbers, max_size=3).map(Counter)
+plain = hashed | st.sets(keys, max_size=3) | counts
 
 
 @st.composite
@@ -65,9 +46,6 @@ trees = st.recursive(
         | st.lists(down, max_size=3).map(tuple)
         | st.dictionaries(keys, down, max_size=3)
         | st.dictionaries(keys, down, max_size=3).map(OrderedDict)
-        | st.builds(defaultdict, st.sampled_from(FACTORIES), st.dictionaries(keys, down, max_size=3))
-        | st.builds(Pair, down, down)
-        | st.builds(Renamed, down, down, down)
     ),
     max_leaves=8,
 )
@@ -84,27 +62,8 @@ def there_and_back(tree):
     return decode(json.loads(text), fetch)
 
 
-def test_fields_of_a_namedtuple_keep_their_names():
-    pair = Pair(torch.arange(3), [Pair("x", (1, 2))])
-    again, other = there_and_back(pair), there_and_back(Pair(1, 2))
-    assert same(again.first, pair.first)
-    assert again.second[0].second == (1, 2)
-    assert type(again).__name__ == "Pair"
-    assert type(again) is type(other) is type(again.second[0])
-    assert there_and_back(namedtuple("_Own", "a")(3)).a == 3
-    assert other == copy.deepcopy(other) == type(other)(1, 2) == Pair(1, 2)
-    assert (other._asdict(), other._replace(second=3)) == (Pair(1, 2)._asdict(), Pair(1, 3))
-    held, paths = {}, []
-    told = encode(pair, (), held)
-    decode(told, lambda name, _, path: paths.append(path) or held[name])
-    assert paths == list(leaves(pair)) == [(0,)]
-
-
 def same(a, b):
     """By type and by bits, in order."""
-    fields = getattr(a, "_fields", None)
-    if fields is not None:
-        return type(a).__name__ == type(b).__name__ and fields == b._fields and same(tuple(a), tuple(b))
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -112,15 +71,13 @@ def same(a, b):
         return alike and raw(a).numpy(force=True).tobytes() == raw(b).numpy().tobytes()
     if isinstance(a, np.ndarray | np.generic):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-    if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
-        return False
     if isinstance(a, dict):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
-    if isinstance(a, set | frozenset):
+    if isinstance(a, set):
         return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float | complex):
+    if isinstance(a, float):
         return repr(a) == repr(b)
     return a == b
 
@@ -137,12 +94,6 @@ def test_every_state_comes_back(tree):
 class Hashed(list):
     def __hash__(self):
         return 1
-
-
-@pytest.mark.parametrize("tree", [{(Hashed(),): 1}, {Hashed()}, {(1, (Hashed(),))}], ids=repr)
-def test_what_would_come_back_without_a_hash_is_refused(tree):
-    with pytest.raises(ValueError, match=r"^x: got a (set|mapping) with .*allowed in a checkpoint"):
-        encode(tree, ("x",), {})
 
 
 def test_milestones_of_numpy():
@@ -179,13 +130,6 @@ def test_corners(value):
         assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(value.detach()))
     else:
         assert same(value, found)
-
-
-def test_a_scalar_of_an_older_checkpoint_is_read():
-    """It was an array without a dimension."""
-    content = torch.frombuffer(bytearray(np.float64(0.1).tobytes()), dtype=torch.uint8)
-    found = decode({"$scalar": ["x", "<f8", []]}, lambda name, shape, path: content)
-    assert same(found, np.float64(0.1))
 
 
 def test_versions_of_modules_are_kept():
@@ -230,9 +174,14 @@ def test_names_are_each_of_one_tensor():
         np.datetime64("2026-01-01"),
         {frozenset(): 1},
         {(torch.ones(1),): 1},
+        {(1, (Hashed(),))},
         Counter({"a": "text"}),
-        defaultdict(lambda: 0),
-        PurePosixPath("a"),
+        namedtuple("Pair", "first second")(1, 2),
+        frozenset([1]),
+        bytearray(b"a"),
+        torch.float32,
+        1j,
+        Path("a"),
         np.ma.masked_array([1, 2], [True, False]),
         torch.Generator(),
         10**6000,
@@ -269,32 +218,15 @@ class Evil:
         {"$scalar": ["<f8", 3]},
         {"$bytes": "not base64!"},
         {"$bytes": 3},
-        {"$bytearray": "not base64!"},
-        {"$path": 3},
         {"$number": "1"},
         {"$number": []},
-        {"$dtype": "torch.load"},
-        {"$dtype": []},
         {"$tuple": 3},
-        {"$namedtuple": ["A", 3]},
-        {"$namedtuple": ["A", [["a", 1], ["a", 2]]]},
-        {"$namedtuple": ["A", [["_a", 1]]]},
-        {"$namedtuple": ["A", [["__class__", 1]]]},
-        {"$namedtuple": ["A", [["_1", 1]]]},
-        {"$namedtuple": ["A", [["a"]]]},
-        {"$namedtuple": ["import os", [["a", 1]]]},
-        {"$namedtuple": ["A", [[["a"], 1]]]},
         {"$set": [[1]]},
         {"$dict": [[[1], 2]]},
         {"$dict": [[1, 2, 3]]},
         {"$dict": {}},
         {"$state_dict": [1]},
         {"$counter": [["a", "b"]]},
-        {"$frozenset": [[1]]},
-        {"$defaultdict": ["exec", []]},
-        {"$defaultdict": [None, []]},
-        {"$defaultdict": ["int", {}]},
-        {"$complex": [1]},
         {"$pickle": pickle.dumps(Evil()).hex()},
         {"$tuple": [], "more": 1},
         {"$dict": [[{"$tensor": ["x", []]}, 1]]},
@@ -327,7 +259,7 @@ def nested(levels, wrap):
         nested(65, lambda tree: [tree]),
         nested(100_000, lambda tree: (tree,)),
         {nested(500, lambda tree: (tree,)): 1},
-        {nested(500, lambda tree: frozenset([tree]))},
+        {nested(500, lambda tree: (tree,))},
     ],
     ids=["mapping in itself", "list in itself", "one level too many", "many levels", "key", "set"],
 )

@@ -34,7 +34,6 @@ MASKED = {"kind": "masked_token", "mask_token_id": 256}
 DIFFUSION = {"kind": "mask_diffusion", "mask_token_id": 256}
 BIDIRECTIONAL = {"attention_mode": "bidirectional", "vocab_size": 258}
 BLOCKWISE = {"training": {"training_architecture": "blockwise"}}
-COPIES = {"upload": "copies", "upload_keep_last": 1}
 TELEMETRY = {"parameter_norms": True, "jsonl": "steps.jsonl", "tensorboard": "events"}
 SCOPE = {"growth": True, "polish_steps": 1, "cache_bytes": 2**20, "cache_dir": "cache"}
 SCOPE |= {"offload": "disk", "offload_dir": "blocks"}
@@ -43,7 +42,14 @@ RUNS = [
     {"model": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}},
     {"model": MLA},
     {"model": {"attention_type": "kernel", "kernel": {"n_features": 4}}},
-    {"training": {"checkpoint_dir": "runs", "eval_interval": 2, "save_interval": 2, "checkpoint": COPIES}},
+    {
+        "training": {
+            "checkpoint_dir": "runs",
+            "eval_interval": 2,
+            "save_interval": 2,
+            "checkpoint": {"keep_last": 1},
+        }
+    },
     {"training": {"guard": {}, "watch_logits": True, "bundle_dir": "bundles", "telemetry": TELEMETRY}},
     {"training": {"training_architecture": "stackwise", "scope": SCOPE}},
     {"training": {"recompute": {"kind": "every_nth", "every": 2}}},

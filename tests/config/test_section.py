@@ -48,7 +48,6 @@ NAMES = [("mlp", ("list",)), (["mlp", "a\0b"], ("without NUL",))]
 PER_STACK = {7: {"lr": 1, "weight_decay": 0}, 0: {"lr": None, "weight_decay": None}}
 WINDOWS = [([], ("at least 1 item",)), ("4", ("integer",)), (0, ("1",)), ((4,), ("integer",))]
 BETAS = [([0.9], ("2",)), ([0.9] * 3, ("2",))]
-NOT_ASYNCHRONOUS = [(value, ("true, false or 'overlapped'",)) for value in (1, "true", None)]
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
 MASKED = {"kind": "masked_token", "mask_token_id": 3}
 # Every key of a configuration. Keys of the guard are in test_guard.py.
@@ -185,9 +184,7 @@ KEYS = {
         "keep_last": integer(1),
         "keep_every": integer(1).or_null(),
         "keep_best": integer(0),
-        "asynchronous": Key([True, False, "overlapped"], NOT_ASYNCHRONOUS),
-        "upload": text().or_null(),
-        "upload_keep_last": integer(1, upload="copies").or_null(),
+        "asynchronous": flag(),
     },
     "training.telemetry": {
         "parameter_norms": flag(),
@@ -229,7 +226,6 @@ IDLE = [
     ("training", "checkpoint", {"asynchronous": True}, "checkpoint_dir", None, "not null"),
     ("training", "watch_logits", True, "guard", None, "not null"),
     ("training", "bundle_dir", "bundles", "guard", None, "not null"),
-    ("training.checkpoint", "upload_keep_last", 2, "upload", None, "not null"),
     ("data", "tokenizer", "t.json", "task", "copy", "null"),
 ]
 WORDS = st.sampled_from([key for rows in KEYS.values() for key in rows]) | st.text(max_size=3)

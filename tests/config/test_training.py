@@ -81,7 +81,7 @@ ACCEPTED = [
     {"objective": DIFFUSION | {"noise_schedule": "cosine"}},
     {"compile": True, "recompute": {"kind": "budget", "budget": 0}},
     RUNS | {"eval_interval": 1, "checkpoint": {"keep_best": 2}},
-    RUNS | {"resume": True, "save_interval": 7, "checkpoint": {"asynchronous": "overlapped"}},
+    RUNS | {"resume": True, "save_interval": 7, "checkpoint": {"asynchronous": True}},
     {"optimizer": {"per_stack": {2**63 - 1: {"lr": 1.0}, 0: {"weight_decay": 0.0}}}},
     {"guard": {"rewinds": 0}},
 ]

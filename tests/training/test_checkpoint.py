@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stackwise.checkpoint import CheckpointWarning, DamagedCheckpointError, DirectoryUpload
+from stackwise.checkpoint import CheckpointWarning, DamagedCheckpointError
 from stackwise.checkpoint import manager as manager_module
 from stackwise.checkpoint.folder import Manifest
 from stackwise.config import ConfigError, StackWiseConfig
@@ -144,7 +144,7 @@ class TestRoundTrip:
         rack = make_rack(config)
         path = manager.save(7, rack)
         assert path == manager.directory / "step-7"
-        files = {"config.yaml", "manifest.json", "model.safetensors", "run.txt"}
+        files = {"config.yaml", "manifest.json", "model.safetensors"}
         assert files <= {file.name for file in path.iterdir()}
         assert {path.stat().st_mode & 0o777 for path in path.iterdir() if path.is_file()} == {0o644}
         assert StackWiseConfig.from_yaml(path / "config.yaml") == config
@@ -217,14 +217,15 @@ class TestResume:
         assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
         assert fresh.lm_head.weight is fresh.embedding.weight
 
-    def test_an_upload_is_gone_on_from(self, tmp_path, config, make_rack):
-        rack, upload = make_rack(config), DirectoryUpload(tmp_path / "storage")
-        with RackCheckpoints(tmp_path / "here", config, upload=upload) as manager:
+    def test_copy_of_a_checkpoint_resumes(self, tmp_path, config, make_rack):
+        rack, copies = make_rack(config), tmp_path / "copies"
+
+        def copy(folder):
+            shutil.copytree(folder, copies / folder.name)
+
+        with RackCheckpoints(tmp_path / "here", config, on_complete=copy) as manager:
             manager.save(4, rack)
-        fresh = create_rack_from_config(config)
-        assert RackCheckpoints(tmp_path / "there", config, upload=upload).resume(fresh) == 4
-        theirs = fresh.state_dict()
-        assert all(theirs[name].equal(weight) for name, weight in rack.state_dict().items())
+        assert RackCheckpoints(copies, config).resume(make_rack(config)) == 4
 
 
 class TestOrder:

@@ -19,8 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from stackwise import cli
 from stackwise.checkpoint import EXIT_CODE, CheckpointWarning
-from stackwise.checkpoint.upload import Uploader
-from stackwise.checkpoint.writer import Staging
+from stackwise.checkpoint.content import Content
 from stackwise.config import ConfigError
 from stackwise.data import Prefetched, TokenWindows, create_data
 from stackwise.stability.telemetry import StepRecord
@@ -672,49 +671,31 @@ def test_a_request_to_end_on_a_full_disk_is_no_promise(make, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [RUNS["growing blocks"], RUNS["own heads"], RUNS["narrow weights"]])
-def test_copies_beside_the_training_are_of_their_moment(make, monkeypatch, settings):
-    """Also where the next phase begins with other Blocks or another head than the last one ended with."""
+def test_asynchronous_checkpoints_are_of_their_step(make, monkeypatch, settings):
+    """Also if the next phase begins with other Blocks or another head than the last one ended with."""
     config, rack, batches = make(settings)
     expected = train(config, rack, batches)
     shutil.rmtree(config.training.checkpoint_dir)
-    copy = Staging.copy
-
-    def slow(self, *given):
-        copies, arrived = copy(self, *given)
-        return copies, lambda: (time.sleep(0.05), arrived())
-
-    monkeypatch.setattr(Staging, "copy", slow)
-    monkeypatch.setattr("stackwise.checkpoint.content._LARGE", 1)
-    overlapped = settings | {"checkpoint": {"keep_last": 99, "asynchronous": "overlapped"}}
-    config, fresh, batches = make(overlapped)
+    write = Content.write
+    monkeypatch.setattr(Content, "write", lambda *given: (time.sleep(0.05), write(*given))[1])
+    asynchronous = settings | {"checkpoint": {"keep_last": 99, "asynchronous": True}}
+    config, fresh, batches = make(asynchronous)
     train(config, fresh, batches)
     assert torch.equal(weights(fresh), weights(rack))
     total = len(expected["records"])
     assert len(list(Path(config.training.checkpoint_dir).iterdir())) == total
     for step in (total - 1, STEPS):
         forget(config.training.checkpoint_dir, step)
-        config, fresh, batches = make(overlapped, resume=True)
+        config, fresh, batches = make(asynchronous, resume=True)
         train(config, fresh, batches)
         assert torch.equal(weights(fresh), weights(rack)), step
 
 
-def test_run_resumes_from_uploaded_copies(make, tmp_path, monkeypatch):
-    """As the configuration says; and a run of the beginning is not mixed with them."""
-    add = Uploader.add
-    # These steps take less than a copy on a busy machine, which then leaves some out, and warns.
-    monkeypatch.setattr(Uploader, "add", lambda self, path: (add(self, path), self.wait()))
-    copies = {"checkpoint": {"upload": str(tmp_path / "copies"), "upload_keep_last": 2}}
-    config, rack, batches = make(copies)
-    train(config, rack, batches)
-    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["step-3", "step-4"]
-    shutil.rmtree(config.training.checkpoint_dir)
-    config, fresh, batches = make(copies)
-    with pytest.raises(ValueError, match=r"training\.checkpoint\.upload: .*copies already holds.*\[3, 4\]"):
-        train(config, fresh, batches)
-    shutil.rmtree(tmp_path / "copies/step-4")
-    config, fresh, batches = make(copies, resume=True)
-    train(config, fresh, batches)
-    assert torch.equal(weights(fresh), weights(rack))
+def test_trainer_calls_on_checkpoint(make):
+    config, rack, batches = make({})
+    told = []
+    ArchitectureTrainer(config, on_checkpoint=told.append).train_architecture(rack, batches)
+    assert [folder.name for folder in told] == ["step-1", "step-2", "step-3", "step-4"]
 
 
 def test_folder_with_an_interrupted_replacement_counts_as_used(make):

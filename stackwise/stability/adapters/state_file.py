@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stackwise.checkpoint import tree
-from stackwise.checkpoint.tensor_file import Part, write_tensors
+from stackwise.checkpoint.tensor_file import write_tensors
 from stackwise.support.arguments import require
 from stackwise.support.files import replacing
 
@@ -32,9 +32,8 @@ def write_state(state: Mapping[str, Any], folder: Path, rank: int) -> Path:
     told = {"format": _FORMAT, "state": json.dumps(plain, allow_nan=False)}
     folder.mkdir(parents=True, exist_ok=True)
     place = _place(folder, rank)
-    parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
     with replacing(place) as scratch:
-        write_tensors(scratch, parts, in_parts=False, metadata=told)
+        write_tensors(scratch, tensors, metadata=told)
     return place
 
 

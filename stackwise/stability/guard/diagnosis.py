@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
-from stackwise.checkpoint.tensor_file import Part, write_tensors
+from stackwise.checkpoint.tensor_file import write_tensors
 from stackwise.stability.buffers import Buffers, elements
 from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.locate import ModuleScales, locate
@@ -432,8 +432,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    parts = {name: Part.whole(whole(tensor.detach())) for name, tensor in tensors.items()}
-    write_tensors(path, parts, in_parts=False)
+    write_tensors(path, {name: whole(tensor.detach()) for name, tensor in tensors.items()})
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

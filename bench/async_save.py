@@ -126,8 +126,8 @@ def measure(claim: Claim, shape: Shape, rounds: int, folder: Path | None = None)
         print(f"  {kind:<13} save {median(found.saves[kind]):.4f} s, the first one {found.first[kind]:.3f} s")
     quartiles = f"[{held_up['quartile_low']:.4f}, {held_up['quartile_high']:.4f}]"
     print(
-        f"  held up {held_up['median']:.4f} {quartiles} of a synchronous save; written after {median(found.writing):.3f} s, in which a step takes "
-        f"{slowed['median']:.2f} times as long",
+        f"  held up {held_up['median']:.4f} {quartiles} of a synchronous save; written after "
+        f"{median(found.writing):.3f} s, in which a step takes {slowed['median']:.2f} times as long",
         flush=True,
     )
 

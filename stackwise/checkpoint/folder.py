@@ -236,7 +236,7 @@ def of_run(found: Mapping[Path, Manifest | None], run: str | None) -> dict[Path,
     return {path: manifest for path, manifest in intact.items() if manifest.run == run}
 
 
-def newest_of(found: Mapping[Path, Manifest]) -> Path | None:
+def newest_of(found: dict[Path, Manifest]) -> Path | None:
     """Return the last checkpoint with all of its files in the right size, or None.
 
     Raises:

@@ -188,7 +188,9 @@ class CheckpointManager:
         content = self._ranks.agree(partial(Content.of, objects, self._ranks.rank, files or {}))
         with self._discarding(manifest.step):
             begun = self._ranks.agree(partial(self._begin, manifest, files or {}))
-            manifest, scratch = self._ranks.gather(begun)[0]
+            main = self._ranks.gather(begun)[0]
+            assert main is not None
+            manifest, scratch = main
             self._run = manifest.run
             places = self._ranks.gather(content.places())
             content = content.without(places[: self._ranks.rank])
@@ -252,8 +254,8 @@ class CheckpointManager:
             raise DamagedCheckpointError(first.folder, first.file, reason)
         self._ranks.agree(partial(loaded.into, ours))
         if self._ranks.is_main:
-            for error in damaged:
-                self._set_aside(error)
+            for skipped in damaged:
+                self._set_aside(skipped)
         self._continue(manifest.run, manifest.step)
         self._warn()
         return Restored(
@@ -265,7 +267,7 @@ class CheckpointManager:
             world_size=manifest.world_size,
             versions=manifest.versions,
             remarks=loaded.remarks,
-            damaged=tuple(error.folder for error in damaged),
+            damaged=tuple(skipped.folder for skipped in damaged),
             manifest=manifest,
         )
 

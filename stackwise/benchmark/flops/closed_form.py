@@ -21,7 +21,6 @@ from torch import nn
 from stackwise.benchmark.flops.shape_reader import read_shape
 from stackwise.benchmark.flops.transformer_shape import (
     AttentionShape,
-    CrossShape,
     KernelShape,
     LatentShape,
     SoftmaxShape,
@@ -285,10 +284,6 @@ def n_pairs(n_queries: int, context: int, *, causal: bool, window: int | None) -
 def _projections(attention: AttentionShape, d_model: int, n_queries: int, context: int) -> int:
     """Return the number of multiplications with weights in one row."""
     weights = attention.n_weights(d_model)
-    if isinstance(attention, CrossShape):
-        of_memory = attention.n_weights_of_memory
-        first = 0 if context else attention.memory_len * of_memory
-        return n_queries * (weights - of_memory) + first
     if isinstance(attention, LatentShape) and not attention.absorbs:
         return n_queries * weights + context * attention.n_expanding
     return n_queries * weights
@@ -304,9 +299,6 @@ def _attention(attention: AttentionShape, n_queries: int, context: int) -> Flops
                 width = 2 * attention.rank + attention.rope_dim
             else:
                 width = attention.nope_dim + attention.rope_dim + attention.value_dim
-        case CrossShape():
-            pairs = n_queries * attention.memory_len
-            return _of_pairs(pairs, pairs, attention.n_heads, 2 * attention.head_dim)
         case KernelShape():
             return _kernel(attention, n_queries)
     visible, every = n_pairs(n_queries, context, causal=attention.causal, window=attention.window)
@@ -354,17 +346,13 @@ def _scores(shape: TransformerShape, seq_len: int) -> Flops:
     """Return the products of queries and keys of one row, which a fused backward pass recomputes."""
     total = NOTHING
     for attention in (each for layer in shape.layers for each in layer.attention):
+        if isinstance(attention, KernelShape):
+            continue
+        visible, every = n_pairs(seq_len, 0, causal=attention.causal, window=attention.window)
         match attention:
-            case KernelShape():
-                continue
-            case CrossShape():
-                visible = every = seq_len * attention.memory_len
-                width = attention.head_dim
-            case SoftmaxShape():
-                visible, every = n_pairs(seq_len, 0, causal=attention.causal, window=attention.window)
-                width = attention.head_dim
             case LatentShape():
-                visible, every = n_pairs(seq_len, 0, causal=attention.causal, window=attention.window)
                 width = attention.nope_dim + attention.rope_dim
+            case SoftmaxShape():
+                width = attention.head_dim
         total += _of_pairs(visible, every, attention.n_heads, width)
     return total

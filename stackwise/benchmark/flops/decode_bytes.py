@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from stackwise.benchmark.flops.shape_reader import looked_up, matrices, read_shape
 from stackwise.benchmark.flops.transformer_shape import (
     AttentionShape,
-    CrossShape,
     KernelShape,
     LatentShape,
     SoftmaxShape,
@@ -55,9 +54,8 @@ def decode_bytes(
 ) -> DecodeBytes | None:
     """Return the minimum bytes for decoding one token per row. None: unknown.
 
-    Weights are read once. Of tables that are only looked up, one row per token is read. Projections of the
-    keys and values of another sequence are not read, because they ran before. The bytes are unknown if
-    `read_shape` does not find the sizes, or if several rows use experts.
+    Weights are read once. Of tables that are only looked up, one row per token is read. The bytes are unknown
+    if `read_shape` does not find the sizes, or if several rows use experts.
 
     Args:
         model: as in `model_flops`. For a shape, all weights are in `dtype`. For a model, weights count in
@@ -76,14 +74,13 @@ def decode_bytes(
     shape = read_shape(model).shape
     if shape is None or (batch_size > 1 and shape.n_active != shape.n_weights):
         return None
-    unread = _weights_of_memory(shape) if seq_len else 0
     if isinstance(model, TransformerShape):
         require(dtype is not None, "dtype", dtype, "a torch.dtype, where the model is given by its shape")
         assert dtype is not None
         row = shape.d_model if shape.embedding_weights else 0
-        weights = (shape.n_active - unread + batch_size * row) * dtype.itemsize
+        weights = (shape.n_active + batch_size * row) * dtype.itemsize
     else:
-        of_model = _weights(model, shape, batch_size, unread)
+        of_model = _weights(model, shape, batch_size)
         if of_model is None:
             return None
         weights, dtype = of_model, dtype or next(model.parameters()).dtype
@@ -93,8 +90,6 @@ def decode_bytes(
             case KernelShape():  # every token changes all sums
                 sums = attention.cache_bytes(batch_size, seq_len, dtype)
                 read, written = read + sums, written + sums
-            case CrossShape():
-                read += attention.cache_bytes(batch_size, seq_len, dtype)
             case SoftmaxShape() | LatentShape():
                 one = batch_size * attention.token_bytes(dtype)
                 visible = seq_len if attention.window is None else min(seq_len, attention.window - 1)
@@ -102,11 +97,8 @@ def decode_bytes(
     return DecodeBytes(weights, read, written)
 
 
-def _weights(model: nn.Module, shape: TransformerShape, batch_size: int, unread: int) -> int | None:
-    """Return the bytes of parameters and buffers that are read for one token per row.
-
-    `unread` weights and unused experts are excluded.
-    """
+def _weights(model: nn.Module, shape: TransformerShape, batch_size: int) -> int | None:
+    """Return the bytes of parameters and buffers that one token per row reads, without unused experts."""
     tables = {id(table) for table in looked_up(model)}
     total = 0
     for parameter in model.parameters():  # shared parameters appear once
@@ -116,17 +108,13 @@ def _weights(model: nn.Module, shape: TransformerShape, batch_size: int, unread:
     for buffer in model.buffers():
         if buffer.is_floating_point() and (buffer.ndim < 2 or buffer.numel() in drawn):
             total += _nbytes(buffer)
-    unread += shape.n_weights - shape.n_active
+    unread = shape.n_weights - shape.n_active
     if unread:
         widths = {parameter.element_size() for parameter in matrices(model)}
         if len(widths) > 1:  # the width of the unread matrices is unknown
             return None
         total -= unread * widths.pop()
     return total
-
-
-def _weights_of_memory(shape: TransformerShape) -> int:
-    return sum(each.n_weights_of_memory for each in _attention(shape) if isinstance(each, CrossShape))
 
 
 def _drawn(shape: TransformerShape) -> set[int]:

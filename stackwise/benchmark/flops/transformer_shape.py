@@ -16,7 +16,6 @@ from stackwise.support.arguments import check_sizes, require
 
 __all__ = [
     "AttentionShape",
-    "CrossShape",
     "ExpertsShape",
     "FeedForwardShape",
     "KernelShape",
@@ -170,44 +169,7 @@ class KernelShape:
         return batch_size * self.n_kv_heads * numbers * wide.itemsize
 
 
-@dataclass(frozen=True)
-class CrossShape:
-    """Softmax attention to all tokens of another sequence.
-
-    Attributes:
-        n_heads: H.
-        n_kv_heads: K, a divisor of H.
-        head_dim: D.
-        memory_len: number of tokens of the other sequence.
-        memory_width: width of the inputs of its keys and values.
-    """
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    memory_len: int
-    memory_width: int
-
-    def __post_init__(self) -> None:
-        check_sizes(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim)
-        check_sizes(memory_len=self.memory_len, memory_width=self.memory_width)
-        _check_heads(self.n_heads, self.n_kv_heads)
-
-    def n_weights(self, d_model: int) -> int:
-        """Return the number of weights of the projections of queries, output, keys and values."""
-        return 2 * d_model * self.n_heads * self.head_dim + self.n_weights_of_memory
-
-    @property
-    def n_weights_of_memory(self) -> int:
-        """Number of weights that are applied to the other sequence, once per generation."""
-        return 2 * self.memory_width * self.n_kv_heads * self.head_dim
-
-    def cache_bytes(self, batch_size: int, tokens: int, dtype: torch.dtype) -> int:  # noqa: ARG002
-        """Return the bytes of 2 B K D numbers per token of the other sequence, independent of `tokens`."""
-        return batch_size * self.memory_len * 2 * self.n_kv_heads * self.head_dim * dtype.itemsize
-
-
-AttentionShape = SoftmaxShape | LatentShape | KernelShape | CrossShape
+AttentionShape = SoftmaxShape | LatentShape | KernelShape
 
 
 @dataclass(frozen=True)

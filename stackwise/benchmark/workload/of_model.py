@@ -6,8 +6,9 @@ Shapes: B batch, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from stackwise.benchmark.token_stream import (
     of_last,
     token_stream,
 )
-from stackwise.benchmark.workload.compiled_spec import COMPILE_MODES, compile_now, compiled_spec
 from stackwise.benchmark.workload.model_facts import execution, held_bytes, recomputed_by, weight_notes
 from stackwise.benchmark.workload.workload import Workload
 from stackwise.subject.inference import logits_of
@@ -33,6 +33,7 @@ from stackwise.support.device import resolve_device
 
 __all__ = ["DTYPES", "MODES", "check_shape", "model_workload"]
 
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MODES = ("forward", "train", "prefill", "decode", "generate")
 DTYPES = {
     "float32": torch.float32,
@@ -116,7 +117,7 @@ def model_workload(
     # If only the next token is needed, the head of all other positions is not part of the work.
     last = of_last(spec, model) if mode == "prefill" or (mode == "decode" and spec.decode is None) else None
     compiled = False if mode == "generate" else compile  # token_stream compiles a generation
-    timed = compiled_spec(last or spec, compiled)
+    timed = _compiled_spec(last or spec, compiled)
     model.train(mode == "train")
     inputs = spec.batch(batch_size, seq_len + (mode == "decode"), device=device, seed=seed)
     told: dict[str, str] = {}
@@ -143,7 +144,7 @@ def model_workload(
             own = {"each_token": partial(stream.run, inputs, new_tokens), "new_tokens": new_tokens}
             told["generate"] = stream.told
     if compiled:
-        told["compile"] = compile_now(call)
+        told["compile"] = _compile_now(call)
     return Workload(
         f"{spec.name} {mode}",
         call,
@@ -323,3 +324,43 @@ def _cast(spec: ModelSpec, model: nn.Module, inputs: Tensor) -> Tensor:
     if spec.inputs == "tokens":
         return inputs
     return inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
+
+
+def _compiled_spec(spec: ModelSpec, compile: bool | str) -> ModelSpec:  # noqa: A002
+    """Return the spec with compiled calls if `compile` is set."""
+    if not compile:
+        return spec
+    mode = None if compile is True else str(compile)
+
+    def own(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return None if function is None else _compiled(function, mode)
+
+    return replace(spec, forward=_compiled(spec.forward, mode), decode=own(spec.decode), loss=own(spec.loss))
+
+
+def _compile_now(call: Callable[[], object]) -> str:
+    """Make the call that compiles, and return the number of graphs.
+
+    The compiler may be off without a message.
+    """
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    call()
+    count = counters["stats"]["unique_graphs"] - before
+    return f"{count} graph{'' if count == 1 else 's'}" if count else "asked for, but no graph was captured"
+
+
+def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    """Return `function` compiled for fixed shapes, independent of other compilations of it.
+
+    The compiler stores a limited number of graphs per code object and runs further ones uncompiled, without a
+    message. Each workload therefore has its own code object.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, mode=mode)
+    return compiled

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from stackwise.benchmark.flops.closed_form import Recompute
+from stackwise.benchmark.flops.counted import count_flops
 from stackwise.benchmark.flops.measured_peak import measured_peak
 from stackwise.benchmark.flops.peak_rate import PeakRate, multiplies_in_tf32, published_peak
-from stackwise.benchmark.flops.products import Products, products_of
 from stackwise.benchmark.flops.roofline import Roofline, decode_floor
 from stackwise.benchmark.flops.shape_reader import weights_dtype
 from stackwise.benchmark.flops.utilization import Utilization, utilization
@@ -24,6 +24,7 @@ from stackwise.support.device import resolve_device
 __all__ = ["PEAKS", "Workload", "callable_workload", "check_workload"]
 
 PEAKS = ("published", "measured")
+_ALMOST_ALL = 0.99  # share of the products
 _COUNTED = ("forward", "train", "prefill", "decode")
 
 
@@ -150,17 +151,17 @@ class Workload:
             tf32=multiplies_in_tf32(self.device),
         )
 
-    def _peak(self, model: nn.Module, peak: str) -> tuple[Products, PeakRate | None]:
+    def _peak(self, model: nn.Module, peak: str) -> tuple[_Products, PeakRate | None]:
         """Return the products of a call with their dtype, and the peak rates of the device."""
         if peak == "measured":
             return self._products, measured_peak(self.device, self._products.dtype)
         known = published_peak(self.device)
-        return self._products if known else Products(weights_dtype(model)), known
+        return self._products if known else _Products(weights_dtype(model)), known
 
     @cached_property
-    def _products(self) -> Products:
+    def _products(self) -> _Products:
         assert self.model is not None
-        return products_of(self.replays or self.call, self.model)
+        return _products_of(self.replays or self.call, self.model)
 
 
 def callable_workload(
@@ -203,3 +204,42 @@ def check_workload(workload: Any, key: str = "workload") -> None:
             f"{key}: got {got}; wanted a Workload, as of model_workload(model, mode, batch_size=, seq_len=), "
             "trainer_workload or callable_workload"
         )
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Properties of the matrix products of a call.
+
+    Attributes:
+        dtype: most frequent dtype of the products.
+        notes: notes for the reader about other products.
+        recomputes: True if a backward pass repeats products. None: unknown.
+    """
+
+    dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+    recomputes: bool | None = None
+
+
+def _products_of(call: Callable[[], object], model: nn.Module) -> _Products:
+    """Return the products of one more call. Without counted products, use the dtype of the weights.
+
+    The call has been measured, so it is correct. If it cannot run under a counter, a note reports it.
+    """
+    try:
+        counted = count_flops(call)
+    except Exception as error:  # any error of torch's counter for an unknown operation
+        dtype = weights_dtype(model)
+        why = f"the products could not be counted ({type(error).__name__})"
+        return _Products(dtype, (f"{why}: the peak rate is that of the weights, {_dtype_name(dtype)}",))
+    recomputes = counted.recomputed > 0
+    if not counted.by_dtype:
+        return _Products(weights_dtype(model), (), recomputes)
+    dtype, flops = next(iter(counted.by_dtype.items()))
+    share = flops / sum(counted.by_dtype.values())
+    others = f"{1 - share:.0%} of the products are not in {_dtype_name(dtype)}, whose peak rate this is of"
+    return _Products(dtype, (others,) if share < _ALMOST_ALL else (), recomputes)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

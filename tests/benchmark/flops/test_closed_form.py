@@ -19,7 +19,6 @@ from stackwise.benchmark.flops.closed_form import (
 from stackwise.benchmark.flops.counted import count_flops
 from stackwise.benchmark.flops.shape_reader import read_shape
 from stackwise.benchmark.flops.transformer_shape import (
-    CrossShape,
     ExpertsShape,
     FeedForwardShape,
     KernelShape,
@@ -131,17 +130,6 @@ def kernel(hand, T, C, H, K, D, M, F, chunk):
     hand.product(T, H * D, C)
 
 
-def cross(hand, T, C, H, K, D, n_memory, memory_width, cached=False):
-    hand.product(T, C, H * D)
-    if not cached:
-        hand.product(n_memory, memory_width, K * D)
-        hand.product(n_memory, memory_width, K * D)
-    for _ in range(H):
-        hand.product(T, D, n_memory)
-        hand.product(T, n_memory, D)
-    hand.product(T, H * D, C)
-
-
 def one_layer(C, attention, d_ff, V, n_matrices=3):
     layer = LayerShape((attention,), FeedForwardShape(d_ff, n_matrices))
     return TransformerShape(C, (layer,), V * C, V * C)
@@ -242,17 +230,6 @@ def test_kernel_that_sees_everything(size):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
-def test_cross(size):
-    B, T, C, H, K, D, d_ff, V = size
-    shape = one_layer(C, CrossShape(H, K, D, memory_len=6, memory_width=3), d_ff, V)
-
-    def attend(hand):
-        cross(hand, T, C, H, K, D, 6, 3)
-
-    check(shape, B, T, attend, attend, d_ff, V)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_experts(size):
     """Every token goes through the router, two experts of five, and what all share."""
     B, T, C, H, K, D, d_ff, V = size
@@ -314,16 +291,6 @@ class TestDecode:
                 kernel(hand, 1, C, H, K, D, 5, 3, chunk)
 
             assert count.model(pairs) == expected(B, attend, 1, C, d_ff, V)[0]
-
-    def test_cross(self, size, context):
-        """Keys and values of the other sequence are there after the first token."""
-        B, _, C, H, K, D, d_ff, V = size
-        shape = one_layer(C, CrossShape(H, K, D, memory_len=6, memory_width=3), d_ff, V)
-
-        def attend(hand):
-            cross(hand, 1, C, H, K, D, 6, 3, cached=context > 0)
-
-        assert self.count(shape, B, context).model() == expected(B, attend, 1, C, d_ff, V)[0]
 
 
 @pytest.mark.parametrize("window", [None, 2, 5])

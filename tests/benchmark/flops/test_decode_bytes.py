@@ -5,10 +5,8 @@ import torch
 import transformers
 from torch import nn
 
-from stackwise.benchmark.flops.closed_form import model_flops
 from stackwise.benchmark.flops.decode_bytes import DecodeBytes, decode_bytes
 from stackwise.benchmark.flops.transformer_shape import (
-    CrossShape,
     ExpertsShape,
     FeedForwardShape,
     KernelShape,
@@ -86,9 +84,8 @@ def test_quantised_weights_are_as_small_as_they_are():
         (LatentShape(4, 6, 3, 2, 5), 2 * 3 * 7 * 8 * 2, 2 * 3 * 8 * 2),
         # Sums of features in float32, all of them changed.
         (KernelShape(4, 2, 5, 6), 2 * 3 * 2 * (6 * 5 + 6 + 1) * 4, 2 * 3 * 2 * (6 * 5 + 6 + 1) * 4),
-        (CrossShape(4, 2, 5, 9, 3), 2 * 3 * 9 * 2 * 2 * 5 * 2, 0),
     ],
-    ids=["softmax", "window", "narrow cache", "window of one", "latent", "kernel", "cross"],
+    ids=["softmax", "window", "narrow cache", "window of one", "latent", "kernel"],
 )
 def test_kinds_by_hand(attention, read, written):
     found = decode_bytes(shape_of(attention), batch_size=3, seq_len=7, dtype=torch.float16)
@@ -126,33 +123,6 @@ def test_one_row_reads_the_experts_of_a_model():
     assert decode_bytes(model, batch_size=2, seq_len=1) is None
     model.lm_head.bfloat16()
     assert decode_bytes(model, batch_size=1, seq_len=1) is None
-
-
-@pytest.mark.parametrize("context", [0, 7])
-def test_what_made_keys_and_values_of_another_sequence_is_read_once(context):
-    """What a step multiplies with is read: by the first one, which has nine tokens for some of it, once."""
-    cross = CrossShape(4, 2, 5, memory_len=9, memory_width=3)
-    shape = shape_of(cross)
-    found = decode_bytes(shape, batch_size=1, seq_len=context, dtype=torch.float16)
-    step = model_flops(shape, batch_size=1, seq_len=context, mode="decode").forward.weights // 2
-    table = 4
-    of_memory = 0 if context else 2 * 2 * 3 * 2 * 5
-    assert found.weights == 2 * (step - (cross.memory_len - 1) * of_memory + table)
-
-
-def test_of_a_model_too():
-    class Told(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(shape.n_weights, 1))
-
-        def transformer_shape(self):
-            return shape
-
-    layer = LayerShape((CrossShape(4, 2, 5, memory_len=9, memory_width=3),), None)
-    shape = TransformerShape(4, (layer,), 0, 0)
-    first, later = (decode_bytes(Told(), batch_size=1, seq_len=n).weights for n in (0, 1))
-    assert (first, later) == (4 * shape.n_weights, 4 * (shape.n_weights - 2 * 3 * 2 * 5))
 
 
 def test_a_cache_in_buffers_is_not_counted_again():

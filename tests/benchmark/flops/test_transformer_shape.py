@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from stackwise.benchmark.flops.transformer_shape import (
-    CrossShape,
     ExpertsShape,
     FeedForwardShape,
     KernelShape,
@@ -14,13 +13,6 @@ from stackwise.benchmark.flops.transformer_shape import (
     SoftmaxShape,
     TransformerShape,
 )
-
-
-def test_weights_of_cross_attention_are_those_of_torch():
-    module = nn.MultiheadAttention(12, 3, kdim=7, vdim=7, bias=False)
-    shape = CrossShape(3, 3, 4, memory_len=5, memory_width=7)
-    assert shape.n_weights(12) == sum(p.numel() for p in module.parameters())
-    assert shape.cache_bytes(2, 99, torch.float16) == 2 * 5 * 2 * 12 * 2
 
 
 def test_uniform_is_torch_s_own_layer():
@@ -40,13 +32,13 @@ def test_experts_by_hand():
 
 
 def test_a_layer_may_have_two_attentions_and_nothing_else():
-    both = (SoftmaxShape(2, 1, 3), CrossShape(2, 2, 3, memory_len=4, memory_width=5))
+    both = (SoftmaxShape(2, 1, 3), LatentShape(2, 4, 3, 2, 5))
     layer = LayerShape(both, None)
-    by_hand = 6 * (6 + 3 + 3) + 6 * 6 + 6 * 6 + 5 * 6 + 5 * 6 + 6 * 6
+    by_hand = 6 * (6 + 3 + 3) + 6 * 6 + 6 * 2 * 5 + 6 * (4 + 2) + 4 * 2 * (3 + 5) + 2 * 5 * 6
     assert layer.n_weights(6) == layer.n_active(6) == by_hand
     shape = TransformerShape(6, (layer,), 0, 0)
     found = shape.cache_bytes(batch_size=2, tokens=10, dtype=torch.bfloat16)
-    assert found == 2 * 2 * (10 * 2 * 3 + 4 * 2 * 6)
+    assert found == 2 * 2 * 10 * (2 * 3 + 4 + 2)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +53,6 @@ def test_a_layer_may_have_two_attentions_and_nothing_else():
         (lambda: KernelShape(4, 2, 2, 0), "n_features: got 0"),
         (lambda: KernelShape(4, 2, 2, 2, -1), "n_frequencies: got -1"),
         (lambda: KernelShape(4, 2, 2, 2, chunk=0), "chunk: got 0"),
-        (lambda: CrossShape(4, 2, 2, 0, 2), "memory_len: got 0"),
         (lambda: FeedForwardShape(3, 4), "n_matrices: got 4; allowed: 2, 3"),
         (lambda: ExpertsShape(3, 2, 3), "n_routed: got 3; allowed: at most n_experts=2"),
         (lambda: TransformerShape(0, (), 0, 0), "d_model: got 0"),

@@ -124,7 +124,7 @@ class _Encoder:
                 return {"$bytes": _text(tree)}
             case list():
                 return self._items(tree, path)
-            case tuple() if not hasattr(tree, "_fields"):  # a namedtuple would lose its fields
+            case tuple():
                 return {"$tuple": self._items(tree, path)}
             case set():
                 return {"$set": [_key(item, path) for item in sorted(tree, key=repr)]}
@@ -237,7 +237,11 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         return {key: _decode(value, fetch, (*path, key)) for key, value in plain.items()}
     if len(plain) > 1:
         raise _malformed(path, plain)
-    match kind, plain[kind]:
+    return _decode_kind(kind, plain[kind], fetch, path)
+
+
+def _decode_kind(kind: str, content: Any, fetch: Fetch, path: Path) -> Any:
+    match kind, content:
         case "$tensor", [str(name), list(shape)] if _is_shape(shape):
             return fetch(name, tuple(shape), path)
         case "$array", [str(name), str(code), list(shape)] if _is_shape(shape):
@@ -258,10 +262,10 @@ def _decode(plain: Any, fetch: Fetch, path: Path) -> Any:
         case "$dict", list(items):
             return _pairs(items, fetch, path)
         case "$number", "inf" | "-inf" | "nan":
-            return float(plain[kind])
+            return float(content)
         case "$bytes", str(text):
             return _bytes(text, path)
-    raise _malformed(path, plain)
+    raise _malformed(path, {kind: content})
 
 
 def _items(content: Iterable[Any], fetch: Fetch, path: Path) -> Iterator[Any]:

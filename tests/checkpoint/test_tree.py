@@ -91,6 +91,12 @@ def test_every_state_comes_back(tree):
     assert same(tree, there_and_back(tree))
 
 
+def test_namedtuple_becomes_a_tuple():
+    """Its class would have to be imported."""
+    pair = namedtuple("Pair", "first second")(1, (2.0, "x"))
+    assert same(there_and_back([pair]), [(1, (2.0, "x"))])
+
+
 class Hashed(list):
     def __hash__(self):
         return 1
@@ -176,7 +182,6 @@ def test_names_are_each_of_one_tensor():
         {(torch.ones(1),): 1},
         {(1, (Hashed(),))},
         Counter({"a": "text"}),
-        namedtuple("Pair", "first second")(1, 2),
         frozenset([1]),
         bytearray(b"a"),
         torch.float32,

@@ -490,7 +490,7 @@ class Pair(NamedTuple):
     "batch, place",
     [
         (UserDict(x=torch.ones(2)), "batch: got collections.UserDict, which becomes a dict"),
-        ([Pair(torch.ones(2))], r"batch\.0: got .*\.Pair, which becomes a Pair"),
+        ([Pair(torch.ones(2))], r"batch\.0: got .*\.Pair, which becomes a tuple"),
         ({"packed": pack_sequence([torch.ones(2)])}, r"batch\.packed: got .*\.PackedSequence, which becomes"),
         ([1, {"x": (torch.ones(2), np.ones(2), None)}], None),
     ],

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, states_of, watched
 from stackwise.stability.faults.graph import reaches
-from stackwise.stability.faults.patch import patched
 from stackwise.stability.faults.subject import IN_PLACE, Subject, is_compiled
 from stackwise.stability.recomputation import is_recomputation, is_reference
 
@@ -150,7 +150,7 @@ class Injection:
             stack.callback(self._of_step.close)
             stack.callback(self._waiting.close)
             for holder, name, wrap in self._patches():
-                stack.enter_context(patched(holder, name, wrap))
+                stack.enter_context(patch.object(holder, name, wrap(getattr(holder, name))))
             handle = register_optimizer_step_post_hook(self._after_update)
             stack.callback(handle.remove)
             if not any(0 in fault.steps for fault in self.faults) and not is_compiled(self._subject.called):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
-from stackwise.stability.faults.tap import Operation, tapped
+from stackwise.stability.faults.file_operations import Operation, intercepted
 from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["ProcessSignal", "kill_child"]
@@ -112,7 +112,7 @@ class ProcessSignal(Fault):
                 self._send(acted)
             return operation.size
 
-        with tapped(self.folder, "*", decide, None):
+        with intercepted(self.folder, "*", decide, None):
             yield
 
     def _send(self, acted: Acted) -> None:

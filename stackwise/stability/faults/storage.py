@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 
 from stackwise.stability.faults.fault import Acted, Fault
-from stackwise.stability.faults.tap import Operation, tapped
+from stackwise.stability.faults.file_operations import Operation, intercepted
 from stackwise.support.arguments import check_choice, check_sizes, require
 
 __all__ = ["BitRot", "DiskFull", "ShortWrite"]
@@ -70,7 +70,7 @@ class DiskFull(_OfFolder):
             return passed
 
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.folder))
-        return tapped(self.folder, self.target, decide, error)
+        return intercepted(self.folder, self.target, decide, error)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ShortWrite(_OfFolder):
                 acted()
             return passed
 
-        return tapped(self.folder, self.target, decide, None)
+        return intercepted(self.folder, self.target, decide, None)
 
 
 @dataclass(frozen=True)

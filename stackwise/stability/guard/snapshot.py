@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree
 
 from stackwise.stability.buffers import elements
 from stackwise.support.arguments import require
@@ -162,8 +164,8 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Size of the copies in bytes."""
-        copies = (each.tensor for value in self._kept.values() for each in _copies_in(value))
-        return sum(tensor.numel() * tensor.element_size() for tensor in copies)
+        copies = (each.tensor for each in _flat(self._kept)[0] if isinstance(each, _Copy))
+        return sum(tensor.nbytes for tensor in copies)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -266,21 +268,21 @@ class Snapshot:
                     seen.add(id(p))
                     yield ("parameter", p, of), elements(p)
 
-    def _copied(self, value: Any, place: Any) -> Any:
-        """Return a copy of `value`, written into `place`, an earlier copy, if it fits."""
-        if isinstance(value, Mapping):
-            by_key = place if isinstance(place, dict) else {}
-            return {key: self._copied(each, by_key.get(key)) for key, each in value.items()}
-        if type(value) in (list, tuple):
-            fits = type(place) is type(value) and len(place) == len(value)
-            return type(value)(map(self._copied, value, place if fits else [None] * len(value)))
-        return self._copied_tensor(value, place) if isinstance(value, Tensor) else copy.deepcopy(value)
+    def _copied(self, value: Any, earlier: Any) -> Any:
+        """Return a copy of `value`, written into `earlier`, the previous copy, where it fits."""
+        values, structure = _flat(value)
+        places, other = _flat(earlier)
+        same = structure == other
+        copies = (self._copied_leaf(each, places[i] if same else None) for i, each in enumerate(values))
+        return _pytree.tree_unflatten(copies, structure)
 
-    def _copied_tensor(self, value: Tensor, place: Any) -> _Copy:
+    def _copied_leaf(self, value: Any, earlier: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
         value = _local(value.detach())
         if not _is_plain(value):
             return _Copy(value.clone(), value.device)
-        tensor = place.tensor if isinstance(place, _Copy) else None
+        tensor = earlier.tensor if isinstance(earlier, _Copy) else None
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             on_host = self._on_host and value.device.type != "cpu"
             device = torch.device("cpu") if on_host else value.device
@@ -290,7 +292,8 @@ class Snapshot:
         return _Copy(tensor, value.device)
 
 
-class _Copy(NamedTuple):
+@dataclass(frozen=True)
+class _Copy:
     """Copy of a tensor, and the device of the original."""
 
     tensor: Tensor
@@ -309,47 +312,26 @@ _CONTAINERS = (Tensor, Mapping, list)
 
 
 def _restored(live: Any, kept: Any) -> Any:
-    """Return `kept` as the object `live`, written in place, if it has the same structure; otherwise anew."""
-    if isinstance(kept, _Copy):
-        own = _local(live) if isinstance(live, Tensor) else None
-        if own is not None and (own.shape, own.dtype) == (kept.tensor.shape, kept.tensor.dtype):
-            own.copy_(kept.tensor, non_blocking=True)
-            return live
-        return kept.tensor.to(kept.device, copy=True)
-    if isinstance(kept, dict):
-        return _restored_mapping(live, kept)
-    if type(kept) in (list, tuple):
-        return _restored_sequence(live, kept)
-    return copy.deepcopy(kept)
+    """Return a copy of `kept`. If `live` has the same structure, its tensors are written in place."""
+    values, structure = _flat(kept)
+    places, other = _flat(live)
+    same = structure == other
+    restored = [_restored_leaf(places[i] if same else None, each) for i, each in enumerate(values)]
+    return _pytree.tree_unflatten(restored, structure)
 
 
-def _restored_mapping(live: Any, kept: dict[Any, Any]) -> Any:
-    own_values = live if isinstance(live, Mapping) else {}
-    values = {key: _restored(own_values.get(key), each) for key, each in kept.items()}
-    if not isinstance(live, MutableMapping):
-        return values
-    for key in [key for key in live if key not in values]:
-        del live[key]
-    live.update(values)
-    return live
-
-
-def _restored_sequence(live: Any, kept: list[Any] | tuple[Any, ...]) -> Any:
-    same = type(live) is type(kept) and len(live) == len(kept)
-    items = list(map(_restored, live if same else [None] * len(kept), kept))
-    if same and isinstance(live, list):
-        live[:] = items
+def _restored_leaf(live: Any, kept: Any) -> Any:
+    if not isinstance(kept, _Copy):
+        return copy.deepcopy(kept)
+    own = _local(live) if isinstance(live, Tensor) else None
+    if own is not None and (own.shape, own.dtype) == (kept.tensor.shape, kept.tensor.dtype):
+        own.copy_(kept.tensor, non_blocking=True)
         return live
-    unchanged = same and all(a is b for a, b in zip(live, items, strict=True))
-    return live if unchanged else type(kept)(items)
+    return kept.tensor.to(kept.device, copy=True)
 
 
-def _copies_in(value: Any) -> Iterator[_Copy]:
-    if isinstance(value, _Copy):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _copies_in(each)
+def _flat(value: Any) -> tuple[list[Any], Any]:
+    return _pytree.tree_flatten(value)
 
 
 def _has_more(state: Any, known: set[int]) -> bool:

@@ -21,9 +21,9 @@ from bench.claim import Bar, Claim
 from bench.marked_tables import ROOT, recorded, replaced
 from bench.planted_lengths import growing_logits, window_rack
 from stackwise.stability.lengths import first_unstable_length, length_sweep
+from stackwise.stability.lengths.instability import Instability, SeedRun
 from stackwise.stability.lengths.plot import length_svg
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.stability.lengths.trouble import SeedRun, Trouble
 from stackwise.stability.run import StabilityRun
 from stackwise.stability.telemetry import StepRecord
 from stackwise.subject.spec import ModelSpec
@@ -139,7 +139,7 @@ def figures(point: LengthPoint) -> dict[str, Any]:
         "logit_max": point.logit_max,
         "peak_bytes": point.peak_bytes,
         "step_seconds": point.step_seconds,
-        "troubled_seeds": point.troubled_seeds,
+        "unstable_seeds": point.unstable_seeds,
         "gradient_norms": {str(each.seed): each.gradient_norms for each in point.runs},
     }
 
@@ -157,9 +157,9 @@ def _point(kept: Mapping[str, Any]) -> LengthPoint:
     for seed, norms in kept["gradient_norms"].items():
         records = [StepRecord(step, math.nan, norm, math.nan, False) for step, norm in enumerate(norms)]
         run = StabilityRun("", kept["seq_len"], records, (), (), (), True, len(norms))
-        troubled = int(seed) in kept["troubled_seeds"]
-        troubles = (Trouble("gradient growth", None, kept["why"]),) if troubled else ()
-        runs.append(SeedRun(int(seed), run, troubles))
+        troubled = int(seed) in kept["unstable_seeds"]
+        instabilities = (Instability("gradient growth", None, kept["why"]),) if troubled else ()
+        runs.append(SeedRun(int(seed), run, instabilities))
     loss, logit = kept["loss"], kept["logit_max"]
     return LengthPoint("", kept["seq_len"], kept["batch_size"], loss, logit, logit, runs=tuple(runs))
 

@@ -7,8 +7,8 @@ import torch
 
 from stackwise.cli import main
 from stackwise.stability.guard import Guard
-from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.diagnosis import Bundle
+from stackwise.stability.guard.replay_loader import DrawnBatch
 from stackwise.support.random_state import random_states
 
 RUN = """
@@ -119,7 +119,7 @@ def test_it_is_mended(bundle, capsys):
     ],
 )
 def test_a_spike_breaks_where_it_is_one_again(bundle, tmp_path, capsys, alarm, code, said):
-    batch = GivenBatch(0, 0, {"x": torch.ones(2, 4)}, random_states())
+    batch = DrawnBatch(0, 0, {"x": torch.ones(2, 4)}, random_states())
     folder = Bundle({"step": 0} | alarm, [batch], {}).write(tmp_path / "spike")
     assert main(["replay", str(folder), "replayed.py:mended"]) == code
     assert capsys.readouterr().out.endswith(said)
@@ -128,7 +128,7 @@ def test_a_spike_breaks_where_it_is_one_again(bundle, tmp_path, capsys, alarm, c
 def test_a_model_is_made_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counted.py").write_text(textwrap.dedent(COUNTED))
-    batch = GivenBatch(0, 0, torch.randint(11, (2, 6)), random_states())
+    batch = DrawnBatch(0, 0, torch.randint(11, (2, 6)), random_states())
     alarm = {"step": 0, "kind": "gradient spike", "value": 99.0, "limit": 50.0}
     bundle = Bundle(alarm, [batch], {}).write(tmp_path / "bundle")
     assert main(["replay", str(bundle), "counted.py:made"]) == 0
@@ -144,7 +144,7 @@ def test_a_model_is_made_once(tmp_path, monkeypatch, capsys):
 def test_the_loss_is_scaled_as_it_was(tmp_path, monkeypatch, capsys, scale, code):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "narrow.py").write_text(NARROW)
-    batch = GivenBatch(0, 0, torch.ones(2, 4), random_states())
+    batch = DrawnBatch(0, 0, torch.ones(2, 4), random_states())
     notes = {} if scale is None else {"loss_scale": scale}
     alarm = {"step": 0, "kind": "non-finite gradient"}
     folder = Bundle(alarm, [batch], {}, notes=notes).write(tmp_path / "bundle")

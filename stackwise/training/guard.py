@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stackwise.config import TrainingConfig
 from stackwise.model.rack import Rack
 from stackwise.stability.guard import Alarm, Decision, Guard, GuardPolicy
-from stackwise.stability.guard.batch_feed import BatchFeed
+from stackwise.stability.guard.replay_loader import ReplayLoader
 from stackwise.stability.telemetry import StepRecord, global_norm
 from stackwise.support.random_state import random_states, random_states_equal, set_random_states
 from stackwise.training.batch_stream import BatchStream
@@ -198,7 +198,7 @@ class PhaseGuard(Guard):
             on_rewind=lambda _: me._went(count.done),
         )
         # Positions in the data, which are equal in all processes.
-        self._feed = BatchFeed(lambda batch: (batch["epoch"], batch["place"]))
+        self._loader = ReplayLoader(lambda batch: (batch["epoch"], batch["place"]))
 
     def steps_of(self, stream: Iterator[Any], places: BatchStream) -> Iterator[StepBatches]:
         """Yield the batches of each step, without end. Some are replayed; quarantined ones are skipped.
@@ -282,7 +282,7 @@ class PhaseGuard(Guard):
         begins = count["begins"]
         if begins is not None and random_states_equal(begins, random_states()):
             count["begins"] = None  # equal to those of the process, which are saved separately
-        return {**state, "feed": BatchFeed.common_state(state["feed"]), "count": count}
+        return {**state, "loader": ReplayLoader.common_state(state["loader"]), "count": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Guard.load_state_dict`."""

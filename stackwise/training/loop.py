@@ -469,7 +469,7 @@ class TrainingLoop:
             return
         self._read(arrived)
         # While an alarm is unresolved the weights may be bad. The alarms end soon, or the run does.
-        if self._guard is not None and self._guard.in_row:
+        if self._guard is not None and self._guard.consecutive_alarms:
             if ends:
                 told = "no checkpoint, as training ended among alarms; the one before is the newest"
                 warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)

@@ -88,7 +88,7 @@ def state_of_guard_from(done: int, new: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         **new,
-        "feed": {**new["feed"], "next_step": done},
+        "loader": {**new["loader"], "next_step": done},
         "count": {**new["count"], "done": done},
     }
 

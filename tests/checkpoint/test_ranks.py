@@ -447,7 +447,7 @@ def guarded_copies(rank, folder):
         if guard.steps == 5:
             CheckpointManager(folder / "guarded").save(5, {"guard": guard, "model": model})
     if rank == 0:
-        torch.save(guard.state_dict()["judge"], folder / "judge.pt")
+        torch.save(guard.state_dict()["detector"], folder / "detector.pt")
 
 
 def gone_back(rank, folder):
@@ -540,9 +540,9 @@ def test_one_process_goes_on_with_a_guard_of_two(ranks):
         "saved by 2 processes, restored by 1: what each process had of 'guard' for itself is left out",
     )
     state = guard.state_dict()
-    assert (guard.steps, state["feed"]["index"], state["feed"]["began"]) == (5, 5, None)
-    of_norm, of_loss, _ = torch.load(folder / "judge.pt")["logs"][:, -6:-1]  # a step further on
-    norms, losses, _ = state["judge"]["logs"][:, -5:]
+    assert (guard.steps, state["loader"]["index"], state["loader"]["began"]) == (5, 5, None)
+    of_norm, of_loss, _ = torch.load(folder / "detector.pt")["logs"][:, -6:-1]  # a step further on
+    norms, losses, _ = state["detector"]["logs"][:, -5:]
     assert torch.equal(norms, of_norm) and torch.equal(losses, of_loss)
 
 

@@ -130,7 +130,7 @@ class AcceleratedGuard:
         try:
             for batch in self.guard.batches(loader, fast_forward=fast_forward):
                 self._n_given += 1
-                if self.guard.gives_again:
+                if self.guard.is_replay:
                     if not state.in_dataloader and hasattr(loader, "begin"):
                         opened = loader
                         opened.begin()
@@ -173,7 +173,7 @@ class AcceleratedGuard:
         if self._n_given != accelerator.gradient_accumulation_steps:
             self._sizes[self.guard.steps] = self._n_given
         self._n_given = 0
-        decision = self.guard.judge_step(total, logit=logit, scale=scale)
+        decision = self.guard.check_step(total, logit=logit, scale=scale)
         if self.guard.makes_update(decision):
             if self._max_grad_norm is not None:
                 accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
@@ -231,9 +231,8 @@ class AcceleratedGuard:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; see `Guard.load_state_dict`."""
         self.guard.load_state_dict(state_dict)
-        self._sizes = dict(state_dict.get("sizes", ()))
-        # Older states have only the guard's epoch count.
-        self._loader, self._iteration = None, state_dict.get("iteration", state_dict["feed"]["epoch"])
+        self._sizes = dict(state_dict["sizes"])
+        self._loader, self._iteration = None, state_dict["iteration"]
         self._loss, self._logit, self._n_given = None, None, 0
         accelerator = self._accelerator
         accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps

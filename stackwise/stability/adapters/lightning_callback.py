@@ -91,7 +91,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._scaler_state: dict[str, Any] | None = None
         self._logged = 0
         self._saving: list[Any] = []  # callbacks whose checkpoints are deferred during alarms
-        self._put_off: dict[Any, set[str]] = {}  # names of the deferred methods, by callback
+        self._deferred: dict[Any, set[str]] = {}  # names of the deferred methods, by callback
         self.guard: Guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -136,7 +136,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             scaler=scaler,
             lag=0,
         )
-        self._loop = OuterLoop(self.guard, self._make_again, self._watched_logit())
+        self._loop = OuterLoop(self.guard, self._run_replay, self._watched_logit())
         self._logged = 0
         self._watch_saving()
         if self._restored is not None:
@@ -198,7 +198,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         assert loop is not None
         if loop.decision is None:
             if not (loop.has_loss or trainer.fit_loop._should_accumulate()):
-                loop.pass_over()  # training_step returned None
+                loop.skip_empty_step()  # training_step returned None
             return
         self._release_scaler()
         trainer.optimizers[0].zero_grad(set_to_none=True)
@@ -232,7 +232,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Restore the module and other callbacks. Warn if a checkpoint was not written."""
         self._watch_no_more()
-        if self._put_off:
+        if self._deferred:
             warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
         for callback in list(self._saving):
             self._let_save(callback)
@@ -249,7 +249,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         """Continue from a `state_dict` when training starts."""
         self._restored = state_dict or None
 
-    def _make_again(self, count: int) -> None:
+    def _run_replay(self, count: int) -> None:
         """Run a replayed step, as `automatic_optimization` runs a step."""
         assert self.guard is not None
         guard, trainer, module = self.guard, self._trainer, self._module
@@ -261,7 +261,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             total: Tensor | None = None
             with torch.enable_grad():
                 for number in range(1, count + 1):
-                    given = guard.give_again()
+                    given = guard.replay()
                     last = given["batch_idx"]
                     blocks = number < count and hasattr(strategy, "block_backward_sync")
                     with strategy.block_backward_sync() if blocks else nullcontext():
@@ -323,16 +323,16 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
                 for name in _SAVES:
                     setattr(callback, name, self._waiting(callback, name, getattr(callback, name)))
                 callback.on_exception = self._not_among_alarms(callback, callback.on_exception)
-                callback.on_train_batch_end = self._then_put_off(callback, callback.on_train_batch_end)
+                callback.on_train_batch_end = self._then_deferred(callback, callback.on_train_batch_end)
 
     def _waiting(self, callback: Any, name: str, save: Callable[..., None]) -> Callable[..., None]:
         @wraps(save)
         def waiting(*args: Any, **kwargs: Any) -> None:
             assert self._loop is not None
-            if self._loop.among_alarms:
+            if self._loop.has_open_alarm:
                 # Lightning saves the last one only if another was written.
                 names = _SAVES if callback.save_last else (name,)
-                self._put_off.setdefault(callback, set()).update(names)
+                self._deferred.setdefault(callback, set()).update(names)
             else:
                 save(*args, **kwargs)
 
@@ -342,24 +342,24 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         @wraps(on_exception)
         def unless_among_alarms(trainer: Any, *args: Any, **kwargs: Any) -> None:
             self._let_save(callback)
-            if self._loop is None or not self._loop.among_alarms:
+            if self._loop is None or not self._loop.has_open_alarm:
                 on_exception(trainer, *args, **kwargs)
             elif getattr(callback, "_should_save_on_exception", lambda _: False)(trainer):
                 warnings.warn(f"step {trainer.global_step}: {_NOT_SAVED}", RuntimeWarning, stacklevel=2)
 
         return unless_among_alarms
 
-    def _then_put_off(self, callback: Any, on_train_batch_end: Callable[..., None]) -> Callable[..., None]:
+    def _then_deferred(self, callback: Any, on_train_batch_end: Callable[..., None]) -> Callable[..., None]:
         @wraps(on_train_batch_end)
         def and_what_was_put_off(trainer: Any, *args: Any, **kwargs: Any) -> None:
             on_train_batch_end(trainer, *args, **kwargs)
             assert self._loop is not None
-            if not self._loop.among_alarms:
-                self._save_put_off(callback, self._put_off.pop(callback, set()))
+            if not self._loop.has_open_alarm:
+                self._save_deferred(callback, self._deferred.pop(callback, set()))
 
         return and_what_was_put_off
 
-    def _save_put_off(self, callback: Any, names: set[str]) -> None:
+    def _save_deferred(self, callback: Any, names: set[str]) -> None:
         """Write a deferred checkpoint after all callbacks of a batch, because it contains their states."""
         trainer, before = self._trainer, callback._last_global_step_saved
         if before == trainer.global_step:
@@ -374,7 +374,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def _let_save(self, callback: Any) -> None:
         self._saving.remove(callback)
-        self._put_off.pop(callback, None)
+        self._deferred.pop(callback, None)
         for name in (*_SAVES, "on_exception", "on_train_batch_end"):
             vars(callback).pop(name, None)
 

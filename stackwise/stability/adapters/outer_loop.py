@@ -21,7 +21,7 @@ class OuterLoop:
 
     Args:
         guard: guard of the loop.
-        make_again: function that runs a step of the requested number of batches from `guard.give_again()`, up
+        run_replay: function that runs a step of the requested number of batches from `guard.replay()`, up
             to the scheduler, and zeroes the gradients. It calls `add_loss` and `judge` like other steps.
         logit: function that returns the largest attention logit since its last call; None: logits are not
             observed.
@@ -35,9 +35,9 @@ class OuterLoop:
     """
 
     def __init__(
-        self, guard: Guard, make_again: Callable[[int], None], logit: Callable[[], Tensor] | None = None
+        self, guard: Guard, run_replay: Callable[[int], None], logit: Callable[[], Tensor] | None = None
     ) -> None:
-        self.guard, self._make_again, self._logit = guard, make_again, logit
+        self.guard, self._run_replay, self._logit = guard, run_replay, logit
         self.again = False
         self.n_given = 0
         self.decision: Decision | None = None
@@ -63,16 +63,16 @@ class OuterLoop:
         return self._loss is not None
 
     @property
-    def among_alarms(self) -> bool:
+    def has_open_alarm(self) -> bool:
         """True if no update followed the last handled alarm: weights may be bad."""
-        return self.guard.in_row > 0
+        return self.guard.consecutive_alarms > 0
 
     def judge(self, scale: Tensor | None = None) -> None:
-        """Judge a step after its last backward pass and before clipping; see `Guard.judge_step`."""
+        """Judge a step after its last backward pass and before clipping; see `Guard.check_step`."""
         assert self._loss is not None, "add_loss() first"
         loss, self._loss = self._loss, None
         logit = None if self._logit is None else self._logit()
-        self.decision = self.guard.judge_step(loss, logit=logit, scale=scale)
+        self.decision = self.guard.check_step(loss, logit=logit, scale=scale)
         self.makes_update = self.guard.makes_update(self.decision)
 
     def close(self, *, settle: bool = False) -> None:
@@ -85,16 +85,16 @@ class OuterLoop:
             GuardError: training cannot continue.
         """
         self._close()
-        self._make_all_again(settle)
+        self._run_replays(settle)
 
-    def pass_over(self) -> None:
+    def skip_empty_step(self) -> None:
         """Count a step in which no batch had a loss, instead of `close`. A rewind replays it."""
-        self._forget_hand()
-        self.guard.pass_over()
+        self._forget_step()
+        self.guard.skip_empty_step()
 
     def drop(self) -> None:
         """Drop the batches since the last step."""
-        self._forget_hand()
+        self._forget_step()
         self.guard.drop_batches()
 
     def settle(self) -> None:
@@ -103,15 +103,15 @@ class OuterLoop:
         Raises:
             GuardError: training cannot continue.
         """
-        self._make_all_again(settle=True)
+        self._run_replays(settle=True)
 
     def _close(self) -> None:
         assert self.decision is not None, "judge() first"
         decision = self.decision
-        self._forget_hand()
+        self._forget_step()
         self.guard.close_step(decision)
 
-    def _forget_hand(self) -> None:
+    def _forget_step(self) -> None:
         self.decision = self._loss = None
         self.makes_update, self.n_given = True, 0
 
@@ -120,21 +120,21 @@ class OuterLoop:
         if self._logit is not None:
             self._logit()
 
-    def _make_all_again(self, settle: bool) -> None:
+    def _run_replays(self, settle: bool) -> None:
         while True:
             if settle:
                 self.guard.settle()
-            count = self.guard.to_give_again
+            count = self.guard.batches_to_replay
             if not count:
                 break
             self.again = True
             self._forget_logits()
             try:
-                self._make_again(count)
+                self._run_replay(count)
             finally:
                 self.again = False
             if self.decision is None:
-                self.pass_over()
+                self.skip_empty_step()
             else:
                 self._close()
-        self.guard.take_up()
+        self.guard.finish_replay()

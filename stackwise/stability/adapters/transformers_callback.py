@@ -86,7 +86,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._own_step: Any = None  # if it is not the method of the class
         self._resume: Any = None
         self._trial: Any = None  # of a hyperparameter search
-        self._put_off: set[str] = set()  # actions that are due when the alarm is resolved
+        self._deferred: set[str] = set()  # actions that are due when the alarm is resolved
         self._updates: int | None = None  # updates per epoch
         self._logged = 0
         self.guard: Guard | None = None
@@ -150,12 +150,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         )
         self._watch = AttentionLogit(trainer.model) if self._logits else None
         self._loop = OuterLoop(
-            self.guard, self._make_again, None if self._watch is None else self._watch.take
+            self.guard, self._run_replay, None if self._watch is None else self._watch.take
         )
         self._watch_updates()
         self._updates = _updates_per_epoch(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
         self._logged = 0
-        self._put_off = set()
+        self._deferred = set()
         self._restore(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -203,7 +203,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Warn if the last checkpoint was not written."""
-        if self._put_off:
+        if self._deferred:
             told = "no checkpoint, as training ended among alarms; the one before is the newest"
             warnings.warn(f"step {state.global_step}: {told}", RuntimeWarning, stacklevel=2)
 
@@ -239,33 +239,33 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _watched_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._loop is not None:
-            self._put_off_saving(self._trainer.control)
+            self._defer_saving(self._trainer.control)
         self._log_save_evaluate(*args, **kwargs)
 
-    def _put_off_saving(self, control: Any) -> None:
+    def _defer_saving(self, control: Any) -> None:
         """Defer checkpoints while an alarm is unresolved.
 
         Weights may be bad, and a rewind would not undo a checkpoint. This is not done in `on_step_end`,
         because later callbacks may request a checkpoint too.
         """
         assert self._loop is not None
-        if not (control.should_save or control.should_evaluate or self._put_off):
+        if not (control.should_save or control.should_evaluate or self._deferred):
             return
         try:
             self._loop.settle()
         finally:
             self._log()
         args = self._trainer.args
-        if not self._loop.among_alarms:
-            for name in self._put_off:
+        if not self._loop.has_open_alarm:
+            for name in self._deferred:
                 setattr(control, name, True)
-            self._put_off = set()
+            self._deferred = set()
         elif control.should_save or (control.should_evaluate and args.save_strategy == "best"):
             # The best evaluation needs a checkpoint.
             finds_best = args.metric_for_best_model is not None
             for name in ("should_save", "should_evaluate") if finds_best else ("should_save",):
                 if getattr(control, name):
-                    self._put_off.add(name)
+                    self._deferred.add(name)
                     setattr(control, name, False)
 
     def _watch_updates(self) -> None:
@@ -279,13 +279,13 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             optimizer._is_overflow = not loop.makes_update
             if loop.makes_update:
                 return original(*args, **kwargs)
-            loop.guard.hold_scaler()
+            loop.guard.reset_scaler()
             return None
 
         self._own_step = vars(optimizer).get("step")
         optimizer.step = step
 
-    def _make_again(self, count: int) -> None:
+    def _run_replay(self, count: int) -> None:
         """Run a replayed step, as `_run_epoch` runs a step."""
         assert self.guard is not None
         trainer, model = self._trainer, self._trainer.model_wrapped
@@ -293,7 +293,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         before = trainer.current_gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = count
         for number in range(1, count + 1):
-            given = self.guard.give_again()
+            given = self.guard.replay()
             accelerator.gradient_state._set_sync_gradients(number == count)
             with nullcontext() if number == count else accelerator.no_sync(model):
                 trainer.training_step(model, given["inputs"], given["num_items_in_batch"])

@@ -5,7 +5,7 @@ from stackwise.stability.guard.alarm import Alarm, GuardError
 from stackwise.stability.guard.detector import SpikeDetector
 from stackwise.stability.guard.guard import Guard
 from stackwise.stability.guard.guard_record import GuardRecord
-from stackwise.stability.guard.judge import Decision
+from stackwise.stability.guard.step_detector import Decision
 
 __all__ = [
     "Alarm",

@@ -11,8 +11,8 @@ from torch import Tensor, distributed, nn
 
 from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Alarm
-from stackwise.stability.guard.batch_feed import GivenBatch
 from stackwise.stability.guard.diagnosis import Bundle, names_in, whole
+from stackwise.stability.guard.replay_loader import DrawnBatch
 
 __all__ = ["BundleFolder"]
 
@@ -39,7 +39,7 @@ class BundleFolder:
     def write(
         self,
         model: nn.Module,
-        batches: Sequence[GivenBatch],
+        batches: Sequence[DrawnBatch],
         alarm: Alarm,
         norms: Mapping[str, float],
         loss_scale: float,

@@ -1,4 +1,4 @@
-"""SpikeDetector: detects numbers much larger than in earlier healthy steps."""
+"""Detectors on the host: of spikes among the norms of steps, and of gradients that were clipped before."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
-__all__ = ["SpikeDetector"]
+__all__ = ["ClippingDetector", "SpikeDetector"]
+
+_EQUAL_STEPS = 8  # consecutive equal norms that are not a coincidence
+_EQUAL = 1e-5  # relative change of the norm that is treated as none
+_CHANGED = 1e-3  # change of a parameter's norm, relative to the norm, that shows another gradient
 
 
 class SpikeDetector:
@@ -55,3 +60,31 @@ class SpikeDetector:
         """Record the norm of a healthy step, if it is positive and finite."""
         if 0 < norm < math.inf:
             self._log_norms.append(math.log(norm))
+
+
+class ClippingDetector:
+    """Detector of steps with equal gradient norms although the norms of parameters differ.
+
+    Gradients that are clipped before the guard sees them hide every spike.
+    """
+
+    def __init__(self) -> None:
+        self._norm = math.nan
+        self._norms: Mapping[str, float] = {}
+        self._equal_steps = 0
+
+    def detects(self, norm: float, norms: Mapping[str, float]) -> bool:
+        """Record a healthy step. Return True once, after enough consecutive steps with equal norms.
+
+        Args:
+            norm: norm of all gradients.
+            norms: gradient norm of each parameter, by name.
+        """
+        equal = abs(norm - self._norm) <= _EQUAL * norm and any(
+            abs(each - self._norms.get(name, each)) > _CHANGED * norm for name, each in norms.items()
+        )
+        if self._equal_steps < _EQUAL_STEPS:  # otherwise it was detected before
+            self._equal_steps = self._equal_steps + 1 if equal else 0
+            self._norm, self._norms = norm, norms
+            return self._equal_steps == _EQUAL_STEPS
+        return False

@@ -26,7 +26,7 @@ from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.checkpoint.tensor_file import write_tensors
 from stackwise.stability.buffers import Buffers, elements
-from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.guard.replay_loader import DrawnBatch
 from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
 from stackwise.stability.recomputation import recomputation
@@ -91,7 +91,7 @@ class Bundle:
     """
 
     alarm: dict[str, Any]
-    batches: Sequence[GivenBatch]
+    batches: Sequence[DrawnBatch]
     norms: dict[str, float]
     training: bool = True
     weights: Mapping[str, Tensor] | None = None
@@ -181,7 +181,7 @@ class Bundle:
                 return dict(value)
 
             batches = [
-                GivenBatch(
+                DrawnBatch(
                     int(each["step"]), untold(each["id"]), untold(each["batch"]), mapping(each, "random")
                 )
                 for each in told["batches"]
@@ -238,7 +238,7 @@ def replay(
     was_training = model.training
     model.train(bundle.training)
     try:
-        batches = [GivenBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
+        batches = [DrawnBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
         found = rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
         names = names_in(model)
         found = found._replace(parameter_norms={names[n]: x for n, x in found.parameter_norms.items()})
@@ -249,7 +249,7 @@ def replay(
 
 def rerun(
     model: nn.Module,
-    batches: Sequence[GivenBatch],
+    batches: Sequence[DrawnBatch],
     loss_of: Callable[[nn.Module, Any], Tensor],
     scales: Callable[[], ModuleScales | None] | None = None,
     group: distributed.ProcessGroup | None = None,
@@ -288,7 +288,7 @@ def rerun(
         with recomputation(), keep_random_states(), torch.enable_grad():
             for given in batches:
 
-                def run(given: GivenBatch = given) -> None:
+                def run(given: DrawnBatch = given) -> None:
                     set_random_states(given.random)
                     loss = loss_of(model, given.batch)
                     losses.append(float(loss.detach()))

@@ -29,12 +29,12 @@ class Escalation:
     """Policy that skips a step, rewinds or stops, in this order, with the patience of a `GuardPolicy`.
 
     Attributes:
-        in_row: number of alarms since the last healthy step or rewind.
+        consecutive_alarms: number of alarms since the last healthy step or rewind.
     """
 
     def __init__(self, policy: GuardPolicy) -> None:
         self._policy = policy
-        self.in_row = self._sound = self._rewinds = 0
+        self.consecutive_alarms = self._sound = self._rewinds = 0
         # Batches of the step that led to the last rewind, if they may be innocent.
         self._doubtful: tuple[Hashable, ...] | None = None
         self._sound_since = True  # True if a healthy step followed that rewind
@@ -43,7 +43,7 @@ class Escalation:
         """Record a healthy step; `batches` are the ids of its batches."""
         if self._doubtful == batches:
             self._doubtful = None
-        self.in_row = 0
+        self.consecutive_alarms = 0
         self._sound += 1
         self._sound_since = True
         if self._sound >= (self._policy.snapshot_interval or self._policy.history):
@@ -52,7 +52,7 @@ class Escalation:
     @property
     def exhausted(self) -> bool:
         """True if there are more consecutive alarms than `patience`, and no rewind is available."""
-        return self.in_row > self._policy.patience
+        return self.consecutive_alarms > self._policy.patience
 
     def answer(self, alarm: Alarm, *, can_rewind: bool) -> Answer:
         """Count an alarm and return the response to it.
@@ -60,9 +60,9 @@ class Escalation:
         A finite spike ends training only if a recomputation has shown that its batch is not the cause.
         Otherwise it may be data of a new kind.
         """
-        self.in_row += 1
-        first = self.in_row == 1
-        worn = self.in_row >= self._policy.patience
+        self.consecutive_alarms += 1
+        first = self.consecutive_alarms == 1
+        worn = self.consecutive_alarms >= self._policy.patience
         rewinds = worn and self._rewinds < self._policy.rewinds and can_rewind
         innocent = self._may_be_innocent(alarm, rewinds)
         self._sound = 0
@@ -70,7 +70,7 @@ class Escalation:
             self._doubtful = alarm.batch if innocent else None
             self._sound_since = False
             self._rewinds += 1
-            self.in_row = 0
+            self.consecutive_alarms = 0
             return Answer("rewound", innocent, first)
         may_be_data = alarm.is_finite_spike and alarm.reproduced is not False
         if self.exhausted and not may_be_data:
@@ -87,7 +87,7 @@ class Escalation:
         if self._rewinds >= self._policy.rewinds:
             return False
         self._rewinds += located
-        self._sound = self.in_row = 0
+        self._sound = self.consecutive_alarms = 0
         return True
 
     def _may_be_innocent(self, alarm: Alarm, rewinds: bool) -> bool:
@@ -99,7 +99,7 @@ class Escalation:
         """
         if alarm.reproduced is not False or alarm.batch is None:
             return False
-        early = self.in_row < self._policy.patience
+        early = self.consecutive_alarms < self._policy.patience
         if alarm.batch == self._doubtful:
             return early and not self._sound_since
         return early or rewinds or (self._doubtful is not None and not self._sound_since)
@@ -107,7 +107,7 @@ class Escalation:
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return {
-            "in_row": self.in_row,
+            "consecutive_alarms": self.consecutive_alarms,
             "sound": self._sound,
             "rewinds": self._rewinds,
             "doubtful": self._doubtful,
@@ -116,6 +116,10 @@ class Escalation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self.in_row, self._sound, self._rewinds = state["in_row"], state["sound"], state["rewinds"]
+        self.consecutive_alarms, self._sound, self._rewinds = (
+            state["consecutive_alarms"],
+            state["sound"],
+            state["rewinds"],
+        )
         doubtful, self._sound_since = state["doubtful"], state["sound_since"]
         self._doubtful = None if doubtful is None else tuple(map(hashable, doubtful))

@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.guard.alarm import Alarm
-from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
-from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.attribution import attributed_module
 from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun, scaled
+from stackwise.stability.guard.replay_loader import DrawnBatch, ReplayLoader
 from stackwise.stability.locate import ModuleScales
 from stackwise.stability.recomputation import recomputation
 from stackwise.support.random_state import keep_random_states, set_random_states
@@ -34,7 +34,7 @@ class Examination:
         model: trained model.
         named: optimized parameters with their names, which the guard updates.
         loss_of: loss of (model, batch); None: no step can be recomputed.
-        feed: function that returns the source of the healthy batches before a bad one.
+        loader: function that returns the source of the healthy batches before a bad one.
         buffers: copies of the model's buffers and of weights that its forward passes write, restored after
             each recomputation.
         group: processes that train together; None: this process only.
@@ -51,18 +51,18 @@ class Examination:
         model: nn.Module,
         named: Sequence[tuple[str, nn.Parameter]],
         loss_of: Callable[[nn.Module, Any], Tensor] | None,
-        feed: Callable[[], BatchFeed],
+        loader: Callable[[], ReplayLoader],
         buffers: Buffers,
         group: distributed.ProcessGroup | None,
         loss_scale: Callable[[], float],
     ) -> None:
         self._model, self._named, self._loss_of = model, named, loss_of
-        self._feed, self._buffers, self._group = feed, buffers, group
+        self._loader, self._buffers, self._group = loader, buffers, group
         self._loss_scale = loss_scale
         self.failed = self.is_random = False
 
     def located(
-        self, batches: Sequence[GivenBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
+        self, batches: Sequence[DrawnBatch], alarm: Alarm, norms: Mapping[str, float], proven_limit: float
     ) -> Alarm:
         """Return the alarm with the bad place of the recomputed step.
 
@@ -87,7 +87,7 @@ class Examination:
             reproduced = self._reproduced(found, alarm)
             if reproduced is False and finite:
                 # The recomputed norms of this step are a better reference than earlier steps.
-                where = blamed(norms, found.parameter_norms)
+                where = attributed_module(norms, found.parameter_norms)
             sound = reproduced and alarm.is_finite_spike and alarm.value <= proven_limit
             # In all processes or in none, because all of them gather sharded weights.
             if any(self._of_all(finite and not overflowed and reproduced is not False and not sound)):
@@ -103,7 +103,7 @@ class Examination:
         )
         return replace(alarm, where=where, reproduced=reproduced, value=value, limit=limit)
 
-    def _recomputed(self, batches: Sequence[GivenBatch], alarm: Alarm) -> Replay | None:
+    def _recomputed(self, batches: Sequence[DrawnBatch], alarm: Alarm) -> Replay | None:
         """Recompute the step. Return None if this is not possible or shows nothing."""
         self.failed = False
         if self._loss_of is None or not batches or (self.is_random and alarm.is_finite_spike):
@@ -115,7 +115,7 @@ class Examination:
         return found
 
     def _again(
-        self, batches: Sequence[GivenBatch], scales: Callable[[], ModuleScales | None] | None = None
+        self, batches: Sequence[DrawnBatch], scales: Callable[[], ModuleScales | None] | None = None
     ) -> Replay | None:
         """Recompute the step. Return None if this fails."""
         assert self._loss_of is not None
@@ -155,7 +155,7 @@ class Examination:
         mine = alarm.limit is None or alarm.value > alarm.limit
         return None if again is None or not mine else 2 * again > alarm.value
 
-    def _finds_random_loss(self, found: Replay, batches: Sequence[GivenBatch], alarm: Alarm) -> bool:
+    def _finds_random_loss(self, found: Replay, batches: Sequence[DrawnBatch], alarm: Alarm) -> bool:
         """Return True if two recomputations of a finite spike differ.
 
         A second recomputation runs if the first one did not reproduce the spike. If they differ, `loss_of`
@@ -192,15 +192,15 @@ class Examination:
         """Return the norm over the optimized parameters."""
         return math.hypot(*(norms[name] for name, _ in self._named if name in norms))
 
-    def _scales(self, batches: Sequence[GivenBatch]) -> ModuleScales | None:
+    def _scales(self, batches: Sequence[DrawnBatch]) -> ModuleScales | None:
         """Return the scales of the last healthy batches that are stored; None: no such batch."""
         assert self._loss_of is not None
         model, loss_of, loss_scale = self._model, self._loss_of, self._loss_scale()
-        sound = self._feed().sound_before(batches, REFERENCES)
+        sound = self._loader().healthy_before(batches, REFERENCES)
         if not sound:
             return None
 
-        def run(given: GivenBatch) -> None:
+        def run(given: DrawnBatch) -> None:
             set_random_states(given.random)
             scaled(loss_of(model, given.batch), loss_scale).backward()  # type: ignore[no-untyped-call]
 

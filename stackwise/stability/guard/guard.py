@@ -22,17 +22,17 @@ from torch.nn.parameter import is_lazy
 
 from stackwise.config import GuardPolicy
 from stackwise.stability.buffers import BrokenBuffers, Buffers
+from stackwise.stability.gated_optimizer import GatedOptimizer
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
-from stackwise.stability.guard.batch_feed import BatchFeed, GivenBatch
-from stackwise.stability.guard.blame import blamed, listed, usual_norms
+from stackwise.stability.guard.attribution import attributed_module, first_names, median_norms
 from stackwise.stability.guard.bundle_folder import BundleFolder
-from stackwise.stability.guard.clipped_before import ClippedBefore
+from stackwise.stability.guard.detector import ClippingDetector
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
 from stackwise.stability.guard.finite_state import FiniteState
 from stackwise.stability.guard.guard_record import GuardRecord
-from stackwise.stability.guard.judge import KINDS, Decision, Judge
-from stackwise.stability.guard.made_before import MadeBefore
+from stackwise.stability.guard.replay_loader import DrawnBatch, ReplayLoader
+from stackwise.stability.guard.replay_reference import ReplayReference
 from stackwise.stability.guard.snapshot import (
     Moment,
     Snapshot,
@@ -40,7 +40,7 @@ from stackwise.stability.guard.snapshot import (
     check_restorable,
     check_states,
 )
-from stackwise.stability.guard.update_hold import UpdateHold
+from stackwise.stability.guard.step_detector import KINDS, Decision, StepDetector
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
 from stackwise.support.arguments import check_sizes, require
@@ -59,7 +59,7 @@ class _Made:
     """Completed step whose result the host has not handled yet."""
 
     step: int
-    batches: Sequence[GivenBatch]
+    batches: Sequence[DrawnBatch]
     names: tuple[str, ...]
     before: Moment | None  # None: no lag, or no batches to replay
     order: int
@@ -141,27 +141,27 @@ class Guard:
             require("scaler" not in self._others, "others", "scaler", allowed)
             self._others["scaler"] = self._scaler
         self._lag = self._chosen_lag(lag)
-        self._hold = UpdateHold(optimizer, by_itself=self._lag > 0)
+        self._gated = GatedOptimizer(optimizer, on_device=self._lag > 0)
         self._group = group or _everyone()
         # Ids differ between processes: these would skip different batches, and wait for each other.
         allowed = "None in several processes: all leave out the same place of an epoch"
         require(batch_id is None or self._group is None, "batch_id", batch_id, allowed)
-        self._judge = Judge(self.policy, self._device, self._group)
-        self._feed = BatchFeed(batch_id)
+        self._detector = StepDetector(self.policy, self._device, self._group)
+        self._loader = ReplayLoader(batch_id)
         self._buffers = Buffers(model)
         self._buffers.keep()
         self._snapshot = Snapshot(model, optimizer, self._others, on_host=self.policy.snapshot_on_host)
         self._on_rewind = on_rewind
-        self._left_out = True  # True if the update of the last alarm was skipped
+        self._last_skipped = True  # True if the update of the last alarm was skipped
         self._moment: Moment | None = None
-        self._judged: dict[str, Any] = {}
-        self._made_before = MadeBefore(self._device)
+        self._detector_state: dict[str, Any] = {}
+        self._replay_reference = ReplayReference(self._device)
         self._order = self._snapshot_step = self._snapshot_order = 0
-        self._feeds = False  # True if batches() or give() is used
+        self._has_batches = False  # True if batches() or give() is used
         self._rows = self._made_rows()
         self._arrived: deque[tuple[_Made, list[float]]] = deque()
         self._under_way: deque[_Made] = deque()
-        self._open: _Made | None = None  # the current step, from judge_step() to close_step()
+        self._open: _Made | None = None  # the current step, from check_step() to close_step()
         optimizers = [optimizer, *filter(is_optimizer, self._others.values())]
         self._finite_state = FiniteState(model, optimizers, self._group)
         self._examined_until = -1  # last step of a replay that examines the result of each update
@@ -177,14 +177,20 @@ class Guard:
         # If possible, a rise that may be healthy is recomputed before it is an alarm.
         by_suspicion = self.policy.suspect_factor is not None and not self.policy.spikes_clipped
         self._recomputes = loss_of is not None and by_suspicion
-        self._judged_plainly: int | None = None  # step that could not be recomputed
+        self._not_recomputed: int | None = None  # step that could not be recomputed
         # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
         me = weakref.proxy(self)
         self._examination = Examination(
-            model, self._named, loss_of, lambda: me._feed, self._buffers, self._group, lambda: me._loss_scale
+            model,
+            self._named,
+            loss_of,
+            lambda: me._loader,
+            self._buffers,
+            self._group,
+            lambda: me._loss_scale,
         )
         self._answering: int | None = None
-        self._clipped_before = ClippedBefore()
+        self._clipping = ClippingDetector()
         # Number of steps without a logit. None: no logit limit, a logit was passed, or the user was warned.
         self._without_logit = None if self.policy.logit_limit is None else 0
 
@@ -195,20 +201,20 @@ class Guard:
         After a rewind it is the number of the snapshot's step, because a replayed batch keeps its number.
         During the recomputation of a bad step, it is the number of that step.
         """
-        return self._feed.step if self._answering is None else self._answering
+        return self._loader.step if self._answering is None else self._answering
 
     @property
-    def in_row(self) -> int:
+    def consecutive_alarms(self) -> int:
         """Number of consecutive alarms, if the update of the last one was skipped; otherwise 0.
 
         A rewind resets it. Above 0, weights or optimizer state may be bad: save no checkpoint.
         """
-        return self._escalation.in_row if self._left_out else 0
+        return self._escalation.consecutive_alarms if self._last_skipped else 0
 
     @property
     def quarantined(self) -> list[Hashable]:
         """Ids of the batches that are skipped from now on."""
-        return list(self._feed.quarantined)
+        return list(self._loader.quarantined)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -236,13 +242,13 @@ class Guard:
             GuardError: training cannot continue.
         """
         require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
-        self._feed.drop_hand()
-        self._feeds = True
+        self._loader.drop_pending()
+        self._has_batches = True
         # A rewind must not undo actions of the loop between epochs, such as changes of learning rates.
         self.renew_snapshot()
-        given = self._feed.batches(loader, fast_forward=fast_forward, ending=self._settle_all)
+        given = self._loader.batches(loader, fast_forward=fast_forward, ending=self._settle_all)
         for batch in given:
-            if len(self._feed.hand) == 1:
+            if len(self._loader.pending) == 1:
                 self._before_step()
             yield batch
 
@@ -263,11 +269,11 @@ class Guard:
         """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        decision = self.judge_step(loss, logit=logit)
+        decision = self.check_step(loss, logit=logit)
         if self.makes_update(decision):
             self._update()
         else:
-            self.hold_scaler()
+            self.reset_scaler()
         try:
             self.close_step(decision)
         finally:
@@ -276,7 +282,7 @@ class Guard:
 
     # The parts of `step`, for a third-party loop that calls the optimizer itself.
 
-    def judge_step(
+    def check_step(
         self, loss: Tensor, *, logit: Tensor | None = None, scale: Tensor | None = None
     ) -> Decision:
         """Judge the current step. Call it after the last backward pass and before gradients are clipped.
@@ -294,7 +300,7 @@ class Guard:
         if self._order == 1:  # the first update may have created state in attributes
             check_states(self.optimizer, self._others)
         # Without batches(), the start of a step is unknown, and no step is recomputed.
-        if self._feeds:
+        if self._has_batches:
             self._buffers.note_written()
         self._finite_state.begin()
         broken = self._buffers.broken()
@@ -303,9 +309,9 @@ class Guard:
             if scale is not None:
                 norms_P = norms_P / scale.to(norms_P.device, torch.float32)
         require(len(norms_P) > 0, "gradients", "none", "backward() before step()")
-        before = Moment(self.optimizer, self.scheduler) if self._lag and self._feeds else None
-        batches = tuple(self._feed.hand)
-        self._open = _Made(self._feed.step, batches, self._names(), before, self._order, broken)
+        before = Moment(self.optimizer, self.scheduler) if self._lag and self._has_batches else None
+        batches = tuple(self._loader.pending)
+        self._open = _Made(self._loader.step, batches, self._names(), before, self._order, broken)
         decision = self.decide(loss, norms_P, logit)
         self._overflowed = False
         if self._scaler is not None and KINDS[int(decision.code.item())] == "non-finite gradient":
@@ -330,12 +336,12 @@ class Guard:
         if self._lag == 0 and decision.found_inf.item():
             self._buffers.restore()
             return False
-        self._hold.take(decision)
+        self._gated.gate(decision.found_inf, decision.divisor)
         if self._lag:
             self._buffers.restore(decision.found_inf.bool())
         return True
 
-    def hold_scaler(self) -> None:
+    def reset_scaler(self) -> None:
         """Discard the scaler's notes about a skipped step. Its scale and its step count stay unchanged."""
         # Without clipping, gradients may not be unscaled yet. The scaler then has no notes.
         if self._scaler is not None and _has_noted(self._scaler):
@@ -349,69 +355,69 @@ class Guard:
         Raises:
             GuardError: training cannot continue.
         """
-        assert self._open is not None, "judge_step() first"
+        assert self._open is not None, "check_step() first"
         if self._scaler is None:
-            self._hold.release()
+            self._gated.release()
         made, self._open = self._open, None
-        self._feed.take_hand()
+        self._loader.take_pending()
         allowed = "one for each batch that batches() gave"
-        require(bool(made.batches) or not self._feeds, "step", made.step, allowed)
+        require(bool(made.batches) or not self._has_batches, "step", made.step, allowed)
         self._order += 1
         no_divisor = torch.ones_like(decision.found_inf)
         *scalars, norms_P = (no_divisor if each is None else each for each in decision)
         self._rows.write(made, scalars, norms_P)
         self._under_way.append(made)
         self._last_made = made
-        if not self._feeds:
+        if not self._has_batches:
             self._buffers.keep()
         self._settle(0 if self._examined_until >= 0 else self._lag)
         # A snapshot must not contain bad weights. With a lag, the examination would make the host wait.
         snapshot_next = self._lag == 0 and self._moment is not None and self._snapshot_is_due()
-        if self._examined_until >= 0 or (snapshot_next and not self._escalation.in_row):
+        if self._examined_until >= 0 or (snapshot_next and not self._escalation.consecutive_alarms):
             self._examine_state()
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """Add a batch that a third-party loop has drawn. Such a loop uses this instead of `batches`.
 
-        `to_give_again` must be 0.
+        `batches_to_replay` must be 0.
 
         Args:
             batch: batch. It is stored by reference until the next snapshot.
             identity: identity of the batch, as `batch_id` returns it.
         """
-        self._feeds = True
-        self._feed.give(batch, identity)
-        if len(self._feed.hand) == 1:
+        self._has_batches = True
+        self._loader.give(batch, identity)
+        if len(self._loader.pending) == 1:
             self._before_step()
 
     @property
-    def to_give_again(self) -> int:
+    def batches_to_replay(self) -> int:
         """Number of batches of the next step if it is a replay; otherwise 0."""
-        return self._feed.next_again
+        return self._loader.batches_to_replay
 
     @property
-    def gives_again(self) -> bool:
+    def is_replay(self) -> bool:
         """True if the current step is a replay."""
-        return self._feed.gives_again
+        return self._loader.is_replay
 
-    def give_again(self) -> Any:
+    def replay(self) -> Any:
         """Return the next batch of the replay, and restore its random states."""
-        batch = self._feed.give_next()
-        if len(self._feed.hand) == 1:
+        batch = self._loader.replay_next()
+        if len(self._loader.pending) == 1:
             self._before_step()
         return batch
 
-    def take_up(self) -> None:
+    def finish_replay(self) -> None:
         """Restore the random states from before the replay. Call it after the last replayed step."""
-        self._feed.take_up()
+        self._loader.finish_replay()
 
-    def pass_over(self) -> None:
+    def skip_empty_step(self) -> None:
         """Count a step in which no batch had a loss. A rewind replays it."""
-        self._feed.take_hand()
+        self._loader.take_pending()
 
     def drop_batches(self) -> None:
         """Drop the batches since the last step."""
-        self._feed.drop_hand()
+        self._loader.drop_pending()
 
     def renew_snapshot(self) -> None:
         """Take a new snapshot at the next batch. Earlier steps can then not be replayed."""
@@ -425,29 +431,29 @@ class Guard:
             norms_P: L2 norm of each gradient, before clipping.
             logit: largest attention logit.
         """
-        if self._lag and not self._feeds:
+        if self._lag and not self._has_batches:
             allowed = (
                 "none, or guard.batches(loader), or lag=0: the host does not know yet whether to advance it"
             )
             require(self.scheduler is None, "scheduler", type(self.scheduler).__name__, allowed)
         # Without batches(), the steps after a bad one could not be replayed and would be lost.
-        latch = self._lag > 0 and self._feeds
+        latch = self._lag > 0 and self._has_batches
         broken = None if self._open is None else self._open.buffers
-        return self._judge.decide(
+        return self._detector.decide(
             loss,
             norms_P,
             logit,
             latch=latch,
             suspect=self._recomputes_now,
-            before_S=self._made_before.of(self._feed.step),
+            before_S=self._replay_reference.signals_of(self._loader.step),
             broken_buffers=None if broken is None else broken.flags_B.any().to(self._device),
         )
 
     @property
     def _recomputes_now(self) -> bool:
         """True if a rise of the next step's norm or loss makes the guard recompute the step."""
-        able = self._feeds and self._recomputes and not self._examination.is_random
-        return able and self._feed.step != self._judged_plainly
+        able = self._has_batches and self._recomputes and not self._examination.is_random
+        return able and self._loader.step != self._not_recomputed
 
     def settle(self) -> None:
         """Wait for the device, and handle every alarm of the steps up to now.
@@ -463,7 +469,7 @@ class Guard:
 
     def _check_settles(self) -> None:
         """Refuse to settle within a step while results are outstanding: an alarm could not be handled."""
-        mixed = bool(self._feed.hand) and bool(self._under_way)
+        mixed = bool(self._loader.pending) and bool(self._under_way)
         require(
             not mixed, "settle", "steps under way and a batch in hand", "a moment behind step(), or lag=0"
         )
@@ -490,7 +496,7 @@ class Guard:
                 earlier steps are outstanding; or an alarm has just undone steps.
             GuardError: training cannot continue.
         """
-        in_hand = bool(self._feed.hand)
+        in_hand = bool(self._loader.pending)
         allowed = "a moment between step() and the next batch"
         require(closed or not in_hand, "state_dict", "a batch in hand", allowed)
         self._check_settles()
@@ -500,15 +506,15 @@ class Guard:
         undone = "alarms that undid steps" if len(self.alarms) > alarms else ""
         require(not undone, "state_dict", undone, "settle() before any state is taken")
         return {
-            "judge": self._judge.state_dict(),
-            "feed": self._feed.state_dict(),
-            "made_before": self._made_before.state_dict(),
+            "detector": self._detector.state_dict(),
+            "loader": self._loader.state_dict(),
+            "replay_reference": self._replay_reference.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
-            "reference": self._usual_norms(),
+            "reference": self._median_norms(),
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
-            "left_out": self._left_out,
+            "left_out": self._last_skipped,
             "written": self._bundles.written,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
@@ -520,8 +526,14 @@ class Guard:
         Batches to be replayed belong to one process each. If there are none, the stored results of replayed
         steps are dropped.
         """
-        made_before = state["made_before"] if state["feed"]["again"] else {"steps": [], "signals": []}
-        return {**state, "feed": BatchFeed.common_state(state["feed"]), "made_before": made_before}
+        replay_reference = (
+            state["replay_reference"] if state["loader"]["again"] else {"steps": [], "signals": []}
+        )
+        return {
+            **state,
+            "loader": ReplayLoader.common_state(state["loader"]),
+            "replay_reference": replay_reference,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. Load model, optimizer and scheduler first.
@@ -530,21 +542,21 @@ class Guard:
             ValueError: not a state of a guard.
         """
         known = (
-            *("judge", "feed", "made_before", "alarms", "reference"),
+            *("detector", "loader", "replay_reference", "alarms", "reference"),
             *("skipped", "cleared", "escalation", "written"),
         )
         missing = [key for key in known if key not in state]
         require(not missing, "state", missing, "what state_dict() gave")
-        self._judge.load_state_dict(state["judge"])
-        self._feed.load_state_dict(state["feed"])
-        self._made_before.load_state_dict(state["made_before"])
+        self._detector.load_state_dict(state["detector"])
+        self._loader.load_state_dict(state["loader"])
+        self._replay_reference.load_state_dict(state["replay_reference"])
         self._examined_until = -1
         self.alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
         self._healthy_norms.clear()
         self._healthy_norms.append((-1, dict(state["reference"])))
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
-        self._left_out = state.get("left_out", True)
+        self._last_skipped = state.get("left_out", True)
         self._bundles.written = state["written"]
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])
@@ -555,11 +567,11 @@ class Guard:
         self._buffers.keep()
         interval = self.policy.snapshot_interval
         if interval is None:
-            self._feed.keep_last(REFERENCES + self._lag)
+            self._loader.keep_last(REFERENCES + self._lag)
             return
         # Not while an alarm is unresolved. Without a snapshot, as after a resume, take one all the same:
         # skipped steps have changed no state.
-        if self._escalation.in_row and self._moment is not None:
+        if self._escalation.consecutive_alarms and self._moment is not None:
             return
         if self._snapshot_is_due():
             named = (*self.model.named_parameters(), *self.model.named_buffers())
@@ -567,10 +579,10 @@ class Guard:
             require(not lazy, "parameters", lazy, "all with a shape, which a forward pass gives them")
             self._snapshot.take()
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
-            self._judged = self._judge.state_dict()
-            self._snapshot_step, self._snapshot_order = self._feed.step, self._order
-            self._feed.keep_from_here(REFERENCES)
-            self._made_before.forget(before=self._feed.step)
+            self._detector_state = self._detector.state_dict()
+            self._snapshot_step, self._snapshot_order = self._loader.step, self._order
+            self._loader.keep_from_here(REFERENCES)
+            self._replay_reference.forget(before=self._loader.step)
 
     def _snapshot_is_due(self) -> bool:
         interval = self.policy.snapshot_interval
@@ -578,7 +590,7 @@ class Guard:
             return False
         # Early enough that alarms cannot delay the snapshot beyond the interval.
         due = max(1, interval - self.policy.patience - self._lag)
-        return self._moment is None or self._feed.step - self._snapshot_step >= due
+        return self._moment is None or self._loader.step - self._snapshot_step >= due
 
     def _update(self) -> None:
         if self._scaler is None:
@@ -610,13 +622,13 @@ class Guard:
         located = self._examined_until >= 0
         kind: AlarmKind = "non-finite parameter" if parameters else "non-finite optimizer state"
         ids = made.ids if located else ()
-        alarm = Alarm(made.step, kind, math.nan, where=listed(parameters or states), batch=ids or None)
-        rewinds = self._moment is not None and not self._feed.hand
+        alarm = Alarm(made.step, kind, math.nan, where=first_names(parameters or states), batch=ids or None)
+        rewinds = self._moment is not None and not self._loader.pending
         rewinds = rewinds and self._escalation.rewinds_broken_state(located=located)
         if rewinds:
             if located:
                 self.skipped += 1
-                self._feed.quarantine(made.batches)
+                self._loader.quarantine(made.batches)
             self._examined_until = max(made.step, self._examined_until)
             self._last_made = None
             self._rewind([])
@@ -651,7 +663,7 @@ class Guard:
             self._without_logit = self._without_logit + 1 if math.isnan(logit) else None
         if kind is not None:
             alarm = self._alarm(made, kind, record)
-            self._left_out = skipped
+            self._last_skipped = skipped
             if skipped:
                 self._answer(made, alarm, norms, proven_limit)
             else:
@@ -660,7 +672,7 @@ class Guard:
             self._healthy_norms.append((made.step, norms))
             self._look_for_clipping(norm, norms)
             if self.policy.snapshot_interval is not None and made.batches:
-                self._made_before.note(made.step, norm, loss, logit)
+                self._replay_reference.record(made.step, norm, loss, logit)
             self._escalation.sound(made.ids)
 
     def _alarm(self, made: _Made, kind: AlarmKind, record: GuardRecord) -> Alarm:
@@ -672,11 +684,11 @@ class Guard:
             "non-finite loss": (record.loss, math.inf),
             "non-finite buffer": (record.loss, math.inf),
         }[kind]
-        where = blamed(record.parameter_norms, self._usual_norms())
+        where = attributed_module(record.parameter_norms, self._median_norms())
         if kind == "non-finite buffer":
             own = [] if made.buffers is None else made.buffers.names()
             # It may be a buffer of another process.
-            value, where = (math.nan if own else value), listed(own)
+            value, where = (math.nan if own else value), first_names(own)
         return Alarm(
             made.step, kind, value, None if math.isinf(limit) else limit, where, batch=made.ids or None
         )
@@ -692,7 +704,7 @@ class Guard:
 
     def _look_for_clipping(self, norm: float, norms: Mapping[str, float]) -> None:
         """Warn once if gradients are clipped before the guard sees them."""
-        if self._clipped_before.tells(norm, norms):
+        if self._clipping.detects(norm, norms):
             said = (
                 f"gradients: got a norm of {norm:.6g} at each of the last steps, as behind a clipping, which "
                 "hides every spike; allowed: as the backward pass left them, and clipped by the guard: "
@@ -707,7 +719,7 @@ class Guard:
         """
         later = self._unwind(made)
         replayed = [*made.batches, *later]
-        plainly = made.step == self._judged_plainly  # its recomputation has failed before
+        plainly = made.step == self._not_recomputed  # its recomputation has failed before
         self._answering = made.step
         try:
             alarm = self._examination.located(() if plainly else made.batches, alarm, norms, proven_limit)
@@ -715,12 +727,12 @@ class Guard:
             self._answering = None
         if alarm.is_finite_spike and alarm.reproduced and alarm.value <= proven_limit:
             self.cleared += 1
-            self._judge.trust()
-            self._feed.give_again(replayed)
+            self._detector.trust()
+            self._loader.replay(replayed)
             return
         if self._examination.failed and alarm.is_finite_spike:
-            self._judged_plainly = made.step
-            self._feed.give_again(replayed)
+            self._not_recomputed = made.step
+            self._loader.replay(replayed)
             return
         self.skipped += 1
         answer = self._escalation.answer(alarm, can_rewind=self._moment is not None)
@@ -729,7 +741,7 @@ class Guard:
         if answer.innocent:
             later = replayed
         else:
-            self._feed.quarantine(made.batches)
+            self._loader.quarantine(made.batches)
         alarm = replace(alarm, action=answer.action)
         if answer.first or answer.action == "raised":
             alarm = self._bundles.write(self.model, made.batches, alarm, norms, self._loss_scale)
@@ -737,7 +749,7 @@ class Guard:
         if answer.action == "rewound":
             self._rewind(later)
             return
-        self._feed.give_again(later)
+        self._loader.replay(later)
         if answer.action == "raised":
             raise GuardError(alarm, self.alarms)
 
@@ -746,7 +758,7 @@ class Guard:
         # Without a recomputation, the next step shows no more. Data of a new kind raise the loss for many
         # steps: one skipped step is enough, and consecutive ones would rewind a healthy run.
         at_once = spike.reproduced is None or spike.kind == "loss spike" or self._escalation.exhausted
-        self._judge.learn(at_once=at_once)
+        self._detector.learn(at_once=at_once)
 
     def _record(self, alarm: Alarm) -> None:
         """Store an alarm, and log it in the first process."""
@@ -754,12 +766,12 @@ class Guard:
         if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
             _LOG.warning("guard: %s", alarm)
 
-    def _unwind(self, made: _Made) -> list[GivenBatch]:
+    def _unwind(self, made: _Made) -> list[DrawnBatch]:
         """Undo the host's part of the skipped steps after `made`. Return their batches."""
         if made.before is None:
             return []
         made.before.restore(self.optimizer, self.scheduler)
-        self._judge.unlatch()
+        self._detector.unlatch()
         if self._snapshot_order > made.order:
             # The snapshot was taken after the bad step, with the state before it.
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
@@ -768,16 +780,16 @@ class Guard:
         self._under_way.clear()
         return later
 
-    def _rewind(self, later: Sequence[GivenBatch]) -> None:
+    def _rewind(self, later: Sequence[DrawnBatch]) -> None:
         assert self._moment is not None
         self._snapshot.restore()
         self._moment.restore(self.optimizer, self.scheduler, self._others)
-        self._judge.rewind(self._judged)
+        self._detector.rewind(self._detector_state)
         before = [each for each in self._healthy_norms if each[0] < self._snapshot_step]
         self._healthy_norms = deque(before, self._healthy_norms.maxlen)
         # The history may be too short to detect a fault that persists.
-        self._made_before.recall()
-        self._feed.give_all_again(later)
+        self._replay_reference.start_replay()
+        self._loader.replay_all(later)
         if self._on_rewind is not None:
             self._on_rewind(self.steps)
 
@@ -807,8 +819,8 @@ class Guard:
     def _made_rows(self) -> RingBuffer[_Made]:
         return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
 
-    def _usual_norms(self) -> dict[str, float]:
-        return usual_norms(norms for _, norms in self._healthy_norms)
+    def _median_norms(self) -> dict[str, float]:
+        return median_norms(norms for _, norms in self._healthy_norms)
 
     def _norms(self) -> Tensor:
         """Return the norm of each gradient, in the order of `self._names()`."""

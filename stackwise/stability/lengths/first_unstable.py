@@ -163,7 +163,7 @@ def first_unstable_length(
         high: longest length.
         step: resolution, a divisor of high - low.
         seeds: seeds of each length: a number of seeds, counted from `seed`, or a list. A length is unstable
-            if a value is not finite in any seed, or if more than half of the seeds are in trouble.
+            if a value is not finite in any seed, or if more than half of the seeds are unstable.
         fresh_seeds: seeds for the two lengths around the result. None: as many new seeds as `seeds`.
         tokens_per_step: number of tokens of a training step at every length. None: `batch_size` rows.
         batch_size: rows of a step. None: 4, unless `tokens_per_step` is set.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stackwise.report.plot import BAD, INK, MUTED, svg_plot, write_svg
+from stackwise.stability.lengths.instability import SeedRun
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.stability.lengths.trouble import SeedRun
 from stackwise.support.arguments import require
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stackwise.stability.lengths.trouble import DIVERGENCE_STEPS, SeedRun
+from stackwise.stability.lengths.instability import DIVERGENCE_STEPS, SeedRun
 from stackwise.stability.run import StabilityRun
 from stackwise.support.units import byte_text
 
@@ -84,45 +84,45 @@ class LengthPoint:
         return max(self._gradient_norms, default=math.nan)
 
     @property
-    def troubled_seeds(self) -> list[int]:
-        """Seeds with a training in trouble."""
-        return [each.seed for each in self.runs if each.troubles]
+    def unstable_seeds(self) -> list[int]:
+        """Seeds with an unstable training."""
+        return [each.seed for each in self.runs if each.instabilities]
 
     @property
     def verdict(self) -> LengthVerdict:
         """Verdict on the length.
 
-        A length is unstable if a value is not finite in any seed, or if more than half of the seeds are in
-        trouble. If fewer seeds are in trouble, it is spiky, because other weights or batches train well. A
+        A length is unstable if a value is not finite in any seed, or if more than half of the seeds are
+        unstable. If fewer seeds are unstable, it is spiky, because other weights or batches train well. A
         single seed cannot distinguish the two. In this case, a spike without an alarm of the guard is treated
         as chance.
         """
         if self.stopped:
             return self.stopped
-        troubles = [trouble for each in self.runs for trouble in each.troubles]
-        if not self.finite or any(trouble.kind in ("non-finite", "fault") for trouble in troubles):
+        found = [instability for each in self.runs for instability in each.instabilities]
+        if not self.finite or any(each.kind in ("non-finite", "fault") for each in found):
             return "unstable"
-        if not troubles:
+        if not found:
             return "stable"
         if len(self.runs) == 1:
-            chance = self.run.verdict == "stable" and all(trouble.kind == "spike" for trouble in troubles)
+            chance = self.run.verdict == "stable" and all(each.kind == "spike" for each in found)
             return "spiky" if chance else "unstable"
-        return "unstable" if 2 * len(self.troubled_seeds) > len(self.runs) else "spiky"
+        return "unstable" if 2 * len(self.unstable_seeds) > len(self.runs) else "spiky"
 
     @property
     def why(self) -> str:
-        """Troubles of the first troubled seed, and the number of troubled seeds. "" if there are none."""
+        """Instabilities of the first unstable seed, and number of unstable seeds; "" if there are none."""
         if self.stopped:
             return self.stopped
         said = []
         if not self.finite:
             said.append(f"loss {self.loss:.4g}, largest logit {self.logit_max:.4g}: not finite")
-        troubled = [each for each in self.runs if each.troubles]
-        if troubled:
-            first = "; ".join(trouble.text for trouble in troubled[0].troubles)
-            said.append(f"training of seed {troubled[0].seed}: {first}")
+        unstable = [each for each in self.runs if each.instabilities]
+        if unstable:
+            first = "; ".join(each.text for each in unstable[0].instabilities)
+            said.append(f"training of seed {unstable[0].seed}: {first}")
             if len(self.runs) > 1:
-                said.append(f"{len(troubled)} of {len(self.runs)} seeds")
+                said.append(f"{len(unstable)} of {len(self.runs)} seeds")
         return "; ".join(said)
 
     @property
@@ -200,19 +200,21 @@ def reference_notes(points: Sequence[LengthPoint]) -> list[str]:
         points: points, with the shortest length first. The rest is compared with it.
     """
     shortest, *others = points
-    troubled = bool(shortest.runs) and all(each.troubles for each in shortest.runs)
-    if not troubled or not any(point.runs for point in others):
+    unstable = bool(shortest.runs) and all(each.instabilities for each in shortest.runs)
+    if not unstable or not any(point.runs for point in others):
         return []
-    where = f"T={shortest.seq_len}, where every seed is in trouble itself"
+    where = f"T={shortest.seq_len}, where every seed is unstable itself"
     return [f"gradient growth is not judged: it is held against {where}"]
 
 
 def divergence_notes(points: Sequence[LengthPoint]) -> list[str]:
-    """Return one sentence if trainings without trouble were too short to judge divergence.
+    """Return one sentence if stable trainings were too short to judge divergence.
 
     Otherwise return [].
     """
-    sound = [each.run for point in points for each in point.runs if not each.troubles and not each.run.fired]
+    sound = [
+        each.run for point in points for each in point.runs if not each.instabilities and not each.run.fired
+    ]
     steps = min((len(run.records) for run in sound), default=DIVERGENCE_STEPS)
     if steps >= DIVERGENCE_STEPS:
         return []

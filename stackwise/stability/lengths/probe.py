@@ -18,8 +18,8 @@ from torch import Tensor
 
 from stackwise.benchmark.memory import peak_memory
 from stackwise.config import GuardPolicy
+from stackwise.stability.lengths.instability import LengthLimits, SeedRun, find_instabilities, reference_norms
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.stability.lengths.trouble import LengthLimits, SeedRun, reference_norms, troubles_of
 from stackwise.stability.run import StabilityRun, shortest_length, stability_run
 from stackwise.subject.inference import is_sequence
 from stackwise.subject.spec import ModelSpec
@@ -131,12 +131,12 @@ class LengthProbe:
         ]
         limits = LengthLimits(self._reference, self._factor, self._tolerance)
         runs = tuple(
-            SeedRun(seed, run, troubles_of(run, limits))
+            SeedRun(seed, run, find_instabilities(run, limits))
             for seed, (run, _) in zip(seeds, trained, strict=True)
         )
         if self._first is None:
             self._first = seq_len
-        # If all seeds of the first test were in trouble, a second test at this length may have healthy ones.
+        # If all seeds of the first test were unstable, a second test at this length may have healthy ones.
         if seq_len == self._first and not self._reference:
             self._reference = reference_norms(runs)
         return LengthPoint(

@@ -160,8 +160,8 @@ def length_sweep(
     """Test a model at each length: loss and logits of the initial model, and a short training.
 
     All lengths read prefixes of the same rows, which have the longest length. The conditions of a healthy
-    training are in `stackwise.stability.lengths.trouble`. Use several seeds to distinguish an unstable length
-    from a length that is spiky by chance.
+    training are in `stackwise.stability.lengths.instability`. Use several seeds to distinguish an unstable
+    length from a length that is spiky by chance.
 
     If a length does not fit into memory, the sweep ends. This length is "out of memory" and the longer ones
     are "not run". Both are `problems`. The shorter ones are returned unchanged.

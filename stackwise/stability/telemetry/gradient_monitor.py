@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stackwise.stability.found_inf import check_leaves_out, start_momentum
+from stackwise.stability.gated_optimizer import check_skips_on_device, start_momentum
 from stackwise.stability.telemetry.gradient_norm import (
     GradientNames,
     first_non_finite,
@@ -146,7 +146,7 @@ class GradientMonitor:
         Raises:
             ValueError: the optimizer does not read `found_inf`, or it is SGD with dampening.
         """
-        check_leaves_out(optimizer)
+        check_skips_on_device(optimizer)
         optimizer.register_step_post_hook(_forget)
         self._guarded.append(optimizer)
 

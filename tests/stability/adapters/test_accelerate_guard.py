@@ -304,9 +304,9 @@ def test_the_common_part_of_its_state_is_that_of_its_guard():
     """Beside the sizes of its steps."""
     guard = guarded(rows()).guard
     state = guard.state_dict()
-    assert state["feed"]["generators"] is not None
+    assert state["loader"]["generators"] is not None
     common = guard.common_state(state)
-    assert common["feed"]["generators"] is None
+    assert common["loader"]["generators"] is None
     assert common.keys() == state.keys() and common["sizes"] == state["sizes"]
 
 

@@ -279,8 +279,8 @@ def test_checkpoint_within_an_accumulation_holds_the_last_full_step(tmp_path):
     [alarm] = first.guard.alarms
     assert first.guard.quarantined == [(0, place) for place in range(4, 8)]
     saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)["callbacks"]["GuardCallback"]
-    assert saved["feed"]["next_step"] == 7  # behind 30 batches, two of them in hand
-    assert saved["feed"]["again"] == []
+    assert saved["loader"]["next_step"] == 7  # behind 30 batches, two of them in hand
+    assert saved["loader"]["again"] == []
     again = GuardCallback(POLICY)
     run(again, batches(), str(tmp_path / "step=7.ckpt"))
     assert repr(again.guard.alarms) == repr([alarm])

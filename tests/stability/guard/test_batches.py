@@ -5,19 +5,16 @@ import json
 import math
 import random
 import weakref
-from collections import UserDict
 from contextlib import nullcontext
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from stackwise.stability.guard import Guard, GuardPolicy
-from stackwise.stability.guard.batch_feed import BatchFeed
+from stackwise.stability.guard.replay_loader import ReplayLoader
 from stackwise.support.dataloader import generator_states
 from stackwise.support.random_state import keep_random_states
 from stackwise.training.storage_meter import uncollected
@@ -198,11 +195,11 @@ def test_one_step_for_each_batch():
 
 
 def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
-    feed = BatchFeed()
+    feed = ReplayLoader()
 
     def left(fast_forward=False, at=2):
         for place, batch in enumerate(feed.batches("abcd", fast_forward=fast_forward, ending=lambda: None)):
-            feed.take_hand()
+            feed.take_pending()
             if place == at:
                 return batch
         return None
@@ -212,7 +209,7 @@ def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
     assert (state["epoch"], state["index"]) == (0, 3)
     given = []
     for batch in feed.batches("abcd", ending=lambda: None):
-        given += [each.id for each in feed.take_hand()]
+        given += [each.id for each in feed.take_pending()]
         if batch == "b":
             break
     assert given == [(1, 0), (1, 1)]
@@ -235,66 +232,62 @@ def test_a_plain_load_reads_the_state():
     def draw():
         return torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
 
-    data, drawn, feed = [torch.ones(2), torch.zeros(2)], [], BatchFeed()
+    data, drawn, feed = [torch.ones(2), torch.zeros(2)], [], ReplayLoader()
     with keep_random_states():
         batches = feed.batches(data, ending=lambda: None)
         next(batches)
         drawn.append(draw())
-        feed.give_again(feed.take_hand())
+        feed.replay(feed.take_pending())
         file = io.BytesIO()
         torch.save(feed.state_dict(), file)
         after = draw()
-        again = BatchFeed()
+        again = ReplayLoader()
         file.seek(0)
         again.load_state_dict(torch.load(file, weights_only=True))
         given = again.batches(data, fast_forward=True, ending=lambda: None)
         assert torch.equal(next(given), data[0])
         assert draw() == drawn[0]
-        again.take_hand()
+        again.take_pending()
         assert torch.equal(next(given), data[1])
         assert draw() == after
-        # One that was saved with an array is read as well.
-        old = feed.state_dict()
-        old["frontier"]["numpy"] = tuple(np.random.get_state())  # noqa: NPY002
-        again.load_state_dict(old)
 
 
 def test_what_was_given_again_leaves_nothing_in_what_processes_have_alike():
-    feed = BatchFeed()
+    feed = ReplayLoader()
     batches = feed.batches("abc", ending=lambda: None)
     next(batches)
-    feed.give_again(feed.take_hand())
-    assert BatchFeed.common_state(feed.state_dict())["frontier"] is not None
+    feed.replay(feed.take_pending())
+    assert ReplayLoader.common_state(feed.state_dict())["frontier"] is not None
     assert next(batches) == "a"
-    feed.take_hand()
+    feed.take_pending()
     state = feed.state_dict()
     assert state["frontier"] is not None, "this process goes on from there"
-    common = BatchFeed.common_state(state)
+    common = ReplayLoader.common_state(state)
     assert common["frontier"] is None
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(common)
     assert next(again.batches(iter("bc"), ending=lambda: None)) == "b"
 
 
 def test_an_id_that_is_a_list_is_known_as_a_tuple():
-    feed = BatchFeed(lambda batch: [batch, "text"])
+    feed = ReplayLoader(lambda batch: [batch, "text"])
     for _ in feed.batches([3, 4], ending=lambda: None):
-        feed.quarantine(feed.take_hand())
+        feed.quarantine(feed.take_pending())
     assert list(feed.quarantined) == [(3, "text"), (4, "text")]
-    again = BatchFeed(lambda batch: [batch, "text"])
+    again = ReplayLoader(lambda batch: [batch, "text"])
     again.load_state_dict(feed.state_dict())
     assert list(again.batches([3, 5, 4], ending=lambda: None)) == [5]
 
 
 def test_ids_are_plain_values():
-    feed = BatchFeed(lambda batch: batch)
+    feed = ReplayLoader(lambda batch: batch)
     given = feed.batches([np.int64(3), (np.int32(4), ["a"]), np.str_("b")], ending=lambda: None)
     for _ in given:
-        feed.quarantine(feed.take_hand())
+        feed.quarantine(feed.take_pending())
     assert json.dumps(list(feed.quarantined)) == '[3, [4, ["a"]], "b"]'
     assert {type(each) for each in feed.quarantined} == {int, tuple, str}
     for other in (torch.tensor(3), {"a": 1}, (1, torch.ones(2)), None, 0.5):
-        feed = BatchFeed(lambda batch: batch)
+        feed = ReplayLoader(lambda batch: batch)
         with pytest.raises(ValueError, match=r"batch_id: got .*; allowed: an integer, a string, or a tuple"):
             next(feed.batches([other], ending=lambda: None))
         with pytest.raises(ValueError, match=r"identity: got .*; allowed: an integer, a string, or a tuple"):
@@ -330,7 +323,7 @@ def taken(feed, batches, count):
     """Batches, and what a step draws behind each."""
     found = []
     for batch in islice(batches, count):
-        feed.take_hand()
+        feed.take_pending()
         found += [batch, torch.rand(1)]
     return found
 
@@ -345,12 +338,12 @@ def two_epochs(feed, loader, fast_forward=False):
 def test_a_loader_goes_on_with_the_same_batches(kind, done):
     """What is drawn to get there moves nothing else on."""
     torch.manual_seed(5)
-    feed = BatchFeed()
+    feed = ReplayLoader()
     batches = two_epochs(feed, loader := LOADERS[kind]())
     taken(feed, batches, done)
     state, states = feed.state_dict(), torch.get_rng_state()
     expected = taken(feed, batches, 12 - done)
-    again, fresh = BatchFeed(), LOADERS[kind]()
+    again, fresh = ReplayLoader(), LOADERS[kind]()
     again.load_state_dict(state)
     assert str(again.state_dict()) == str(state)
     torch.manual_seed(99)
@@ -362,11 +355,11 @@ def test_a_loader_goes_on_with_the_same_batches(kind, done):
 
 
 def test_a_generator_goes_on_with_the_next_epoch():
-    feed, loader = BatchFeed(), LOADERS["generator"]()
+    feed, loader = ReplayLoader(), LOADERS["generator"]()
     taken(feed, feed.batches(loader, ending=lambda: None), 7)
     state = feed.state_dict()
     assert (state["epoch"], state["index"], state["began"]) == (1, 0, None)
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(state)
     found = again.batches(LOADERS["generator"](), fast_forward=True, ending=lambda: None)
     for batch, other in zip(loader, found, strict=True):
@@ -379,14 +372,14 @@ def test_an_epoch_that_begins_among_batches_that_are_given_again(count):
     orders = []
     for goes_on in (False, True):
         torch.manual_seed(5)
-        feed = BatchFeed()
+        feed = ReplayLoader()
         taken(feed, feed.batches(LOADERS["shuffled"](), ending=lambda: None), 3)
-        feed.give_all_again([])
+        feed.replay_all([])
         batches = feed.batches(LOADERS["shuffled"](), ending=lambda: None)
         taken(feed, batches, count)
         if goes_on:
             state, states = feed.state_dict(), torch.get_rng_state()
-            feed = BatchFeed()
+            feed = ReplayLoader()
             feed.load_state_dict(state)
             torch.manual_seed(99)
             torch.set_rng_state(states)
@@ -398,22 +391,20 @@ def test_an_epoch_that_begins_among_batches_that_are_given_again(count):
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_state_without_the_start_of_its_epoch_is_read(kind):
-    """As older ones are, and those of another number of processes."""
+    """As those of another number of processes are."""
     torch.manual_seed(5)
-    feed = BatchFeed()
+    feed = ReplayLoader()
     taken(feed, feed.batches(LOADERS[kind](), ending=lambda: None), 4)
-    old = {key: value for key, value in feed.state_dict().items() if key not in ("began", "generators")}
-    for state in (old, BatchFeed.common_state(feed.state_dict())):
-        again, states = BatchFeed(), torch.get_rng_state()
-        again.load_state_dict(state)
-        batches = again.batches(LOADERS[kind](), fast_forward=True, ending=lambda: None)
-        told = "loader: the random states with which its epoch began were not saved"
-        with nullcontext() if kind == "list" else pytest.warns(UserWarning, match=told):
-            batch = next(batches)
-        assert again.take_hand()[0].id == (0, 4)
-        if kind == "list":
-            assert torch.equal(batch, LOADERS[kind]()[4])
-            assert torch.equal(torch.get_rng_state(), states)
+    again, states = ReplayLoader(), torch.get_rng_state()
+    again.load_state_dict(ReplayLoader.common_state(feed.state_dict()))
+    batches = again.batches(LOADERS[kind](), fast_forward=True, ending=lambda: None)
+    told = "loader: the random states with which its epoch began were not saved"
+    with nullcontext() if kind == "list" else pytest.warns(UserWarning, match=told):
+        batch = next(batches)
+    assert again.take_pending()[0].id == (0, 4)
+    if kind == "list":
+        assert torch.equal(batch, LOADERS[kind]()[4])
+        assert torch.equal(torch.get_rng_state(), states)
 
 
 class MakesItsOwn(Sampler):
@@ -435,13 +426,13 @@ def of_its_own():
 
 def test_a_generator_that_is_not_there_yet_is_told_of():
     """At the beginning of an epoch that was begun among batches that are given again."""
-    feed, loader = BatchFeed(), of_its_own()
+    feed, loader = ReplayLoader(), of_its_own()
     taken(feed, feed.batches(loader, ending=lambda: None), 3)
-    feed.give_all_again([])
+    feed.replay_all([])
     taken(feed, feed.batches(loader, ending=lambda: None), 1)
     state = feed.state_dict()
     assert (state["epoch"], state["index"], len(state["generators"])) == (1, 0, 1)
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(state)
     with pytest.warns(UserWarning, match="1 of its generators were saved, and 0 are there"):
         found = list(again.batches(of_its_own(), fast_forward=True, ending=lambda: None))
@@ -450,9 +441,9 @@ def test_a_generator_that_is_not_there_yet_is_told_of():
 
 @pytest.mark.parametrize("saved, now", [("generator", "in order"), ("in order", "generator")])
 def test_other_generators_than_were_saved_are_told_of(saved, now):
-    feed = BatchFeed()
+    feed = ReplayLoader()
     taken(feed, feed.batches(LOADERS[saved](), ending=lambda: None), 2)
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(feed.state_dict())
     with pytest.warns(UserWarning, match="of its generators were saved, and . are there"):
         found = list(again.batches(LOADERS[now](), fast_forward=True, ending=lambda: None))
@@ -465,53 +456,28 @@ class WithWorkers(list):
 
 @pytest.mark.parametrize("done", [1, 7])
 def test_workers_that_stay_are_told_of(done):
-    feed, loader = BatchFeed(), WithWorkers("abcdef")
+    feed, loader = ReplayLoader(), WithWorkers("abcdef")
     taken(feed, feed.batches(loader, ending=lambda: None), done)
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(feed.state_dict())
     with pytest.warns(UserWarning, match="persistent_workers draw their seeds once"):
         next(again.batches(loader, fast_forward=True, ending=lambda: None))
 
 
 def test_a_loader_with_fewer_batches_than_were_given_is_refused():
-    feed = BatchFeed()
+    feed = ReplayLoader()
     taken(feed, feed.batches("abcd", ending=lambda: None), 3)
-    again = BatchFeed()
+    again = ReplayLoader()
     again.load_state_dict(feed.state_dict())
     with pytest.raises(ValueError, match="batches of the dataloader: got 2; allowed: 3 or more in epoch 0"):
         next(again.batches("ab", fast_forward=True, ending=lambda: None))
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-
-
-@pytest.mark.parametrize(
-    "batch, place",
-    [
-        (UserDict(x=torch.ones(2)), "batch: got collections.UserDict, which becomes a dict"),
-        ([Pair(torch.ones(2))], r"batch\.0: got .*\.Pair, which becomes a tuple"),
-        ({"packed": pack_sequence([torch.ones(2)])}, r"batch\.packed: got .*\.PackedSequence, which becomes"),
-        ([1, {"x": (torch.ones(2), np.ones(2), None)}], None),
-    ],
-)
-def test_batches_that_come_back_as_others_are_told_of_at_the_first_state(batch, place):
-    feed = BatchFeed()
-    taken(feed, feed.batches([batch], ending=lambda: None), 1)
-    with nullcontext() if place is None else pytest.warns(RuntimeWarning, match=place):
-        feed.state_dict()
-    feed.state_dict()
-    drawn_by_others = BatchFeed()  # in whose state there are none
-    drawn_by_others.give(batch, 0)
-    drawn_by_others.take_hand()
-    drawn_by_others.state_dict()
-
-
 def test_batches_to_be_given_again_come_back_on_their_device():
     """A checkpoint has them on the CPU."""
-    feed = BatchFeed()
+    feed = ReplayLoader()
     feed.give({"x": [torch.ones(2, device="meta"), 3]}, 0)  # the other device that every machine has
-    feed.give_again(feed.take_hand())
+    feed.replay(feed.take_pending())
     state = feed.state_dict()
     [entry] = state["again"]
     entry["batch"] = {"x": [torch.ones(2), 3]}
@@ -519,7 +485,7 @@ def test_batches_to_be_given_again_come_back_on_their_device():
     lacking = "cuda" if torch.cuda.is_available() else "cpu"
     for device, wanted in ((entry["device"], "meta"), ("cuda:99", lacking), (None, "cpu")):
         entry["device"] = device
-        again = BatchFeed()
+        again = ReplayLoader()
         again.load_state_dict(state)
         given = next(again.batches([], ending=lambda: None))
         assert given["x"][0].device.type == wanted and given["x"][1] == 3

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stackwise.stability.guard import Alarm, GuardPolicy
-from stackwise.stability.guard.batch_feed import GivenBatch
-from stackwise.stability.guard.blame import blamed
+from stackwise.stability.guard.attribution import attributed_module
 from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.diagnosis import Bundle, histogram, replay, rerun
+from stackwise.stability.guard.replay_loader import DrawnBatch
 from stackwise.support.random_state import random_states
 
 
@@ -34,7 +34,7 @@ def broken():
     states = random_states()
     batch = {"x": torch.randn(8, 4), "more": (torch.ones(8, 1), [1, "text", None, math.inf])}
     weights = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    given = GivenBatch(12, ("a", 3), batch, states)
+    given = DrawnBatch(12, ("a", 3), batch, states)
     alarm = {"step": 12, "kind": "gradient spike", "value": math.inf, "batch": (("a", 3),)}
     return model, Bundle(alarm, [given], {"0.weight": 10.0, "3.bias": math.nan}, True, weights, {"seed": 3})
 
@@ -225,10 +225,10 @@ def test_names_are_those_of_the_model_without_what_is_put_around_it(broken, tmp_
 
 
 def test_what_needs_a_pickle_is_refused_and_leaves_nothing(tmp_path):
-    bundle = Bundle({}, [GivenBatch(0, 0, {"x": object()}, {})], {})
+    bundle = Bundle({}, [DrawnBatch(0, 0, {"x": object()}, {})], {})
     with pytest.raises(ValueError, match=r"batch.0.x: got builtins.object"):
         bundle.write(tmp_path / "step")
-    wide = Bundle({}, [GivenBatch(0, 0, torch.ones(2, dtype=torch.complex128), {})], {})
+    wide = Bundle({}, [DrawnBatch(0, 0, torch.ones(2, dtype=torch.complex128), {})], {})
     with pytest.raises(ValueError, match=r"batch.0: got torch.complex128"):
         wide.write(tmp_path / "step")
     assert list(tmp_path.iterdir()) == []
@@ -238,7 +238,7 @@ def test_what_needs_a_pickle_is_refused_and_leaves_nothing(tmp_path):
 def test_damage_is_an_error_that_names_the_file(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "step"
     weights = {"w": torch.arange(3.0)}
-    Bundle({"step": 1}, [GivenBatch(1, 2, torch.ones(2), {})], {"w": 1.0}, True, weights).write(folder)
+    Bundle({"step": 1}, [DrawnBatch(1, 2, torch.ones(2), {})], {"w": 1.0}, True, weights).write(folder)
     name = data.draw(st.sampled_from(["bundle.json", "tensors.safetensors", "weights.safetensors"]))
     content = (folder / name).read_bytes()
     cut = data.draw(st.integers(0, len(content) - 3))  # behind it JSON has a newline
@@ -263,7 +263,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_what_nobody_wrote_is_an_error_that_names_the_file(harm, tmp_path):
-    folder = Bundle({"step": 1}, [GivenBatch(1, 2, torch.ones(2), {})], {"w": 1.0}).write(tmp_path / "step")
+    folder = Bundle({"step": 1}, [DrawnBatch(1, 2, torch.ones(2), {})], {"w": 1.0}).write(tmp_path / "step")
     place = folder / "bundle.json"
     text = json.dumps(json.loads(place.read_text()) | harm)
     place.write_text(text.replace('"deep"', "[" * 100_000))
@@ -318,7 +318,7 @@ EVERYWHERE = "all modules (gradients x10)"
     ],
 )
 def test_blame(norms, reference, where):
-    assert blamed(norms, reference) == where
+    assert attributed_module(norms, reference) == where
 
 
 def test_gradients_of_another_optimizer_are_left_as_they_are(broken):
@@ -362,7 +362,7 @@ def test_expanded_buffers_are_computed_with_again(tmp_path):
 
     model = make()
     weights = {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    given = GivenBatch(1, 1, torch.ones(3, 4), random_states())
+    given = DrawnBatch(1, 1, torch.ones(3, 4), random_states())
     folder = Bundle({"step": 1, "kind": "non-finite loss"}, [given], {}, True, weights).write(
         tmp_path / "step"
     )

@@ -45,7 +45,7 @@ def test_unreproduced_failure_retries_its_batch():
     escalation = Escalation(POLICY)
     assert answers(escalation, [LOOP, LOOP]) == [("retried", True), ("retried", True)]
     escalation.sound(LOOP.batch)
-    assert escalation.in_row == 0
+    assert escalation.consecutive_alarms == 0
 
 
 def test_batch_that_fails_again_after_a_rewind_is_skipped():

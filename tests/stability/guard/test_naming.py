@@ -250,7 +250,7 @@ def test_a_step_that_is_trusted_is_so_after_a_checkpoint():
         loss = compute(run.model, batch)
         loss.backward()
         guard.step(loss)
-        if guard.steps == 60 and guard.state_dict()["judge"]["trusted"]:
+        if guard.steps == 60 and guard.state_dict()["detector"]["trusted"]:
             break
     other = Guard(run.model, run.optimizer, scheduler=run.scheduler, policy=POLICY, loss_of=compute)
     other.load_state_dict(guard.state_dict())

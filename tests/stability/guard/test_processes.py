@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stackwise.stability.guard import Alarm, Guard
-from stackwise.stability.guard.batch_feed import GivenBatch
+from stackwise.stability.guard.replay_loader import DrawnBatch
 from stackwise.stability.recomputation import is_recomputation
 from stackwise.support.random_state import random_states
 from tests.forked import HANG_SECONDS, end_of, start
@@ -131,7 +131,7 @@ def test_of_a_step_that_fails_no_other_process_is_asked(monkeypatch):
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=failing)
     monkeypatch.setattr(guard._examination, "_group", object())
     monkeypatch.setattr(distributed, "get_world_size", lambda _: 2)
-    given = GivenBatch(3, 3, torch.ones(2), random_states())
+    given = DrawnBatch(3, 3, torch.ones(2), random_states())
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         guard._examination.located([given], Alarm(3, "non-finite loss", math.nan, None, "0"), {}, math.inf)
 

@@ -117,7 +117,7 @@ def test_no_checkpoint_of_broken_weights_is_gone_on_from(tmp_path, every, killed
                 loss = loss_of(model, batch)
                 loss.backward()
                 guard.step(loss)
-                if guard.steps % every == 0 and not guard.in_row:
+                if guard.steps % every == 0 and not guard.consecutive_alarms:
                     manager.save(guard.steps, objects)
                 if breaks and count == 29:
                     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_no_checkpoint_of_broken_weights_is_gone_on_from(tmp_path, every, killed
 
     directory = tmp_path / "run"
     _, guard = run(directory, breaks=True, steps=29 + killed_after)
-    assert guard.in_row == (3 if killed_after == 3 else 0)
+    assert guard.consecutive_alarms == (3 if killed_after == 3 else 0)
     assert len(guard.alarms) == min(5, killed_after)
     resumed, guard = run(directory, breaks=False)
     assert all(p.isfinite().all() for p in resumed.parameters())
@@ -148,7 +148,7 @@ def test_a_checkpoint_from_just_before_a_row_is_set_aside_by_the_rewind(tmp_path
     def on_rewind(step):
         manager.rewind(step)
         sound = bool(model[1].bias.isfinite().all())
-        called.append((step, guard.steps, guard.in_row, manager.steps(), sound))
+        called.append((step, guard.steps, guard.consecutive_alarms, manager.steps(), sound))
 
     guard = Guard(model, optimizer, policy=GuardPolicy(snapshot_interval=10), on_rewind=on_rewind)
     for count, batch in enumerate(guard.batches(data), start=1):
@@ -175,7 +175,7 @@ def test_a_clipped_update_may_be_saved():
         loss = (model(batch) - 1).square().mean() * by
         loss.backward()
         guard.step(loss)
-        found.append(guard.in_row)
+        found.append(guard.consecutive_alarms)
     assert [(alarm.step, alarm.action) for alarm in guard.alarms][:3] == [
         (50, "skipped"),
         (51, "clipped"),
@@ -185,9 +185,9 @@ def test_a_clipped_update_may_be_saved():
     other = Guard(model, optimizer, policy=GuardPolicy(spikes_clipped=2))
     for left_out in (True, False):
         state = guard.state_dict() | {"left_out": left_out}
-        state["escalation"] |= {"in_row": 3}
+        state["escalation"] |= {"consecutive_alarms": 3}
         other.load_state_dict(state)
-        assert other.in_row == 3 * left_out
+        assert other.consecutive_alarms == 3 * left_out
 
 
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():
@@ -371,7 +371,7 @@ def test_a_scaler_that_was_not_asked_is_held():
     guard = Guard(
         model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu"), policy=POLICY
     )
-    guard.hold_scaler()  # as where nothing is clipped, so that nobody unscaled
+    guard.reset_scaler()  # as where nothing is clipped, so that nobody unscaled
 
 
 def test_small_gradients_for_a_while_make_no_alarms_of_a_rewind():
@@ -412,5 +412,5 @@ def test_the_detector_survives_a_checkpoint():
 def test_a_state_of_something_else_is_refused():
     model = Small()
     guard = Guard(model, OPTIMIZERS["sgd"](model.parameters()))
-    with pytest.raises(ValueError, match=r"state: got .*'judge'"):
-        guard.load_state_dict({"feed": {}})
+    with pytest.raises(ValueError, match=r"state: got .*'detector'"):
+        guard.load_state_dict({"loader": {}})

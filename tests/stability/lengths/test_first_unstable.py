@@ -92,7 +92,7 @@ def test_planted_mechanism_is_found_exactly(mechanism, planted, high):
     assert found.stable_up_to == planted - 1
     for length in (planted - 1, planted):
         assert len(found.point(length).runs) == 4
-    kinds = {trouble.kind for each in found.point(planted).runs for trouble in each.troubles}
+    kinds = {trouble.kind for each in found.point(planted).runs for trouble in each.instabilities}
     assert kinds <= ({"gradient growth", "spike"} if mechanism == "growing logits" else {"non-finite"})
     assert f"unstable from {planted} on" in repr(found)
 
@@ -200,7 +200,7 @@ def test_second_test_of_shortest_length_may_provide_the_baseline(seeds, judged):
     probe = LengthProbe(growing, 12, memory=False, arguments={"steps": 8})
     for seed in seeds:
         probe.look(8, (seed,))
-    kinds = {trouble.kind for each in probe.look(12, (2,)).runs for trouble in each.troubles}
+    kinds = {trouble.kind for each in probe.look(12, (2,)).runs for trouble in each.instabilities}
     assert ("gradient growth" in kinds) == judged
 
 

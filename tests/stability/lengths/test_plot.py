@@ -9,9 +9,9 @@ import pytest
 
 from stackwise.stability import StabilityRun, StepRecord
 from stackwise.stability.lengths import FirstUnstable, LengthSweep
+from stackwise.stability.lengths.instability import Instability, SeedRun
 from stackwise.stability.lengths.plot import length_svg
 from stackwise.stability.lengths.point import LengthPoint
-from stackwise.stability.lengths.trouble import SeedRun, Trouble
 
 pytest.importorskip("matplotlib")
 GREEN, AMBER, RED = "#2a7f4f", "#c98a1b", "#c23b2b"
@@ -20,9 +20,9 @@ GREEN, AMBER, RED = "#2a7f4f", "#c98a1b", "#c23b2b"
 def point(seq_len, norms, kind=None, seeds=3):
     records = [StepRecord(step, 2.0, norm, 1e-3, False) for step, norm in enumerate(norms)]
     run = StabilityRun("m", seq_len, records, (), (), (), True, len(records))
-    troubles = () if kind is None else (Trouble(kind, 1, "so"),)
+    instabilities = () if kind is None else (Instability(kind, 1, "so"),)
     runs = tuple(
-        SeedRun(seed, run, troubles if kind != "spike" or seed == 0 else ()) for seed in range(seeds)
+        SeedRun(seed, run, instabilities if kind != "spike" or seed == 0 else ()) for seed in range(seeds)
     )
     return LengthPoint("m", seq_len, 1, 2.0, 1.0, 1.0, 0.5, runs)
 

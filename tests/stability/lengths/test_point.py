@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from stackwise.stability import Alarm, StabilityRun, StepRecord
+from stackwise.stability.lengths.instability import Instability, SeedRun
 from stackwise.stability.lengths.point import LengthPoint, reference_notes, token_notes
-from stackwise.stability.lengths.trouble import SeedRun, Trouble
 
 
 def seed_run(seed, *kinds, alarms=(), norms=(1.0, 2.0)):
     records = [StepRecord(step, 2.0, norm, 1e-3, False) for step, norm in enumerate(norms)]
     run = StabilityRun("m", 8, records, list(alarms), (), (), True, len(records))
-    return SeedRun(seed, run, tuple(Trouble(kind, 1, f"{kind} of {seed}") for kind in kinds))
+    return SeedRun(seed, run, tuple(Instability(kind, 1, f"{kind} of {seed}") for kind in kinds))
 
 
 def point(*runs, loss=2.0, **changes):
@@ -65,7 +65,7 @@ def test_what_the_untouched_model_gives_has_to_be_finite():
 
 def test_why_names_the_first_seed_in_trouble_and_how_many_are():
     seen = point(seed_run(3), seed_run(4, "spike", "divergence"), seed_run(5, "spike"))
-    assert seen.troubled_seeds == [4, 5]
+    assert seen.unstable_seeds == [4, 5]
     assert seen.why == "training of seed 4: spike of 4; divergence of 4; 2 of 3 seeds"
     assert point(seed_run(3)).why == ""
 
@@ -117,7 +117,7 @@ def test_plain_values_are_those_of_the_first_seed_under_the_verdict_of_all():
     assert plain["verdict"] == "spiky"
     assert [record["grad_norm"] for record in plain["records"]] == [1.0, 2.0]
     length = plain["length"]
-    assert [each["troubles"] for each in length["seeds"]] == [
+    assert [each["instabilities"] for each in length["seeds"]] == [
         [],
         [{"kind": "spike", "step": 1, "text": "spike of 1"}],
     ]
@@ -146,7 +146,7 @@ def test_growth_that_is_not_judged_is_told():
     troubled = point(seed_run(0, "spike"), seed_run(1, "divergence"))
     longer = replace(troubled, seq_len=16)
     [note] = reference_notes([troubled, longer])
-    assert note.startswith("gradient growth is not judged: it is held against T=8, where every seed is in")
+    assert note.startswith("gradient growth is not judged: it is held against T=8, where every seed is")
     # A sound seed gives the norms; and where there is nothing longer, nothing is left out.
     assert reference_notes([point(seed_run(0, "spike"), seed_run(1)), longer]) == []
     assert reference_notes([troubled]) == []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stackwise.stability.lengths import LengthPoint, LengthSweep, length_sweep
-from stackwise.stability.lengths.trouble import SeedRun
+from stackwise.stability.lengths.instability import SeedRun
 from stackwise.subject.spec import ModelSpec
 
 
@@ -93,7 +93,7 @@ def test_finite_length_says_what_is_wrong_with_its_training():
 def test_growth_is_not_judged_where_the_shortest_length_is_in_trouble():
     sweep = length_sweep(spec(spoilt=4), (4, 8), steps=8)
     assert sweep.notes == [
-        "gradient growth is not judged: it is held against T=4, where every seed is in trouble itself"
+        "gradient growth is not judged: it is held against T=4, where every seed is unstable itself"
     ]
     assert length_sweep(spec(spoilt=8), (4, 8), steps=8).notes == []
 

@@ -1,4 +1,4 @@
-"""BatchFeed: iterates over a data loader, replays steps and omits quarantined batches."""
+"""ReplayLoader: iterates over a data loader, replays steps and omits quarantined batches."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from stackwise.support.random_state import (
 )
 from stackwise.support.tensor_tree import tensors_of
 
-__all__ = ["BatchFeed", "GivenBatch"]
+__all__ = ["DrawnBatch", "ReplayLoader"]
 
 
 @dataclass(frozen=True, eq=False)
-class GivenBatch:
+class DrawnBatch:
     """Drawn batch, with the state that a replay needs.
 
     Attributes:
@@ -53,11 +53,11 @@ class GivenBatch:
     random: dict[str, Any]
 
 
-class BatchFeed:
+class ReplayLoader:
     """Iterator over the batches of a loader that can replay steps.
 
-    A step may use several batches. Batches drawn since the last `take_hand` are pending. Quarantined batches
-    are never returned.
+    A step may use several batches. Batches drawn since the last `take_pending` are pending. Quarantined
+    batches are never returned.
 
     Args:
         batch_id: function that identifies a batch by an integer, a string, or a tuple of these. None: (epoch,
@@ -67,10 +67,10 @@ class BatchFeed:
     def __init__(self, batch_id: Callable[[Any], Hashable] | None = None) -> None:
         self._batch_id = batch_id
         self.quarantined: dict[Hashable, None] = {}  # by id, in the order of quarantine
-        self.hand: list[GivenBatch] = []
-        self._again: deque[GivenBatch] = deque()
-        self._kept: list[GivenBatch] = []
-        self._before: list[GivenBatch] = []  # references only, which are not replayed
+        self.pending: list[DrawnBatch] = []
+        self._again: deque[DrawnBatch] = deque()
+        self._kept: list[DrawnBatch] = []
+        self._before: list[DrawnBatch] = []  # references only, which are not replayed
         self._frontier: dict[str, Any] | None = None  # random states to restore after a replay
         self._epoch, self._index = 0, 0  # of the next new batch
         self._began: dict[str, Any] | None = None  # random states at the start of the epoch
@@ -84,7 +84,7 @@ class BatchFeed:
     @property
     def step(self) -> int:
         """Number of the pending step, or of the next step if none is pending."""
-        first = self.hand[0] if self.hand else self._again[0] if self._again else None
+        first = self.pending[0] if self.pending else self._again[0] if self._again else None
         return self._next_step if first is None else first.step
 
     def batches(
@@ -130,8 +130,7 @@ class BatchFeed:
                     break
                 given = new
             self._drawn_outside = False
-            self.hand.append(given)
-            self._kept.append(given)
+            self._give(given)
             yield given.batch
         self._end_epoch()
         self._within = False
@@ -184,99 +183,99 @@ class BatchFeed:
         require(not self._again, "give", identity, "first those that are to be given again")
         identity = _known("identity", identity)
         self._drawn_outside = True
-        self._give(GivenBatch(self._next_step, identity, batch, random_states()))
+        self._give(DrawnBatch(self._next_step, identity, batch, random_states()))
 
     @property
-    def next_again(self) -> int:
+    def batches_to_replay(self) -> int:
         """Number of batches of the next step if it is a replay; otherwise 0."""
         return sum(given.step == self._again[0].step for given in self._again)
 
     @property
-    def gives_again(self) -> bool:
+    def is_replay(self) -> bool:
         """True if the pending step is a replay."""
-        return bool(self.hand) and self.hand[0].step != self._next_step
+        return bool(self.pending) and self.pending[0].step != self._next_step
 
-    def give_next(self) -> Any:
+    def replay_next(self) -> Any:
         """Return the next batch of the replay and restore its random states. It is then pending."""
         given = self._again.popleft()
         set_random_states(given.random)
         self._give(given)
         return given.batch
 
-    def take_up(self) -> None:
+    def finish_replay(self) -> None:
         """Restore the random states from before the replay, if no replay is left."""
         if self._frontier is not None and not self._again:
             set_random_states(self._frontier)
             self._frontier = None
 
-    def _give(self, given: GivenBatch) -> None:
-        self.hand.append(given)
+    def _give(self, given: DrawnBatch) -> None:
+        self.pending.append(given)
         self._kept.append(given)
 
-    def _new(self, source: Iterator[Any]) -> GivenBatch | None:
+    def _new(self, source: Iterator[Any]) -> DrawnBatch | None:
         for batch in source:
             place = self._epoch, self._index
             identity = place if self._batch_id is None else _known("batch_id", self._batch_id(batch))
             self._index += 1
             if identity not in self.quarantined:
-                return GivenBatch(self._next_step, identity, batch, random_states())
+                return DrawnBatch(self._next_step, identity, batch, random_states())
         return None
 
-    def take_hand(self) -> list[GivenBatch]:
+    def take_pending(self) -> list[DrawnBatch]:
         """Return the pending batches. Advance the step number unless they are a replay."""
-        hand, self.hand = self.hand, []
+        hand, self.pending = self.pending, []
         # A replay keeps its earlier number.
         if not hand or hand[0].step == self._next_step:
             self._next_step += 1
         return hand
 
-    def drop_hand(self) -> None:
+    def drop_pending(self) -> None:
         """Drop the pending batches without a step."""
-        self._stand_back(self.hand)
-        self.hand = []
+        self._forget(self.pending)
+        self.pending = []
 
     def keep_from_here(self, references: int = 0) -> None:
         """Forget all batches but the pending ones, because no rewind will replay them.
 
-        The last `references` batches remain available to `sound_before`.
+        The last `references` batches remain available to `healthy_before`.
         """
-        before = [each for each in (*self._before, *self._kept) if each not in self.hand]
+        before = [each for each in (*self._before, *self._kept) if each not in self.pending]
         self._before = before[-references:] if references else []
-        self._kept = list(self.hand)
+        self._kept = list(self.pending)
 
     def keep_last(self, steps: int) -> None:
         """Forget batches that are more than `steps` steps older than the pending step."""
         least = self.step - steps
         self._kept = [given for given in self._kept if given.step >= least]
 
-    def quarantine(self, given: Sequence[GivenBatch]) -> None:
+    def quarantine(self, given: Sequence[DrawnBatch]) -> None:
         """Exclude these batches from now on."""
         self.quarantined |= dict.fromkeys(each.id for each in given)
 
-    def sound_before(self, given: Sequence[GivenBatch], count: int) -> list[GivenBatch]:
+    def healthy_before(self, given: Sequence[DrawnBatch], count: int) -> list[DrawnBatch]:
         """Return the last `count` stored batches before `given` that are not quarantined."""
         place = next((i for i, each in enumerate(self._kept) if each in given), len(self._kept))
         known = (*self._before, *self._kept[:place])
         return [each for each in known if each.id not in self.quarantined][-count:]
 
-    def give_again(self, given: Sequence[GivenBatch]) -> None:
+    def replay(self, given: Sequence[DrawnBatch]) -> None:
         """Queue `given`, the batches that were drawn last, before any other batch."""
-        self._stand_back(given)
-        self._put_first(given)
+        self._forget(given)
+        self._queue(given)
 
-    def give_all_again(self, later: Sequence[GivenBatch]) -> None:
+    def replay_all(self, later: Sequence[DrawnBatch]) -> None:
         """Queue every batch since the last `keep_from_here`, followed by `later`.
 
         `later` are the batches that were drawn last, whose step is not completed.
         """
-        self._stand_back(later)
+        self._forget(later)
         kept, self._kept = self._kept, []
-        self._put_first([*kept, *later])
+        self._queue([*kept, *later])
 
-    def _stand_back(self, given: Sequence[GivenBatch]) -> None:
+    def _forget(self, given: Sequence[DrawnBatch]) -> None:
         self._kept = [each for each in self._kept if each not in given]
 
-    def _put_first(self, given: Sequence[GivenBatch]) -> None:
+    def _queue(self, given: Sequence[DrawnBatch]) -> None:
         wanted = [each for each in given if each.id not in self.quarantined]
         if wanted and self._frontier is None:
             self._frontier = random_states()
@@ -288,11 +287,10 @@ class BatchFeed:
         Pending batches are included in these, unless an external loop has just drawn them.
 
         Warns:
-            RuntimeWarning: a checkpoint refuses a batch, or would restore it as another type. Only the first
-                state with a batch is checked.
+            RuntimeWarning: a checkpoint refuses a batch. Only the first state with a batch is checked.
         """
         self._check_kept()
-        hand = [] if self._drawn_outside and not self.gives_again else self.hand
+        hand = [] if self._drawn_outside and not self.is_replay else self.pending
         return {
             "epoch": self._epoch,
             "index": self._index,
@@ -309,17 +307,10 @@ class BatchFeed:
         if self._is_checked or not self._kept:
             return
         self._is_checked = True
-        batch, tensors = self._kept[-1].batch, dict[str, Tensor]()
         try:
-            plain = tree.encode(batch, ("batch",), tensors)
+            tree.encode(self._kept[-1].batch, ("batch",), {})
         except ValueError as error:
-            said = f"{error}. Behind a rewind batches are in this state, which a checkpoint then refuses"
-            warnings.warn(said, RuntimeWarning, stacklevel=4)
-            return
-        back = tree.decode(plain, lambda name, *_: tensors[name])
-        other = None if self._drawn_outside else _other_kind(batch, back, "batch")
-        if other is not None:
-            said = f"{other}. Behind a rewind batches are in this state, and a checkpoint gives them back so"
+            said = f"{error}. After a rewind, batches are in this state, and a checkpoint refuses it"
             warnings.warn(said, RuntimeWarning, stacklevel=4)
 
     @staticmethod
@@ -340,12 +331,12 @@ class BatchFeed:
         self._epoch, self._index = state["epoch"], state["index"]
         self._next_step = state["next_step"]
         self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
-        began = state.get("began")  # missing in older states
+        began = state["began"]
         self._began = None if began is None else _untold(began)
-        self._loader, self._generators = None, state.get("generators")
+        self._loader, self._generators = None, state["generators"]
         self._frontier = None if state["frontier"] is None else _untold(state["frontier"])
         self._again = deque(map(_given, state["again"]))
-        self.hand, self._kept, self._before = [], [], []
+        self.pending, self._kept, self._before = [], [], []
         self._within = False
 
 
@@ -358,16 +349,16 @@ def _known(key: str, identity: Any) -> Hashable:
     return str(identity) if isinstance(identity, str) else int(identity)  # no subclasses
 
 
-def _plain(given: GivenBatch) -> dict[str, Any]:
+def _plain(given: DrawnBatch) -> dict[str, Any]:
     """Return a batch as plain values, with its device: a checkpoint restores tensors on the CPU."""
     plain = {"step": given.step, "id": given.id, "batch": given.batch, "random": _told(given.random)}
     return {**plain, "device": _device_of(given.batch)}
 
 
-def _given(plain: Mapping[str, Any]) -> GivenBatch:
-    """Return the batch of a `_plain` value. Older values have no device."""
-    batch = _moved(plain["batch"], plain.get("device"))
-    return GivenBatch(plain["step"], hashable(plain["id"]), batch, _untold(plain["random"]))
+def _given(plain: Mapping[str, Any]) -> DrawnBatch:
+    """Return the batch of a `_plain` value."""
+    batch = _moved(plain["batch"], plain["device"])
+    return DrawnBatch(plain["step"], hashable(plain["id"]), batch, _untold(plain["random"]))
 
 
 def _device_of(batch: Any) -> str | None:
@@ -386,21 +377,6 @@ def _moved(batch: Any, name: str | None) -> Any:
     return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _other_kind(batch: Any, back: Any, place: str) -> str | None:
-    """Return an error about the first part that is restored as another type; None: no such part."""
-    kind, other = type(batch), type(back)
-    if kind is not other and not isinstance(batch, Tensor):
-        got = f"{kind.__module__}.{kind.__qualname__}, which becomes a {other.__name__} that is none"
-        return f"{place}: got {got}; allowed in a checkpoint: lists, tuples and dictionaries themselves"
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(batch, Mapping):
-        pairs = batch.items()
-    elif isinstance(batch, list | tuple):
-        pairs = enumerate(batch)
-    found = (_other_kind(value, back[key], f"{place}.{key}") for key, value in pairs)
-    return next((each for each in found if each is not None), None)
-
-
 def _told(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return random states without NumPy arrays, which a plain `torch.load` refuses."""
     name, keys, *rest = states["numpy"]
@@ -408,6 +384,6 @@ def _told(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untold(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random states of a `_told` value. Older values have the NumPy array."""
+    """Return the random states of a `_told` value."""
     name, keys, *rest = states["numpy"]
-    return {**states, "numpy": (name, np.asarray(keys).astype(np.uint32), *rest)}
+    return {**states, "numpy": (name, keys.numpy().astype(np.uint32), *rest)}

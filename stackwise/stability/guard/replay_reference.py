@@ -1,4 +1,4 @@
-"""MadeBefore: numbers of the steps since the last snapshot, for comparison with their replay.
+"""ReplayReference: signals of the steps since the last snapshot, for comparison with their replay.
 
 Shapes: S signals: norm, loss, attention logit; N steps.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from stackwise.support.arguments import require
 
-__all__ = ["MadeBefore"]
+__all__ = ["ReplayReference"]
 
 _SIGNALS = 3
 
 
-class MadeBefore:
+class ReplayReference:
     """Signals of the healthy steps since the last snapshot.
 
     A replayed step has the same weights and batches, and so the same signals. Directly after the snapshot,
@@ -31,36 +31,36 @@ class MadeBefore:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._noted: dict[int, tuple[float, ...]] = {}
-        self._again: dict[int, Tensor] = {}
+        self._recorded: dict[int, tuple[float, ...]] = {}
+        self._replayed: dict[int, Tensor] = {}
 
-    def note(self, step: int, norm: float, loss: float, logit: float) -> None:
+    def record(self, step: int, norm: float, loss: float, logit: float) -> None:
         """Record a healthy step. A replay keeps the first record. A logit of NaN: none was passed."""
-        self._noted.setdefault(step, (norm, loss, logit))
+        self._recorded.setdefault(step, (norm, loss, logit))
 
     def forget(self, *, before: int) -> None:
         """Forget the steps with a number below `before`, which will not be replayed."""
-        self._noted = {step: signals for step, signals in self._noted.items() if step >= before}
-        self._again = {step: signals_S for step, signals_S in self._again.items() if step >= before}
+        self._recorded = {step: signals for step, signals in self._recorded.items() if step >= before}
+        self._replayed = {step: signals_S for step, signals_S in self._replayed.items() if step >= before}
 
-    def recall(self) -> None:
+    def start_replay(self) -> None:
         """Prepare the signals of all recorded steps for their replay."""
         wide = torch.float32 if self._device.type == "mps" else torch.float64
-        rows = list(self._noted.values())
+        rows = list(self._recorded.values())
         values_NS = torch.tensor(rows, dtype=wide).reshape(len(rows), _SIGNALS).to(self._device)
-        self._again = dict(zip(self._noted, values_NS.unbind(), strict=True))
+        self._replayed = dict(zip(self._recorded, values_NS.unbind(), strict=True))
 
-    def of(self, step: int) -> Tensor | None:
+    def signals_of(self, step: int) -> Tensor | None:
         """Return the signals of the step's first execution, on the device; None: it is not a replay."""
-        return self._again.get(step)
+        return self._replayed.get(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the signals of the steps to be replayed: plain numbers, None instead of NaN."""
         return {
-            "steps": list(self._again),
+            "steps": list(self._replayed),
             "signals": [
                 [None if math.isnan(value) else value for value in signals_S.tolist()]
-                for signals_S in self._again.values()
+                for signals_S in self._replayed.values()
             ],
         }
 
@@ -74,12 +74,12 @@ class MadeBefore:
         signals: Any = state.get("signals")
         lists = isinstance(steps, list) and isinstance(signals, list) and len(steps) == len(signals)
         fits = lists and all(isinstance(step, int) for step in steps) and all(map(_is_row, signals))
-        require(fits, "made_before", state, "what state_dict() gave")
-        self._noted = {
+        require(fits, "replay_reference", state, "what state_dict() gave")
+        self._recorded = {
             step: tuple(math.nan if value is None else float(value) for value in row)
             for step, row in zip(steps, signals, strict=True)
         }
-        self.recall()
+        self.start_replay()
 
 
 def _is_row(row: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Trouble: signs of an unstable training of one seed at a length, and the limits for them."""
+"""Instability: signs of an unstable training of one seed at a length, and the limits for them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from stackwise.stability.run import StabilityRun
 
 __all__ = [
     "DIVERGENCE_STEPS",
+    "Instability",
+    "InstabilityKind",
     "LengthLimits",
     "SeedRun",
-    "Trouble",
-    "TroubleKind",
+    "find_instabilities",
     "reference_norms",
-    "troubles_of",
 ]
 
 DIVERGENCE_STEPS = 8  # with fewer steps, a quarter has fewer than two losses
 
-TroubleKind = Literal["non-finite", "spike", "divergence", "gradient growth", "fault"]
+InstabilityKind = Literal["non-finite", "spike", "divergence", "gradient growth", "fault"]
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Instability:
     """Sign of an unstable training.
 
     Attributes:
         kind: "non-finite": a loss, a gradient or a weight. "spike": gradient norm or loss. "divergence": the
             loss increases over the training. "gradient growth": the norms are much larger than at the
             shortest length. "fault": an injected fault was not handled.
-        step: first step of the trouble. None: it concerns the entire run.
+        step: first step of the instability. None: it concerns the entire run.
         text: description with the numbers.
     """
 
-    kind: TroubleKind
+    kind: InstabilityKind
     step: int | None
     text: str
 
@@ -67,12 +67,12 @@ class SeedRun:
     Attributes:
         seed: seed of weights and batches.
         run: result of the training.
-        troubles: troubles of the training, at most one of each kind.
+        instabilities: instabilities of the training, at most one of each kind.
     """
 
     seed: int
     run: StabilityRun
-    troubles: tuple[Trouble, ...]
+    instabilities: tuple[Instability, ...]
 
     @property
     def gradient_norms(self) -> list[float]:
@@ -85,53 +85,53 @@ class SeedRun:
         return {
             "seed": self.seed,
             "verdict": self.run.verdict,
-            "troubles": [asdict(trouble) for trouble in self.troubles],
+            "instabilities": [asdict(each) for each in self.instabilities],
             "losses": [record.loss for record in self.run.records],
             "gradient_norms": self.gradient_norms,
         }
 
 
-def troubles_of(run: StabilityRun, limits: LengthLimits) -> tuple[Trouble, ...]:
-    """Return the troubles of a run, at most one of each kind.
+def find_instabilities(run: StabilityRun, limits: LengthLimits) -> tuple[Instability, ...]:
+    """Return the instabilities of a run, at most one of each kind.
 
     A run in which a fault acted is judged by its own verdict, because its spikes are intended. For any other
-    run, these are troubles:
+    run, these are instabilities:
 
     - an alarm of the guard;
     - a gradient norm that is a spike by `SpikeDetector`, or 3 times above the growth of norms that is allowed
       at that step;
     - a median norm above the allowed growth;
     - a loss with a last quarter above the first one, if there are at least `DIVERGENCE_STEPS` losses;
-    - weights that are not finite at the end, if there is no trouble of the other kinds.
+    - weights that are not finite at the end, if there is no instability of another kind.
     """
     if run.fired:
         sound = run.verdict in ("caught", "recovered")
-        return () if sound else (Trouble("fault", None, f"training is {run.verdict}{_first_alarm(run)}"),)
+        return () if sound else (Instability("fault", None, f"training is {run.verdict}{_first_alarm(run)}"),)
     found = [*_told(run), *_spikes(run), *_growth(run, limits), *_divergence(run, limits.loss_tolerance)]
     if not found and run.verdict != "stable":
-        found = [Trouble("non-finite", None, "weights are not finite at the end")]
-    kinds = dict.fromkeys(trouble.kind for trouble in found)
+        found = [Instability("non-finite", None, "weights are not finite at the end")]
+    kinds = dict.fromkeys(each.kind for each in found)
     return tuple(min((t for t in found if t.kind == kind), key=_place) for kind in kinds)
 
 
 def reference_norms(runs: Sequence[SeedRun]) -> tuple[float, ...]:
-    """Return the median norm of the seeds without trouble, at each step.
+    """Return the median norm of the stable seeds, at each step.
 
-    Return () if all seeds are in trouble.
+    Return () if all seeds are unstable.
     """
-    columns = zip(*(each.gradient_norms for each in runs if not each.troubles), strict=False)
+    columns = zip(*(each.gradient_norms for each in runs if not each.instabilities), strict=False)
     return tuple(statistics.median(column) for column in columns)
 
 
-def _told(run: StabilityRun) -> list[Trouble]:
-    """Return the alarms of the guard as troubles."""
+def _told(run: StabilityRun) -> list[Instability]:
+    """Return the alarms of the guard as instabilities."""
     return [
-        Trouble("non-finite" if alarm.kind.startswith("non-finite") else "spike", alarm.step, str(alarm))
+        Instability("non-finite" if alarm.kind.startswith("non-finite") else "spike", alarm.step, str(alarm))
         for alarm in run.alarms
     ]
 
 
-def _spikes(run: StabilityRun) -> list[Trouble]:
+def _spikes(run: StabilityRun) -> list[Instability]:
     """Return the first norm that is far above the norms of healthy earlier steps."""
     detector = SpikeDetector()
     for record in run.records:
@@ -140,12 +140,12 @@ def _spikes(run: StabilityRun) -> list[Trouble]:
         limit = detector.limit()
         if limit is not None and record.grad_norm > limit:
             text = f"gradient norm {record.grad_norm:.4g} at step {record.step}"
-            return [Trouble("spike", record.step, f"{text}; by those before it {limit:.4g} at most")]
+            return [Instability("spike", record.step, f"{text}; by those before it {limit:.4g} at most")]
         detector.accept(record.grad_norm)
     return []
 
 
-def _growth(run: StabilityRun, limits: LengthLimits) -> list[Trouble]:
+def _growth(run: StabilityRun, limits: LengthLimits) -> list[Instability]:
     """Compare norms with the shortest length's, step by step, because they change early in a training."""
     factor = limits.gradient_factor
     pairs = [
@@ -157,17 +157,17 @@ def _growth(run: StabilityRun, limits: LengthLimits) -> list[Trouble]:
     found = []
     if ratios and (middle := statistics.median(ratios)) > factor and math.isfinite(middle):
         text = f"gradient norms {middle:.4g} times those of the shortest length; allowed {factor:g}"
-        found.append(Trouble("gradient growth", None, text))
+        found.append(Instability("gradient growth", None, text))
     highest = factor * SpikeDetector().factor
     for step, ratio in pairs:
         if math.isfinite(ratio) and ratio > highest:
             text = f"gradient norm {ratio:.4g} times that of the shortest length at step {step}"
-            found.append(Trouble("spike", step, f"{text}; allowed {highest:g}"))
+            found.append(Instability("spike", step, f"{text}; allowed {highest:g}"))
             break
     return found
 
 
-def _divergence(run: StabilityRun, tolerance: float) -> list[Trouble]:
+def _divergence(run: StabilityRun, tolerance: float) -> list[Instability]:
     """Return a divergence if the loss rises over the training by more than its variation between steps."""
     losses = [record.loss for record in run.records if math.isfinite(record.loss)]
     if len(losses) < DIVERGENCE_STEPS:
@@ -180,11 +180,11 @@ def _divergence(run: StabilityRun, tolerance: float) -> list[Trouble]:
     if end <= begin + max(tolerance, SpikeDetector().deviations * scatter):
         return []
     text = f"loss {begin:.4g} in the first quarter of the steps at most, {end:.4g} in the last"
-    return [Trouble("divergence", None, text)]
+    return [Instability("divergence", None, text)]
 
 
-def _place(trouble: Trouble) -> float:
-    return math.inf if trouble.step is None else trouble.step
+def _place(found: Instability) -> float:
+    return math.inf if found.step is None else found.step
 
 
 def _first_alarm(run: StabilityRun) -> str:

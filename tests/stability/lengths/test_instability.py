@@ -1,11 +1,11 @@
-"""Trouble of a training at a length: runs whose losses and norms are given, and what is said of them."""
+"""Instability of a training at a length: runs whose losses and norms are given, and what is said of them."""
 
 import math
 
 import pytest
 
 from stackwise.stability import Alarm, NanInjection, StabilityRun, StepRecord
-from stackwise.stability.lengths.trouble import LengthLimits, SeedRun, reference_norms, troubles_of
+from stackwise.stability.lengths.instability import LengthLimits, SeedRun, find_instabilities, reference_norms
 
 # Norms of a sound training, which scatter a little.
 SOUND = [1.0, 1.1, 0.95, 1.05, 1.0, 0.9, 1.1, 1.0, 1.05, 0.95, 1.0, 1.1]
@@ -26,7 +26,7 @@ def changed(step, norm):
 
 
 def kinds(seen, **limits):
-    return [(trouble.kind, trouble.step) for trouble in troubles_of(seen, LengthLimits(**limits))]
+    return [(trouble.kind, trouble.step) for trouble in find_instabilities(seen, LengthLimits(**limits))]
 
 
 def test_sound_training_is_in_no_trouble():
@@ -131,7 +131,7 @@ def test_under_faults_the_run_itself_is_the_judge():
 def test_reference_is_the_median_of_the_seeds_that_are_sound():
     runs = [SeedRun(seed, run([norm] * 3), ()) for seed, norm in enumerate([1.0, 2.0, 9.0])]
     assert reference_norms(runs) == (2.0, 2.0, 2.0)
-    trouble = troubles_of(run(finite=False), LengthLimits())
+    trouble = find_instabilities(run(finite=False), LengthLimits())
     assert reference_norms([*runs[:2], SeedRun(2, run([9.0] * 3), trouble)]) == (1.5, 1.5, 1.5)
     assert reference_norms([SeedRun(0, run(), trouble)]) == ()
 

@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 from stackwise.stability.guard import Guard
-from stackwise.stability.guard.clipped_before import ClippedBefore
+from stackwise.stability.guard.detector import ClippingDetector
 
 
 def told(clipped, numbers):
     """At which of these steps."""
-    return [i for i, (norm, norms) in enumerate(numbers) if clipped.tells(norm, norms)]
+    return [i for i, (norm, norms) in enumerate(numbers) if clipped.detects(norm, norms)]
 
 
 def test_a_norm_that_stays_while_its_parts_do_not():
     parts = [{"a": math.cos(i), "b": math.sin(i)} for i in range(40)]
     alike = [(1.0 + 1e-6 * (i % 2), each) for i, each in enumerate(parts)]
-    assert told(ClippedBefore(), alike) == [8]
+    assert told(ClippingDetector(), alike) == [8]
     seldom = [(2.0 if i % 8 == 0 else 1.0, each) for i, each in enumerate(parts)]
-    assert told(ClippedBefore(), seldom) == []
+    assert told(ClippingDetector(), seldom) == []
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_norm_that_stays_while_its_parts_do_not():
     ],
 )
 def test_what_is_no_clipping(norm, norms):
-    assert told(ClippedBefore(), [(norm(i), norms(i)) for i in range(40)]) == []
+    assert told(ClippingDetector(), [(norm(i), norms(i)) for i in range(40)]) == []
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -1,4 +1,4 @@
-"""Judge: decides about a training step on the device, before its update.
+"""StepDetector: decides about a training step on the device, before its update.
 
 A number of a step is unusual if it is above its ordinary limit, that is, much larger than in the last healthy
 steps. An unusual number is a spike unless the run had numbers of its size before (`SpikeMemory`). If the
@@ -24,7 +24,7 @@ from stackwise.stability.guard.spike_memory import SpikeMemory
 from stackwise.stability.telemetry.gradient_norm import clip_divisor, global_norm
 from stackwise.support.arguments import require
 
-__all__ = ["KINDS", "Decision", "Judge"]
+__all__ = ["KINDS", "Decision", "StepDetector"]
 
 # Kinds by code. 0: the step is healthy. With several processes, the largest code applies.
 KINDS: tuple[AlarmKind | None, ...] = (
@@ -70,7 +70,7 @@ class Decision(NamedTuple):
     norms_P: Tensor
 
 
-class Judge:
+class StepDetector:
     """Comparison of each step with earlier healthy steps. The host never waits for it.
 
     Args:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-__all__ = ["blamed", "listed", "usual_norms"]
+__all__ = ["attributed_module", "first_names", "median_norms"]
 
 _ROOT = "(outside the submodules)"
 _SHOWN = 3
@@ -14,7 +14,7 @@ _NEGLIGIBLE = 1e-6  # share of the total norm: smaller gradients change by round
 _ALL = 0.9  # share of the modules: some may have a small gradient by chance
 
 
-def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = None) -> str:
+def attributed_module(norms: Mapping[str, float], reference: Mapping[str, float] | None = None) -> str:
     """Return the part of the model that caused a bad step with these gradient norms.
 
     A fault of the backward pass reaches all modules that are earlier in the model. So the function names the
@@ -33,7 +33,7 @@ def blamed(norms: Mapping[str, float], reference: Mapping[str, float] | None = N
     broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if broken:
         every = len(broken) == len(norms) > _SHOWN
-        return "all modules (non-finite gradients)" if every else listed(broken[::-1])
+        return "all modules (non-finite gradients)" if every else first_names(broken[::-1])
     if not norms:
         return ""
     known, total = reference or {}, math.hypot(*norms.values())
@@ -73,7 +73,7 @@ def _among_all(norms: Mapping[str, float], known: Mapping[str, float], names: Se
     return [module for module, each in rises.items() if each > largest / 2][-1] or _ROOT
 
 
-def usual_norms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def median_norms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the median norm of each parameter over healthy steps."""
     known: dict[str, list[float]] = {}
     for norms in steps:
@@ -82,7 +82,7 @@ def usual_norms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(found) for name, found in known.items()}
 
 
-def listed(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first names as text, with the number of further names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

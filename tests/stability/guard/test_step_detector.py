@@ -1,4 +1,4 @@
-"""Judge: its limits against NumPy, what each signal is told apart by, and what it remembers."""
+"""StepDetector: its limits against NumPy, what each signal is told apart by, and what it remembers."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from stackwise.stability.guard import GuardPolicy
-from stackwise.stability.guard.judge import KINDS, Judge
+from stackwise.stability.guard.step_detector import KINDS, StepDetector
 from tests.forked import HANG_SECONDS
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def kind_of(judge, **signals):
 
 
 def trained(policy=None, steps=8):
-    judge = Judge(policy or GuardPolicy(), CPU)
+    judge = StepDetector(policy or GuardPolicy(), CPU)
     for _ in range(steps):
         decide(judge, logit=1.0)
     return judge
@@ -53,7 +53,7 @@ def test_each_signal_has_the_limits_of_its_own_numbers(norms, losses, deviations
         loss_factor=factor,
         minimum=count,  # nothing is a spike before
     )
-    judge, doubting = Judge(policy, CPU), Judge(policy, CPU)
+    judge, doubting = StepDetector(policy, CPU), StepDetector(policy, CPU)
     for norm, loss in zip(norms, losses, strict=True):
         decide(judge, norm, loss)
         decide(doubting, norm, loss, suspect=True)
@@ -101,14 +101,14 @@ def test_a_signal_without_a_factor_may_rise_as_it_likes(signal, key):
 
 
 def test_a_largest_logit_holds_from_the_first_step():
-    judge = Judge(GuardPolicy(logit_limit=50.0), CPU)
+    judge = StepDetector(GuardPolicy(logit_limit=50.0), CPU)
     assert kind_of(judge, logit=49.0) is None
     assert kind_of(judge, logit=51.0) == "logit growth"
 
 
 @pytest.mark.parametrize("rate", [1.1, 1.4])
 def test_a_logit_that_grows_from_step_to_step_is_noticed(rate):
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     logit, alarms = 1.0, 0
     while logit < 1e30 and not alarms:
         logit *= rate
@@ -118,12 +118,12 @@ def test_a_logit_that_grows_from_step_to_step_is_noticed(rate):
     assert logit > found.logit_limit.item() > logit / 1.5
     assert logit < 1e6
     # Neither the norm nor the loss is held so: they fall a thousandfold, and may come back.
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     assert not any(int(decide(judge, norm=1.1**n, loss=1.1**n).code) for n in range(150))
 
 
 def test_a_logit_may_rise_while_a_model_settles():
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     rises = [0.2] * 80 + [0.2 * 1.1**n for n in range(1, 45)] + [14.0] * 80
     assert not any(int(decide(judge, logit=logit).code) for logit in rises)
     assert not any(int(decide(judge, logit=logit).code) for logit in (14.0 * 0.8**n for n in range(60)))
@@ -164,20 +164,20 @@ def test_a_remembered_spike_fades():
 
 
 def test_numbers_of_zero_give_no_limit():
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     assert not any(int(decide(judge, norm=0.0, loss=0.0).code) for _ in range(50))
     assert kind_of(judge, norm=100.0, loss=100.0) is None
 
 
 def test_ordinary_norms_are_not_remembered_as_spikes():
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     norms = [100.0, *(100.0 * 0.9**n for n in range(60))]
     assert not any(int(decide(judge, norm=norm).code) for norm in norms)
     assert kind_of(judge, norm=10 * norms[-1]) == "gradient spike"
 
 
 def test_a_recomputed_step_may_be_as_large_as_any_before():
-    judge = Judge(GuardPolicy(), CPU)
+    judge = StepDetector(GuardPolicy(), CPU)
     for norm in [100.0] * 8 + [1.0] * 20:
         decide(judge, norm=norm, suspect=True)
     assert kind_of(judge, norm=2900.0, suspect=True) == "gradient spike"
@@ -203,7 +203,7 @@ def test_a_recomputed_spike_is_learned_with_the_next_healthy_step():
 
 
 def test_a_step_that_is_made_again_is_held_against_itself():
-    judge = Judge(GuardPolicy(), CPU)  # which knows nothing
+    judge = StepDetector(GuardPolicy(), CPU)  # which knows nothing
     before_S = torch.tensor([2.0, 3.0, math.nan], dtype=torch.float64)
     found = decide(judge, norm=2.0, loss=3.0, logit=50.0, before_S=before_S)
     assert found.code == 0
@@ -223,14 +223,14 @@ def test_a_step_that_is_made_again_is_held_against_itself():
 
 
 def test_a_clipped_spike_that_is_made_again_is_clipped_to_itself():
-    judge = Judge(GuardPolicy(spikes_clipped=1), CPU)
+    judge = StepDetector(GuardPolicy(spikes_clipped=1), CPU)
     found = decide(judge, norm=100.0, before_S=torch.tensor([2.0, 1.0, math.nan]))
     assert (KINDS[int(found.code)], found.found_inf.item()) == ("gradient spike", 0.0)
     assert found.divisor.item() == pytest.approx(50.0)
 
 
 def test_the_state_is_a_copy_and_goes_on():
-    judge, again = trained(), Judge(GuardPolicy(), CPU)
+    judge, again = trained(), StepDetector(GuardPolicy(), CPU)
     state = judge.state_dict()
     decide(judge, norm=2.0)
     again.load_state_dict(state)
@@ -256,7 +256,7 @@ def test_all_processes_remember_the_same(monkeypatch):
         meeting.wait()
 
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    judges = [Judge(GuardPolicy(), CPU, "both") for _ in range(2)]
+    judges = [StepDetector(GuardPolicy(), CPU, "both") for _ in range(2)]
     kinds = [[], []]
 
     def train(rank):

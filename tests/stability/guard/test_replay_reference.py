@@ -6,20 +6,20 @@ import math
 import pytest
 import torch
 
-from stackwise.stability.guard.made_before import MadeBefore
+from stackwise.stability.guard.replay_reference import ReplayReference
 
 CPU = torch.device("cpu")
 
 
 def noted(*steps):
-    made = MadeBefore(CPU)
+    made = ReplayReference(CPU)
     for step in steps:
-        made.note(step, norm=float(step), loss=0.5, logit=math.nan)
+        made.record(step, norm=float(step), loss=0.5, logit=math.nan)
     return made
 
 
 def told(made, steps):
-    return {step: values.tolist()[:2] for step in steps if (values := made.of(step)) is not None}
+    return {step: values.tolist()[:2] for step in steps if (values := made.signals_of(step)) is not None}
 
 
 def test_a_step_that_is_made_once_has_nothing_before_it():
@@ -29,12 +29,12 @@ def test_a_step_that_is_made_once_has_nothing_before_it():
 def test_what_is_made_again_has_what_it_had():
     made = noted(3, 4, 5)
     made.forget(before=4)
-    made.recall()
+    made.start_replay()
     assert told(made, range(9)) == {4: [4.0, 0.5], 5: [5.0, 0.5]}
-    assert math.isnan(made.of(4)[2])
+    assert math.isnan(made.signals_of(4)[2])
     # Nor does a step that is let pass when it is made again become the rule of the next time.
-    made.note(4, norm=7.0, loss=0.25, logit=1.0)
-    made.recall()
+    made.record(4, norm=7.0, loss=0.25, logit=1.0)
+    made.start_replay()
     assert told(made, range(9)) == {4: [4.0, 0.5], 5: [5.0, 0.5]}
     # Behind a snapshot on the way the others are still to come.
     made.forget(before=5)
@@ -43,16 +43,16 @@ def test_what_is_made_again_has_what_it_had():
 
 def test_nothing_to_make_again():
     made = noted()
-    made.recall()
-    assert made.of(0) is None
+    made.start_replay()
+    assert made.signals_of(0) is None
 
 
 def test_the_state_goes_through_json():
-    made, again = noted(3, 4), MadeBefore(CPU)
-    made.recall()
+    made, again = noted(3, 4), ReplayReference(CPU)
+    made.start_replay()
     again.load_state_dict(json.loads(json.dumps(made.state_dict(), allow_nan=False)))
     assert told(again, range(9)) == told(made, range(9)) == {3: [3.0, 0.5], 4: [4.0, 0.5]}
-    again.recall()  # a second rewind before the first is gone through
+    again.start_replay()  # a second rewind before the first is gone through
     assert told(again, range(9)) == told(made, range(9))
 
 
@@ -68,5 +68,5 @@ def test_the_state_goes_through_json():
     ],
 )
 def test_another_state_is_refused(state):
-    with pytest.raises(ValueError, match=r"made_before.*state_dict\(\) gave"):
-        MadeBefore(CPU).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"replay_reference.*state_dict\(\) gave"):
+        ReplayReference(CPU).load_state_dict(state)

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.stability.telemetry.ring_buffer import RecordBuffer
 
 
 def late_copies(monkeypatch, *, arrive=False):
@@ -18,7 +18,7 @@ def late_copies(monkeypatch, *, arrive=False):
         of each wait, how many rows were written behind those waited for.
     """
     written, waits = [], []
-    made, write = RingBuffer.__init__, RingBuffer.write
+    made, write = RecordBuffer.__init__, RecordBuffer.write
 
     def made_with_a_stream(self, *args):
         made(self, *args)
@@ -35,8 +35,8 @@ def late_copies(monkeypatch, *, arrive=False):
         def synchronize(self):
             waits.append(len(written) - self.begun)
 
-    monkeypatch.setattr(RingBuffer, "__init__", made_with_a_stream)
-    monkeypatch.setattr(RingBuffer, "write", lambda *args: written.append(1) or write(*args))
+    monkeypatch.setattr(RecordBuffer, "__init__", made_with_a_stream)
+    monkeypatch.setattr(RecordBuffer, "write", lambda *args: written.append(1) or write(*args))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)

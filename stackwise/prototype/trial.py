@@ -139,7 +139,7 @@ class Trial:
         trouble = ~(update.loss.isfinite() & update.grad_norm.isfinite())
         if update.answered is not None:  # an overflow that lowers the loss scale is normal
             trouble = trouble & ~update.answered
-        self._buffer.write(
+        self._buffer.write_step(
             step,
             update.lr,
             loss=update.loss,

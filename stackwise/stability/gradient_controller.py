@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from stackwise.stability.telemetry.gradient_monitor import GradientMonitor
+from stackwise.stability.telemetry.gradient_monitor import GradientMonitor, GradientRecord
+from stackwise.stability.telemetry.gradient_norm import first_non_finite
 from stackwise.support.arguments import check_number, check_sizes, require
+
+if TYPE_CHECKING:
+    from stackwise.stability.guard import Guard, GuardRecord
 
 __all__ = ["GradientController", "GradientWarning"]
 
@@ -47,20 +51,6 @@ class GradientWarning:
         return f"step {self.step}: {self.kind}, {norm}, {self.where}"
 
 
-class _Record(Protocol):
-    @property
-    def step(self) -> int: ...
-    @property
-    def total_norm(self) -> float: ...
-    @property
-    def parameter_norms(self) -> dict[str, float]: ...
-
-
-class _Source(Protocol):
-    def records(self) -> Any:
-        """Return the records that have arrived since the last call."""
-
-
 class GradientController:
     """Counts the last steps with a gradient above a norm, and warns. It never waits for a device.
 
@@ -80,7 +70,7 @@ class GradientController:
 
     def __init__(
         self,
-        source: _Source,
+        source: GradientMonitor | Guard,
         *,
         max_norm: float = 1.0,
         window: int = 100,
@@ -120,9 +110,10 @@ class GradientController:
             ValueError: the source is no `GradientMonitor`.
         """
         source = self._source
-        kind = type(source).__name__
-        require(isinstance(source, GradientMonitor), "source", kind, "a GradientMonitor, to clip with")
-        assert isinstance(source, GradientMonitor)
+        if not isinstance(source, GradientMonitor):
+            raise ValueError(
+                f"source: got {type(source).__name__!r}; allowed: a GradientMonitor, to clip with"
+            )
         total: Tensor = source.observe(step).total_norm
         torch.nn.utils.clip_grads_with_norm_(parameters.parameters(), self.max_norm, total)
         return total
@@ -131,14 +122,14 @@ class GradientController:
         """Return warnings from the records that have arrived since the last call."""
         return [warning for record in self._source.records() for warning in self._seen(record)]
 
-    def _seen(self, record: _Record) -> list[GradientWarning]:
+    def _seen(self, record: GradientRecord | GuardRecord) -> list[GradientWarning]:
         warnings: list[GradientWarning] = []
         norm, norms = record.total_norm, record.parameter_norms
         clipped = not norm <= self.max_norm  # NaN is included
         self._clipped.append(clipped)
         self.clips += clipped
         if not math.isfinite(norm):
-            where = next((name for name, each in norms.items() if not math.isfinite(each)), "")
+            where = first_non_finite(norms) or ""
             warnings.append(GradientWarning(record.step, "non-finite", norm, math.inf, where))
         elif norm > self._explosion:
             where = max(norms, key=lambda name: norms[name], default="")

@@ -108,13 +108,13 @@ class Recovery:
     def _of_alarms(self) -> list[str]:
         found = []
         alarms = {alarm.step: alarm for alarm in self.run.alarms}
-        left_out = {record.step for record in self.run.records if record.skipped}
+        skipped = {record.step for record in self.run.records if record.skipped}
         raising = {step for fault in self.run.faults if fault.raises for step in fault.steps}
         for step in sorted(set(self.run.fired) - raising):
             if step not in alarms:
                 later = next((s for s in sorted(alarms) if s > step), None)
                 found.append(f"step {step} is broken: no alarm" + _first_at(later))
-            elif step not in left_out and alarms[step].action != "clipped":
+            elif step not in skipped and alarms[step].action != "clipped":
                 found.append(f"step {step} is broken: its update was made in spite of an alarm")
         false = self.run.false_alarms
         found += [f"an alarm where nothing is broken: {alarm}" for alarm in false[:_SHOWN]]
@@ -134,8 +134,8 @@ class Recovery:
         lost = sorted(({record.step for record in self.run.records} & of_twin) - excused)
         if lost:
             more = f", and of {len(lost) - 1} more steps" if len(lost) > 1 else ""
-            left_out = f"step {lost[0]} is not broken: its update was left out{more}"
-            found.append(f"{left_out}; the clean twin made it")
+            text = f"step {lost[0]} is not broken: its update was skipped{more}"
+            found.append(f"{text}; the clean twin made it")
         for since, drift, allowed in (
             (min(self.run.fired, default=0), self.drift, _LARGEST_DRIFT),
             (self._last + self.within, self.late_drift, _LARGEST_LATE_DRIFT),

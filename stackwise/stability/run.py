@@ -15,7 +15,6 @@ from stackwise.stability.broken_steps import BrokenSteps
 from stackwise.stability.faults import Fault, Injection, TargetNotReachedError, broken
 from stackwise.stability.guard import Alarm, Guard, GuardError, GuardPolicy
 from stackwise.stability.telemetry import StepRecord
-from stackwise.stability.update_watch import UpdateWatch
 from stackwise.stability.weight_path import WeightPath
 from stackwise.subject.spec import ModelSpec
 from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
@@ -277,7 +276,7 @@ def run_of_trainer(
     require(policy is None, "policy", policy, "None: a training step is not guarded by this run")
     run = spec.create(device, seed)
     where = next((p.device for p in run.model.parameters()), torch.device("cpu"))
-    path = WeightPath(run.model, marks)
+    path = WeightPath(run, marks)
     records: list[StepRecord] = []
     starts: list[tuple[int, int]] = []
     stopped = ""
@@ -289,12 +288,11 @@ def run_of_trainer(
                 batch = spec.batch(batch_size, seq_len, device=where, seed=seed + 1 + step)
                 damages = any(fault.damages and injection.step in fault.steps for fault in faults)
                 lr = _rate(run)
-                path.before_step()
-                with UpdateWatch(run, damages) as watch, seeded(seed + 1 + step, where):
+                with path.step(damages=damages), seeded(seed + 1 + step, where):
                     loss = _number(spec.name, run.step(batch))
                 norm = getattr(run, "grad_norm", None)
                 norm = math.nan if norm is None else float(norm)
-                records.append(StepRecord(step, loss, norm, lr, not watch.updated))
+                records.append(StepRecord(step, loss, norm, lr, not path.updated))
     except TargetNotReachedError:
         raise
     except Exception as error:

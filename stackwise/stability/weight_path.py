@@ -1,43 +1,67 @@
-"""WeightPath: weights of a run at its steps, and their distance to the weights of another run."""
+"""WeightPath: weights of a run at its steps: which steps changed them, and how far another run is away."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stackwise.stability.faults.subject import Subject
+from stackwise.subject.trainer_spec import TrainingRun
 
 __all__ = ["WeightPath"]
 
-_Digest = tuple[float, ...]
-
 
 class WeightPath:
-    """Weights of a model before each step and at the end. The host waits for the device at each step.
+    """Weights of a run before each step and at the end. The host waits for the device at each step.
 
     Args:
-        model: model whose parameters are recorded.
+        run: run whose parameters are recorded.
         marks: steps from which a drift can be computed.
+
+    Attributes:
+        updated: True if the last step made an update. It is detected by changed weights, because an optimizer
+            that skips a step on the device is called all the same.
     """
 
-    def __init__(self, model: nn.Module, marks: Sequence[int] = ()) -> None:
-        self._model, self._marks = model, frozenset(marks)
-        self._digests: list[_Digest] = []
+    def __init__(self, run: TrainingRun, marks: Sequence[int] = ()) -> None:
+        self._run, self._marks = run, frozenset(marks)
+        self._digests: list[tuple[float, ...]] = []
         self._at: dict[int, list[Tensor]] = {}
         self._end: list[Tensor] = []
+        self.updated = False
 
-    def before_step(self) -> None:
-        """Record the weights before the next step."""
-        step = len(self._digests)
-        if step in self._marks:
-            self._at[step] = _copies(self._model)
-        self._digests.append(_digest(self._model))
+    @contextmanager
+    def step(self, *, damages: bool) -> Iterator[None]:
+        """Record one step, which runs in the block.
+
+        Args:
+            damages: True if a fault writes to the weights in this step. An update is then made only if the
+                optimizer was called, too.
+        """
+        model, subject, calls = self._run.model, Subject.of(self._run), 0
+        if len(self._digests) in self._marks:
+            self._at[len(self._digests)] = _copies(model)
+        self._digests.append(_digest(model))
+        before = _copies(model)
+
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nonlocal calls
+            calls += subject.owns(optimizer)
+
+        with register_optimizer_step_post_hook(count):
+            yield
+        self.updated = not all(map(_same, before, model.parameters())) and bool(calls or not damages)
 
     def finish(self) -> None:
         """Record the weights after the last step."""
-        self._digests.append(_digest(self._model))
-        self._end = _copies(self._model)
+        self._digests.append(_digest(self._run.model))
+        self._end = _copies(self._run.model)
 
     def leaves_no_trace(self, step: int, within: int) -> bool:
         """Return True if a step was skipped or undone.
@@ -68,13 +92,15 @@ def _copies(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def _digest(model: nn.Module) -> _Digest:
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return True if all values are equal. NaN is equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _digest(model: nn.Module) -> tuple[float, ...]:
     """Return two sums of each parameter. A sum that is NaN is equal to no other, not even to itself."""
-    sums = []
-    for parameter in model.parameters():
-        values = _reals(parameter.detach())
-        sums += [values.sum(), values.square().sum()]
-    return tuple(float(each) for each in sums)
+    reals = [_reals(p.detach()) for p in model.parameters()]
+    return tuple(float(each) for values in reals for each in (values.sum(), values.square().sum()))
 
 
 def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:

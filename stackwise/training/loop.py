@@ -365,7 +365,7 @@ class TrainingLoop:
         outcome = step(micro_batches, lr)
         tokens = sum(each.targets.input_ids.numel() for each in micro_batches) * self.processes.world_size
         norms = settings.telemetry.parameter_norms
-        self._buffer.write(
+        self._buffer.write_step(
             done,
             lr,
             loss=outcome.mean,

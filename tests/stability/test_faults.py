@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from stackwise.stability import Fault, GradientExplosion, NanInjection, stability_run
-from stackwise.stability.faults import Anatomy
+from stackwise.stability.faults import Anatomy, fault_table
 from stackwise.subject.spec import ModelSpec
 
 
@@ -34,6 +35,11 @@ def resolved(fault, model):
 
 def never():
     raise AssertionError("it did not act")
+
+
+def test_page_of_faults_has_the_table_of_their_declarations():
+    page = Path(__file__).parents[2] / "docs/reference/faults.md"
+    assert fault_table() in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_sound_steps_that_are_left_out(watched):
     run = made_up([3.0] * STEPS, **(CAUGHT | {"skipped": [2, 4, 5]}), watched=watched)
     recovery = held(run)
     assert recovery.verdict == "not recovered"
-    problem = "step 4 is not broken: its update was left out, and of 1 more steps; the clean twin made it"
+    problem = "step 4 is not broken: its update was skipped, and of 1 more steps; the clean twin made it"
     assert recovery.problems == [problem]
     # The twin left one of them out as well, and the other was made in the end.
     again = made_up([3.0] * STEPS, **(CAUGHT | {"skipped": [2, 4, 5]}), watched=watched)
@@ -255,7 +255,7 @@ DRIFT = "a broken step has moved the training"
 @pytest.mark.parametrize(
     "loop, fault, problem",
     [
-        (Dead, NAN, "step 6 is not broken: its update was left out, and of 9 more steps"),
+        (Dead, NAN, "step 6 is not broken: its update was skipped, and of 9 more steps"),
         (Forgets, NAN, DRIFT),
         (AdamLoop, EXPLOSION, DRIFT),
         (AdamLoop, EXPLOSIONS, DRIFT),

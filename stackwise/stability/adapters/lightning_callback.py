@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.stability.adapters.engine import scale_of
-from stackwise.stability.adapters.outer_loop import OuterLoop
-from stackwise.stability.guard import Guard, GuardPolicy
+from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers
+from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 from stackwise.stability.telemetry import AttentionLogit
 from stackwise.subject.lightning_run import step_arguments
@@ -33,7 +32,6 @@ except ImportError:
 
 __all__ = ["GuardCallback"]
 
-_LOG = logging.getLogger(__name__)
 _HELD = "held"  # interval of a scheduler that must not advance
 # Methods by which a ModelCheckpoint saves; the first selects checkpoints, with or without a metric.
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
@@ -89,7 +87,6 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._restored: dict[str, Any] | None = None
         self._held: list[tuple[Any, str]] = []
         self._scaler_state: dict[str, Any] | None = None
-        self._logged = 0
         self._saving: list[Any] = []  # callbacks whose checkpoints are deferred during alarms
         self._deferred: dict[Any, set[str]] = {}  # names of the deferred methods, by callback
         self.guard: Guard | None = None
@@ -128,7 +125,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         self.guard = Guard(
             pl_module,
             optimizer,
-            scheduler=_Schedulers(schedulers) if schedulers else None,
+            scheduler=Schedulers(schedulers) if schedulers else None,
             policy=self.policy,
             loss_of=self._loss_of if self._locate else None,
             others=self._others,
@@ -136,12 +133,12 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             scaler=scaler,
             lag=0,
         )
-        self._loop = OuterLoop(self.guard, self._run_replay, self._watched_logit())
-        self._logged = 0
-        self._watch_saving()
         if self._restored is not None:
             self.guard.load_state_dict(self._restored)
-            self._logged, self._restored = len(self.guard.alarms), None
+            self._restored = None
+        logit = self._watched_logit()
+        self._loop = OuterLoop(self.guard, self._run_replay, logit=logit, log=self._log)
+        self._watch_saving()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Renew the snapshot: schedulers by epochs have advanced, which a rewind must not undo."""
@@ -208,7 +205,6 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             loop.close(settle=ends)
         finally:
             self._release()
-            self._log()
         for config in by_epochs:
             if (trainer.current_epoch + 1) % config.frequency == 0:
                 self._module.lr_scheduler_step(config.scheduler, None)
@@ -220,10 +216,7 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
             GuardError: training cannot continue.
         """
         assert self._loop is not None
-        try:
-            self._loop.settle()
-        finally:
-            self._log()
+        self._loop.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Restore the module. Callbacks that save are restored after their own `on_exception`."""
@@ -428,20 +421,16 @@ class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
         finally:
             del module.log, module.log_dict
 
-    def _log(self) -> None:
-        """Send new alarms to the loggers of the trainer."""
+    def _log(self, alarm: Alarm, count: int) -> None:
+        """Send an alarm to the loggers of the trainer."""
         assert self.guard is not None
-        trainer = self._trainer
-        for number, alarm in enumerate(self.guard.alarms[self._logged :], start=self._logged + 1):
-            _LOG.warning("%s", alarm)
-            values = {
-                "guard_alarm_step": alarm.step,
-                "guard_alarms": number,
-                "guard_skipped": self.guard.skipped,
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
-        self._logged = len(self.guard.alarms)
+        values = {
+            "guard_alarm_step": alarm.step,
+            "guard_alarms": count,
+            "guard_skipped": self.guard.skipped,
+        }
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=self._trainer.global_step)
 
 
 class _TrainingStep(nn.Module):
@@ -453,20 +442,6 @@ class _TrainingStep(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
-
-
-class _Schedulers:
-    """Several schedulers with one common state."""
-
-    def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._schedulers = schedulers
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(number): each.state_dict() for number, each in enumerate(self._schedulers)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for number, each in enumerate(self._schedulers):
-            each.load_state_dict(state_dict[str(number)])
 
 
 def _own(batch: Any) -> Any:

@@ -6,14 +6,14 @@ the batches that it has drawn, and the loop does not notice the replays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from stackwise.stability.guard import Decision, Guard
+from stackwise.stability.guard import Alarm, Decision, Guard
 
-__all__ = ["OuterLoop"]
+__all__ = ["OuterLoop", "Schedulers"]
 
 
 class OuterLoop:
@@ -25,6 +25,7 @@ class OuterLoop:
             to the scheduler, and zeroes the gradients. It calls `add_loss` and `judge` like other steps.
         logit: function that returns the largest attention logit since its last call; None: logits are not
             observed.
+        log: called with each new alarm and the number of alarms up to it, also if training stops.
 
     Attributes:
         guard: guard of the loop.
@@ -35,9 +36,15 @@ class OuterLoop:
     """
 
     def __init__(
-        self, guard: Guard, run_replay: Callable[[int], None], logit: Callable[[], Tensor] | None = None
+        self,
+        guard: Guard,
+        run_replay: Callable[[int], None],
+        *,
+        logit: Callable[[], Tensor] | None,
+        log: Callable[[Alarm, int], None],
     ) -> None:
-        self.guard, self._run_replay, self._logit = guard, run_replay, logit
+        self.guard, self._run_replay, self._logit, self._log = guard, run_replay, logit, log
+        self._logged = len(guard.alarms)
         self.again = False
         self.n_given = 0
         self.decision: Decision | None = None
@@ -84,8 +91,11 @@ class OuterLoop:
         Raises:
             GuardError: training cannot continue.
         """
-        self._close()
-        self._run_replays(settle)
+        try:
+            self._close()
+            self._run_replays(settle)
+        finally:
+            self._log_alarms()
 
     def skip_empty_step(self) -> None:
         """Count a step in which no batch had a loss, instead of `close`. A rewind replays it."""
@@ -103,7 +113,15 @@ class OuterLoop:
         Raises:
             GuardError: training cannot continue.
         """
-        self._run_replays(settle=True)
+        try:
+            self._run_replays(settle=True)
+        finally:
+            self._log_alarms()
+
+    def _log_alarms(self) -> None:
+        for alarm in self.guard.alarms[self._logged :]:
+            self._logged += 1
+            self._log(alarm, self._logged)
 
     def _close(self) -> None:
         assert self.decision is not None, "judge() first"
@@ -138,3 +156,19 @@ class OuterLoop:
             else:
                 self._close()
         self.guard.finish_replay()
+
+
+class Schedulers:
+    """Schedulers that a loop advances itself, with one common state. They may need a metric."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by index."""
+        return {str(number): each.state_dict() for number, each in enumerate(self._schedulers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the states."""
+        for number, each in enumerate(self._schedulers):
+            each.load_state_dict(state_dict[str(number)])

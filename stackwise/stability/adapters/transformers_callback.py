@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from stackwise.stability.adapters.engine import check_engine, scale_of
-from stackwise.stability.adapters.outer_loop import OuterLoop
+from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers
 from stackwise.stability.adapters.state_file import read_state, write_state
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
@@ -32,8 +31,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["GuardCallback"]
-
-_LOG = logging.getLogger(__name__)
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -88,7 +85,6 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._trial: Any = None  # of a hyperparameter search
         self._deferred: set[str] = set()  # actions that are due when the alarm is resolved
         self._updates: int | None = None  # updates per epoch
-        self._logged = 0
         self.guard: Guard | None = None
 
     def attach(self, trainer: Any) -> Self:
@@ -140,7 +136,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.guard = Guard(
             trainer.model,
             optimizer,
-            scheduler=None if trainer.lr_scheduler is None else _Schedule(trainer.lr_scheduler),
+            scheduler=None if trainer.lr_scheduler is None else Schedulers([trainer.lr_scheduler]),
             policy=self.policy,
             loss_of=self._loss_of if self._locate else None,
             others=self._others,
@@ -149,14 +145,12 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             lag=self._lag,
         )
         self._watch = AttentionLogit(trainer.model) if self._logits else None
-        self._loop = OuterLoop(
-            self.guard, self._run_replay, None if self._watch is None else self._watch.take
-        )
+        self._restore(args)
+        logit = None if self._watch is None else self._watch.take
+        self._loop = OuterLoop(self.guard, self._run_replay, logit=logit, log=self._log)
         self._watch_updates()
         self._updates = _updates_per_epoch(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
-        self._logged = 0
         self._deferred = set()
-        self._restore(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Handle the alarms of the steps up to now.
@@ -165,13 +159,9 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             GuardError: training cannot continue.
         """
         assert self._loop is not None
-        try:
-            # No alarm may be outstanding when a state is saved or evaluated.
-            self._loop.close(
-                settle=control.should_save or control.should_evaluate or control.should_training_stop
-            )
-        finally:
-            self._log()
+        # No alarm may be outstanding when a state is saved or evaluated.
+        ends = control.should_save or control.should_evaluate or control.should_training_stop
+        self._loop.close(settle=ends)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Handle every alarm.
@@ -180,10 +170,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             GuardError: training cannot continue.
         """
         assert self._loop is not None
-        try:
-            self._loop.settle()
-        finally:
-            self._log()
+        self._loop.settle()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Renew the snapshot: a schedule may depend on the evaluation, which a rewind must not undo."""
@@ -251,10 +238,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         assert self._loop is not None
         if not (control.should_save or control.should_evaluate or self._deferred):
             return
-        try:
-            self._loop.settle()
-        finally:
-            self._log()
+        self._loop.settle()
         args = self._trainer.args
         if not self._loop.has_open_alarm:
             for name in self._deferred:
@@ -345,19 +329,21 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             )
         else:
             self.guard.load_state_dict(state)
-            self._logged = len(self.guard.alarms)
 
-    def _log(self) -> None:
-        """Add new alarms to the log history."""
+    def _log(self, alarm: Alarm, count: int) -> None:
+        """Add an alarm to the log history."""
         assert self.guard is not None
-        trainer = self._trainer
-        should_log = trainer.control.should_log
-        for number, alarm in enumerate(self.guard.alarms[self._logged :], start=self._logged + 1):
-            _LOG.warning("%s", alarm)
-            trainer.log(_logs(alarm, number, self.guard.skipped))
-        self._logged = len(self.guard.alarms)
-        # The regular log of this step is still due.
-        trainer.control.should_log = should_log
+        control = self._trainer.control
+        should_log = control.should_log
+        self._trainer.log(
+            {
+                "guard_alarm": str(alarm),
+                "guard_alarm_step": alarm.step,
+                "guard_alarms": count,
+                "guard_skipped": self.guard.skipped,
+            }
+        )
+        control.should_log = should_log  # the regular log of this step is still due
 
     def _release(self) -> None:
         """Restore the optimizer."""
@@ -370,20 +356,6 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._watch is not None:
             self._watch.remove()
         self._optimizer = self._loop = self._watch = None
-
-
-class _Schedule:
-    """State of a scheduler that the trainer advances, also of one that needs a metric."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def state_dict(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._scheduler.load_state_dict(state_dict)
 
 
 def _caller(callback: GuardCallback) -> Any:
@@ -403,12 +375,3 @@ def _updates_per_epoch(loader: Any, per_update: int) -> int | None:
         return max(1, math.ceil(len(loader) / per_update))
     except TypeError:
         return None
-
-
-def _logs(alarm: Alarm, number: int, skipped: int) -> dict[str, Any]:
-    return {
-        "guard_alarm": str(alarm),
-        "guard_alarm_step": alarm.step,
-        "guard_alarms": number,
-        "guard_skipped": skipped,
-    }

@@ -3,6 +3,7 @@
 Each file defines one kind.
 """
 
+import inspect
 from collections.abc import Mapping
 
 from stackwise.stability.faults.attention import LogitGrowth
@@ -25,6 +26,7 @@ from stackwise.stability.faults.overflow import HalfOverflow
 from stackwise.stability.faults.process import ProcessSignal, kill_child
 from stackwise.stability.faults.ranks import DeadRank, SlowRank
 from stackwise.stability.faults.storage import BitRot, DiskFull, ShortWrite
+from stackwise.support.markdown import markdown_table
 
 __all__ = [
     "KNOWN_FAULTS",
@@ -54,6 +56,7 @@ __all__ = [
     "UnreadableSampleError",
     "WorkerDeath",
     "broken",
+    "fault_table",
     "kill_child",
 ]
 
@@ -82,3 +85,13 @@ KNOWN_FAULTS: Mapping[str, type[Fault]] = {
         BitRot,
     )
 }
+
+
+def fault_table() -> str:
+    """Return the table of all faults for the documentation, from their declarations."""
+    rows = []
+    for fault in KNOWN_FAULTS.values():
+        own = [name for name in inspect.signature(fault).parameters if name not in ("step", "duration")]
+        effect = inspect.getdoc(fault).partition("\n")[0]
+        rows.append((f"`{fault.__name__}({', '.join(own)})`", effect.removeprefix("Fault that ")))
+    return markdown_table(("fault", "effect"), rows)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
-from stackwise.stability.faults.output import first_tensor, with_first
 from stackwise.stability.faults.place import breaks
+from stackwise.stability.faults.tensors import first_tensor, with_first
 from stackwise.stability.recomputation import is_reference
 from stackwise.support.arguments import check_number, require
 
@@ -127,7 +127,7 @@ class LogitGrowth(Fault):
             after = scaled(before)
             if breaks(before, after):
                 acted()
-            return with_first(output, lambda _: after)
+            return with_first(output, after)
 
         return scale
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from stackwise.stability.faults.batch import described, parts_of, with_part
 from stackwise.stability.faults.fault import Acted, Fault
+from stackwise.stability.faults.tensors import described, parts_of, with_part
 from stackwise.support.arguments import check_sizes
 
 __all__ = ["CorruptSample", "UnreadableSample", "UnreadableSampleError", "WorkerDeath"]

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from stackwise.stability.faults.output import first_tensor
+from stackwise.stability.faults.tensors import first_tensor
 from stackwise.support import optimizer_state
 from stackwise.support.arguments import check_sizes
+from stackwise.support.hooks import temporary_hooks
 
 __all__ = ["Acted", "Anatomy", "Fault"]
 
@@ -109,12 +110,8 @@ def watched(model: nn.Module) -> Iterator[set[str]]:
         return lambda _module, _args, output: called.add(name) if first_tensor(output) is not None else None
 
     names = [name for name, _ in model.named_modules() if name]
-    handles = [model.get_submodule(name).register_forward_hook(watch(name)) for name in names]
-    try:
+    with temporary_hooks(model.get_submodule(name).register_forward_hook(watch(name)) for name in names):
         yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -146,6 +143,17 @@ def matching(fault: Fault, key: str, pattern: str, names: Sequence[str], noun: s
             f"{noun}: {shown or 'none'}"
         )
     return found
+
+
+def called_module(fault: Fault, target: str | None, anatomy: Anatomy) -> str:
+    """Return the first called module that matches. None: middle one of the modules without children.
+
+    Raises:
+        ValueError: no module matches.
+    """
+    if target is None and anatomy.leaves:
+        return anatomy.leaves[len(anatomy.leaves) // 2]
+    return matching(fault, "target", target or "*", anatomy.modules, "modules called")[0]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, states_of, watched
-from stackwise.stability.faults.graph import reaches
 from stackwise.stability.faults.subject import IN_PLACE, Subject, is_compiled
 from stackwise.stability.recomputation import is_recomputation, is_reference
 
@@ -455,7 +454,7 @@ class Injection:
         @wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            if self._in_backward or not reaches(roots, self._model.parameters()):
+            if self._in_backward or not self._subject.is_trained_by(roots):
                 return original(tensors, *args, **kwargs)
             self._begin()
             step = self.step

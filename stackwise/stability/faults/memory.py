@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 from torch import nn
 
-from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
-from stackwise.stability.faults.output import first_tensor
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault, called_module
+from stackwise.stability.faults.tensors import first_tensor
 from stackwise.support.arguments import check_choice, require
 
 __all__ = ["OutOfMemory"]
@@ -44,10 +44,7 @@ class OutOfMemory(Fault):
         check_choice(f"{self.name}: moment", self.moment, _MOMENTS)
 
     def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
-        if self.target is None and anatomy.leaves:
-            return replace(self, target=anatomy.leaves[len(anatomy.leaves) // 2])
-        found = matching(self, "target", self.target or "*", anatomy.modules, "modules called")
-        return replace(self, target=found[0])
+        return replace(self, target=called_module(self, self.target, anatomy))
 
     @contextmanager
     def around_forward(self, model: nn.Module, acted: Acted) -> Iterator[None]:  # noqa: D102
@@ -67,7 +64,5 @@ class OutOfMemory(Fault):
             handle = module.register_forward_pre_hook(fail)
         else:
             handle = module.register_forward_hook(wait)
-        try:
+        with handle:
             yield
-        finally:
-            handle.remove()

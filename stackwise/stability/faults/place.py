@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from stackwise.stability.faults.batch import described, parts_of, with_part
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching, states_of
-from stackwise.stability.faults.output import first_tensor, with_first
+from stackwise.stability.faults.tensors import described, first_tensor, parts_of, with_first, with_part
 from stackwise.stability.recomputation import is_reference
 from stackwise.support.arguments import check_sizes, require
 
@@ -175,14 +174,11 @@ class PlaceFault(Fault):
             changed = self.changed(before)
             if breaks(before, changed):
                 acted()
-            return with_first(output, lambda _: changed)
+            return with_first(output, changed)
 
         # The hook is the module's first, so that every later hook sees the broken output.
-        handle = model.get_submodule(self._name).register_forward_hook(change, prepend=True)
-        try:
+        with model.get_submodule(self._name).register_forward_hook(change, prepend=True):
             yield
-        finally:
-            handle.remove()
 
     @torch.no_grad()
     def on_gradients(self, model: nn.Module, acted: Acted) -> None:  # noqa: D102

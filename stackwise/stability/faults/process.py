@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from stackwise.stability.faults.fault import Acted, Anatomy, Fault, matching
+from stackwise.stability.faults.fault import Acted, Anatomy, Fault, called_module
 from stackwise.stability.faults.file_operations import Operation, intercepted
 from stackwise.support.arguments import check_choice, check_sizes, require
 
@@ -68,11 +68,7 @@ class ProcessSignal(Fault):
     def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
         if self.moment != "forward":
             return self
-        if self.target is None and anatomy.leaves:
-            return replace(self, target=anatomy.leaves[len(anatomy.leaves) // 2])
-        return replace(
-            self, target=matching(self, "target", self.target or "*", anatomy.modules, "modules called")[0]
-        )
+        return replace(self, target=called_module(self, self.target, anatomy))
 
     @contextmanager
     def around_forward(self, model: nn.Module, acted: Acted) -> Iterator[None]:  # noqa: D102
@@ -88,11 +84,8 @@ class ProcessSignal(Fault):
                 sent = True
                 self._send(acted)
 
-        handle = model.get_submodule(self.target).register_forward_hook(send)
-        try:
+        with model.get_submodule(self.target).register_forward_hook(send):
             yield
-        finally:
-            handle.remove()
 
     def on_gradients(self, model: nn.Module, acted: Acted) -> None:  # noqa: ARG002, D102
         if self.moment == "update":

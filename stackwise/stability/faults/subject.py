@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.subject.lightning_run import is_lightning_module
@@ -86,6 +87,26 @@ class Subject:
         mine = {id(p) for p in self.model.parameters()}
         groups = getattr(holder, "param_groups", ())
         return holder is self.optimizer or any(id(p) in mine for group in groups for p in group["params"])
+
+    def is_trained_by(self, roots: Iterable[Tensor]) -> bool:
+        """Return True if a backward pass from `roots` reaches a parameter. True if parameters are sharded."""
+        parameters = tuple(self.model.parameters())
+        if any(hasattr(p, "_local_tensor") for p in parameters):
+            return True  # the graph contains gathered copies of them
+        wanted = {id(p) for p in parameters}
+        roots = tuple(roots)
+        if any(id(root) in wanted for root in roots):
+            return True
+        open_nodes: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+        known = set(open_nodes)
+        while open_nodes:
+            node = open_nodes.pop()
+            if id(getattr(node, "variable", None)) in wanted:
+                return True
+            following = {each for each, _ in node.next_functions if each is not None} - known
+            known |= following
+            open_nodes += following
+        return False
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +25,13 @@ from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.checkpoint.tensor_file import write_tensors
 from stackwise.stability.buffers import Buffers, elements
-from stackwise.stability.guard.replay_loader import DrawnBatch
+from stackwise.stability.guard.replay_loader import DrawnBatch, to_device
 from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
 from stackwise.stability.recomputation import recomputation
 from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
 from stackwise.support.arguments import check_number, require
-from stackwise.support.files import parse_json
+from stackwise.support.files import parse_json, replacing
 from stackwise.support.random_state import keep_random_states, set_random_states
 
 __all__ = [
@@ -139,17 +138,16 @@ class Bundle:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "notes": tree.encode(dict(self.notes or {}), ("notes",), tensors),
         }
-        part = folder.with_name(f".{folder.name}.{os.getpid()}")
-        try:
+        with replacing(folder) as part:
             part.mkdir(parents=True)
-            _write(part / _FILES[1], tensors)
-            if self.weights is not None:
-                _write(part / _FILES[2], self.weights)
-            (part / _FILES[0]).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
-            part.rename(folder)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+            try:
+                _write(part / _FILES[1], tensors)
+                if self.weights is not None:
+                    _write(part / _FILES[2], self.weights)
+                (part / _FILES[0]).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
         return folder
 
     @classmethod
@@ -238,7 +236,7 @@ def replay(
     was_training = model.training
     model.train(bundle.training)
     try:
-        batches = [DrawnBatch(b.step, b.id, _moved(b.batch, device), b.random) for b in bundle.batches]
+        batches = [DrawnBatch(b.step, b.id, to_device(b.batch, device), b.random) for b in bundle.batches]
         found = rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
         names = names_in(model)
         found = found._replace(parameter_norms={names[n]: x for n, x in found.parameter_norms.items()})
@@ -433,15 +431,3 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_tensors(path, {name: whole(tensor.detach()) for name, tensor in tensors.items()})
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a namedtuple takes its fields one by one
-        return value._make(_moved(each, device) for each in value)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value

@@ -514,7 +514,7 @@ class Guard:
             "skipped": self.skipped,
             "cleared": self.cleared,
             "escalation": self._escalation.state_dict(),
-            "left_out": self._last_skipped,
+            "last_skipped": self._last_skipped,
             "written": self._bundles.written,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
@@ -543,7 +543,7 @@ class Guard:
         """
         known = (
             *("detector", "loader", "replay_reference", "alarms", "reference"),
-            *("skipped", "cleared", "escalation", "written"),
+            *("skipped", "cleared", "escalation", "last_skipped", "written"),
         )
         missing = [key for key in known if key not in state]
         require(not missing, "state", missing, "what state_dict() gave")
@@ -556,7 +556,7 @@ class Guard:
         self._healthy_norms.append((-1, dict(state["reference"])))
         self.skipped, self.cleared = state["skipped"], state["cleared"]
         self._escalation.load_state_dict(state["escalation"])
-        self._last_skipped = state.get("left_out", True)
+        self._last_skipped = state["last_skipped"]
         self._bundles.written = state["written"]
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(state["scaler"])

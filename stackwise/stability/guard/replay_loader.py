@@ -33,7 +33,7 @@ from stackwise.support.random_state import (
 )
 from stackwise.support.tensor_tree import tensors_of
 
-__all__ = ["DrawnBatch", "ReplayLoader"]
+__all__ = ["DrawnBatch", "ReplayLoader", "to_device"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,6 +374,11 @@ def _moved(batch: Any, name: str | None) -> Any:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return to_device(batch, device)
+
+
+def to_device(batch: Any, device: torch.device | None) -> Any:
+    """Return a batch with its tensors on a device; None: where they are."""
     return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 

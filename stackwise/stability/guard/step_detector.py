@@ -162,21 +162,21 @@ class StepDetector:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX, self._group)
             code, values_S = largest[0].to(code.dtype), largest[1:]
         divisor = None if self._policy.clip is None else clip_divisor(norm, self._policy.clip)
-        left_out = code > 0
-        held = self._latched if self._latched is not None else torch.zeros_like(left_out)
+        skipped = code > 0
+        latched = self._latched if self._latched is not None else torch.zeros_like(skipped)
         if self._policy.spikes_clipped:
             clips = (code == _SPIKE) & (self._clipped < self._policy.spikes_clipped)
             counted = torch.where(code > 0, self._clipped + clips, 0.0)
             # A step that an earlier alarm skips will be judged in its replay.
-            self._clipped = torch.where(held, self._clipped, counted)
-            left_out = left_out & ~clips
+            self._clipped = torch.where(latched, self._clipped, counted)
+            skipped = skipped & ~clips
             to_level = torch.where(clips, (norm / known.level_S[0].exp()).float(), 1.0)
             divisor = to_level if divisor is None else torch.maximum(divisor, to_level)
-        spike = left_out & ~held & ((code == _SPIKE) | (code == _LOSS))
-        left_out = left_out | held
+        spike = skipped & ~latched & ((code == _SPIKE) | (code == _LOSS))
+        skipped = skipped | latched
         if latch:
-            self._latched = left_out
-        sound = (code == 0) & ~left_out
+            self._latched = skipped
+        sound = (code == 0) & ~skipped
         # By the history only, which is equal in all processes.
         unusual_S = self._remembered_S & self._history.statistics().enough_S & (values_S > ordinary_S)
         self._history.accept(values_S, sound)
@@ -186,7 +186,7 @@ class StepDetector:
         self._memory.accept(values_S, unusual_S, sound)
         proven_limit = torch.where(code == _LOSS, proven_S[1], proven_S[0])
         limits = norm_limit, proven_limit, loss_limit, logit_limit
-        return Decision(left_out.float(), divisor, code, loss, norm, logit, *limits, norms_P)
+        return Decision(skipped.float(), divisor, code, loss, norm, logit, *limits, norms_P)
 
     def trust(self) -> None:
         """Judge the next step by the limits of a step whose recomputation had the same numbers."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -415,8 +416,5 @@ def _watching_backward(seen: Callable[[list[Any]], None]) -> Iterator[None]:
         seen(tensors)
         return plain(tensors, *args, **kwargs)
 
-    torch.autograd.backward = watched
-    try:
+    with patch.object(torch.autograd, "backward", watched):
         yield
-    finally:
-        torch.autograd.backward = plain

@@ -20,7 +20,7 @@ from stackwise.stability.telemetry.gradient_norm import (
     global_norm,
     gradient_norms,
 )
-from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.stability.telemetry.ring_buffer import Recorder
 from stackwise.support.arguments import check_sizes, require
 
 __all__ = ["GradientMonitor", "GradientRecord", "GradientState"]
@@ -64,7 +64,7 @@ class GradientRecord:
         return asdict(self)
 
 
-class GradientMonitor:
+class GradientMonitor(Recorder[tuple[int, tuple[str, ...]], GradientRecord]):
     """Norms of all gradients after each backward pass. The host does not wait for the device.
 
     Args:
@@ -88,11 +88,8 @@ class GradientMonitor:
         require(bool(names), "parameters", names, "at least one")
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         require(not twice, "parameters", twice, "each name once")
-        self._capacity = capacity
-        self._rows: RingBuffer[tuple[int, tuple[str, ...]]] | None = None
-        self._unread: list[GradientRecord] = []
+        super().__init__(capacity, 1 + len(names))
         self._guarded: list[torch.optim.Optimizer] = []
-        self._next_step = 0
 
     def observe(self, step: int | None = None) -> GradientState:
         """Compute the norms of the gradients. Call it after the backward pass and before clipping.
@@ -109,8 +106,6 @@ class GradientMonitor:
             "none",
             "backward() before observe()",
         )
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
         with torch.no_grad():
             norms_P = gradient_norms(p for _, p in self._named)
             total = global_norm(norms_P)
@@ -118,23 +113,8 @@ class GradientMonitor:
         for optimizer in self._guarded:
             start_momentum(optimizer)
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        if self._rows is None:
-            self._rows = RingBuffer(self._capacity, 1 + len(self._named), norms_P.device)
-        self._keep(self._rows.make_room())
-        self._rows.write((step, self._names()), (total,), norms_P)
+        self._write((self._number(step), self._names()), (total,), norms_P)
         return GradientState(total, found_inf, norms_P)
-
-    def records(self) -> list[GradientRecord]:
-        """Return the records that have arrived since the last call, oldest first. The host does not wait."""
-        if self._rows is not None:
-            self._keep(self._rows.poll())
-        return self._hand_out()
-
-    def drain(self) -> list[GradientRecord]:
-        """Return every record since the last call. The host waits for the device."""
-        if self._rows is not None:
-            self._keep(self._rows.drain())
-        return self._hand_out()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip steps with a non-finite gradient from now on, on the device.
@@ -150,13 +130,9 @@ class GradientMonitor:
         optimizer.register_step_post_hook(_forget)
         self._guarded.append(optimizer)
 
-    def _keep(self, rows: list[tuple[tuple[int, tuple[str, ...]], list[float]]]) -> None:
-        for (step, names), (total, *norms) in rows:
-            self._unread.append(GradientRecord(step, total, dict(zip(names, norms, strict=False))))
-
-    def _hand_out(self) -> list[GradientRecord]:
-        records, self._unread = self._unread, []
-        return records
+    def _record(self, tag: tuple[int, tuple[str, ...]], row: list[float]) -> GradientRecord:
+        (step, names), (total, *norms) = tag, row
+        return GradientRecord(step, total, dict(zip(names, norms, strict=False)))
 
 
 def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.stability.telemetry.ring_buffer import Recorder
 from stackwise.support.arguments import check_number, check_sizes, require
 
 __all__ = ["LossRecord", "LossState", "LossTracker", "bits_per_byte", "perplexity"]
@@ -59,7 +59,7 @@ class LossRecord:
         return asdict(self)
 
 
-class LossTracker:
+class LossTracker(Recorder[int, LossRecord]):
     """Window mean, moving average, minimum and z-score of a loss. The host does not wait for the device.
 
     The z-score is only reported. It is not compared with a limit.
@@ -77,11 +77,9 @@ class LossTracker:
     def __init__(self, *, window: int = 100, decay: float = 0.98, capacity: int = 64) -> None:
         check_sizes(minimum=2, window=window, capacity=capacity)
         check_number("decay", decay, "0 <= decay < 1", lambda d: 0.0 <= d < 1.0)
-        self._window, self._decay, self._capacity = window, decay, capacity
-        self._rows: RingBuffer[int] | None = None
-        self._unread: list[LossRecord] = []
+        super().__init__(capacity, len(LossState._fields))
+        self._window, self._decay = window, decay
         self._observed = 0
-        self._next_step = 0
 
     @torch.no_grad()
     def observe(self, loss: Tensor, step: int | None = None) -> LossState:
@@ -95,31 +93,14 @@ class LossTracker:
             ValueError: `loss` has more than one element.
         """
         require(loss.numel() == 1, "loss", tuple(loss.shape), "one element")
-        step = self._next_step if step is None else step
-        self._next_step = step + 1
         loss = loss.detach().reshape(()).float()
-        if self._rows is None:
+        if not self._observed:
             self._start(loss.device)
-        assert self._rows is not None
         state = self._updated(loss)
-        self._keep(self._rows.make_room())
-        self._rows.write(step, state)
+        self._write(self._number(step), state)
         return state
 
-    def records(self) -> list[LossRecord]:
-        """Return the records that have arrived since the last call, oldest first. The host does not wait."""
-        if self._rows is not None:
-            self._keep(self._rows.poll())
-        return self._hand_out()
-
-    def drain(self) -> list[LossRecord]:
-        """Return every record since the last call. The host waits for the device."""
-        if self._rows is not None:
-            self._keep(self._rows.drain())
-        return self._hand_out()
-
     def _start(self, device: torch.device) -> None:
-        self._rows = RingBuffer(self._capacity, len(LossState._fields), device)
         self._losses_W = torch.full((self._window,), math.nan, device=device)
         self._sum = torch.zeros((), device=device)
         self._weight = torch.zeros((), device=device)
@@ -146,13 +127,9 @@ class LossTracker:
             finite=finite.float(),
         )
 
-    def _keep(self, rows: list[tuple[int, list[float]]]) -> None:
-        for step, (loss, mean, smoothed, best, z_score, finite) in rows:
-            self._unread.append(LossRecord(step, loss, mean, smoothed, best, z_score, bool(finite)))
-
-    def _hand_out(self) -> list[LossRecord]:
-        records, self._unread = self._unread, []
-        return records
+    def _record(self, tag: int, row: list[float]) -> LossRecord:
+        loss, mean, smoothed, best, z_score, finite = row
+        return LossRecord(tag, loss, mean, smoothed, best, z_score, bool(finite))
 
 
 def _mean(losses_W: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from stackwise.support.arguments import check_sizes
 
-__all__ = ["RingBuffer"]
+__all__ = ["RecordBuffer", "Recorder", "RingBuffer"]
 
 Tag = TypeVar("Tag")
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class _Copy:
     arrived: torch.cuda.Event
 
 
-class RingBuffer(Generic[Tag]):
+class RecordBuffer(Generic[Tag, Record]):
     """Ring buffer of float32 rows on the device. Each row has a tag, which is stored on the host.
+
+    A subclass makes a record of each tag and row that have arrived.
 
     On CUDA, rows are copied to pinned memory on a separate stream, and returned after the event of the copy.
     Only `drain` and `previous` wait. A slot is reused after its row was returned, so it was copied before.
@@ -91,7 +94,7 @@ class RingBuffer(Generic[Tag]):
             self._stream.wait_stream(torch.cuda.current_stream(self._rows_CW.device))
         self._tags.append(tag)
 
-    def poll(self) -> list[tuple[Tag, list[float]]]:
+    def poll(self) -> list[Record]:
         """Return the rows that have arrived, oldest first, and start to copy the rest.
 
         The host does not wait.
@@ -104,7 +107,7 @@ class RingBuffer(Generic[Tag]):
         self._begin_copy()
         return arrived
 
-    def drain(self, count: int | None = None) -> list[tuple[Tag, list[float]]]:
+    def drain(self, count: int | None = None) -> list[Record]:
         """Wait for rows that were not yet returned, return them, oldest first, and start to copy the rest.
 
         Args:
@@ -114,13 +117,13 @@ class RingBuffer(Generic[Tag]):
         if self._stream is None:
             return self._hand_out(len(self))
         self._begin_copy()
-        rows: list[tuple[Tag, list[float]]] = []
+        rows: list[Record] = []
         while self._copies and (count is None or len(rows) < count):
             self._copies[0].arrived.synchronize()
             rows += self._hand_out_copy()
         return rows
 
-    def make_room(self) -> list[tuple[Tag, list[float]]]:
+    def make_room(self) -> list[Record]:
         """Return the arrived rows if the buffer is half full, so that a loop that never reads does not block.
 
         The buffer is full only if the device is `capacity` steps late. In this case the host waits.
@@ -137,7 +140,7 @@ class RingBuffer(Generic[Tag]):
         arrived = (copy.arrived.query() for copy in self._copies)  # type: ignore[no-untyped-call]
         return self._stream is not None and all(arrived)
 
-    def previous(self) -> list[tuple[Tag, list[float]]]:
+    def previous(self) -> list[Record]:
         """Return the rows whose copy an earlier call started, oldest first, and start to copy the rest.
 
         The host waits for these copies. If steps lie between two calls, the copies are usually finished. The
@@ -159,19 +162,22 @@ class RingBuffer(Generic[Tag]):
         self._copies.append(_Copy(count, event))
         self._copying += count
 
-    def _hand_out_copy(self) -> list[tuple[Tag, list[float]]]:
+    def _hand_out_copy(self) -> list[Record]:
         count = self._copies.popleft().count
         self._copying -= count
         return self._hand_out(count)
 
-    def _hand_out(self, count: int) -> list[tuple[Tag, list[float]]]:
+    def _hand_out(self, count: int) -> list[Record]:
         rows = [
             row
             for start, stop in self._places(self._first, count)
             for row in self._host_CW[start:stop].tolist()
         ]
         self._first = (self._first + count) % self.capacity
-        return [(self._tags.popleft(), row) for row in rows]
+        return [self._record(self._tags.popleft(), row) for row in rows]
+
+    def _record(self, tag: Tag, row: list[float]) -> Record:
+        raise NotImplementedError
 
     def _places(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return the slots of `count` rows from slot `first` on, as one range, or two at a wrap-around."""
@@ -180,3 +186,53 @@ class RingBuffer(Generic[Tag]):
         if stop <= self.capacity:
             return [(first, stop)] if count else []
         return [(first, self.capacity), (0, stop - self.capacity)]
+
+
+class RingBuffer(RecordBuffer[Tag, tuple[Tag, list[float]]]):
+    """`RecordBuffer` that returns tuples (tag, row)."""
+
+    def _record(self, tag: Tag, row: list[float]) -> tuple[Tag, list[float]]:
+        return tag, row
+
+
+class Recorder(Generic[Tag, Record]):
+    """Base class of observers of a training that write one row on the device at each step.
+
+    Args:
+        capacity: maximum number of steps that have not arrived at the host. Arrived records are stored until
+            they are read.
+        width: number of values in a row.
+    """
+
+    def __init__(self, capacity: int, width: int) -> None:
+        self._capacity, self._width = capacity, width
+        self._rows: RingBuffer[Tag] | None = None
+        self._unread: list[Record] = []
+        self._next_step = 0
+
+    def records(self) -> list[Record]:
+        """Return the records that have arrived since the last call, oldest first. The host does not wait."""
+        return self._read([] if self._rows is None else self._rows.poll())
+
+    def drain(self) -> list[Record]:
+        """Return every record since the last call. The host waits for the device."""
+        return self._read([] if self._rows is None else self._rows.drain())
+
+    def _record(self, tag: Tag, row: list[float]) -> Record:
+        raise NotImplementedError
+
+    def _number(self, step: int | None) -> int:
+        """Return the number of a step. None: previous number plus one."""
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
+        return step
+
+    def _write(self, tag: Tag, scalars: Sequence[Tensor], vector_N: Tensor | None = None) -> None:
+        if self._rows is None:
+            self._rows = RingBuffer(self._capacity, self._width, scalars[0].device)
+        self._unread += [self._record(*each) for each in self._rows.make_room()]
+        self._rows.write(tag, scalars, vector_N)
+
+    def _read(self, rows: list[tuple[Tag, list[float]]]) -> list[Record]:
+        records, self._unread = self._unread, []
+        return records + [self._record(tag, row) for tag, row in rows]

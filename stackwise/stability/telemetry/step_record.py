@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stackwise.stability.telemetry.gradient_norm import first_non_finite
-from stackwise.stability.telemetry.ring_buffer import RingBuffer
+from stackwise.stability.telemetry.ring_buffer import RecordBuffer
 from stackwise.support.arguments import require
 
 __all__ = ["StepBuffer", "StepRecord", "mean_loss"]
@@ -66,7 +66,7 @@ class _Known(NamedTuple):
     unit: str | None
 
 
-class StepBuffer:
+class StepBuffer(RecordBuffer[_Known, StepRecord]):
     """Buffer of step records.
 
     They are written on the device, and read by the host after an asynchronous copy.
@@ -83,18 +83,9 @@ class StepBuffer:
     def __init__(self, capacity: int, device: torch.device, n_norms: int = 0) -> None:
         require(n_norms >= 0, "n_norms", n_norms, "an integer >= 0")
         self._n_norms = n_norms
-        self._rows: RingBuffer[_Known] = RingBuffer(capacity, 3 + n_norms, device)
+        super().__init__(capacity, 3 + n_norms, device)
 
-    def __len__(self) -> int:
-        """Return the number of unread rows."""
-        return len(self._rows)
-
-    @property
-    def full(self) -> bool:
-        """True if records must be read before the next `write`, for example by `drain`."""
-        return self._rows.full
-
-    def write(
+    def write_step(
         self,
         step: int,
         lr: float,
@@ -128,37 +119,12 @@ class StepBuffer:
             require(found <= self._n_norms, "norms_P", found, f"at most n_norms={self._n_norms}")
             require(names is not None and len(names) == found, "names", names, f"{found} names")
         known = _Known(step, lr, tokens, names if norms_P is not None else None, unit)
-        self._rows.write(known, (loss, grad_norm, skipped), norms_P)
+        self.write(known, (loss, grad_norm, skipped), norms_P)
 
-    def poll(self) -> list[StepRecord]:
-        """Return the records that have arrived since the last call. The host does not wait."""
-        return [_record(known, row) for known, row in self._rows.poll()]
-
-    @property
-    def is_ahead(self) -> bool:
-        """True if the records that `previous` returns next have already arrived. Always False on the CPU.
-
-        Reading it does not wait.
-        """
-        return self._rows.is_ahead
-
-    def previous(self) -> list[StepRecord]:
-        """Return the records that were written before the last call of `poll`, `previous` or `drain`.
-
-        Several processes return the same records. The host waits for these records only. On the CPU, all
-        records are returned.
-        """
-        return [_record(known, row) for known, row in self._rows.previous()]
-
-    def drain(self) -> list[StepRecord]:
-        """Return every record since the last call. The host waits for the device."""
-        return [_record(known, row) for known, row in self._rows.drain()]
-
-
-def _record(known: _Known, row: list[float]) -> StepRecord:
-    loss, grad_norm, skipped, *norms = row
-    named = None if known.names is None else dict(zip(known.names, norms, strict=False))
-    return StepRecord(known.step, loss, grad_norm, known.lr, bool(skipped), known.tokens, named, known.unit)
+    def _record(self, tag: _Known, row: list[float]) -> StepRecord:
+        loss, grad_norm, skipped, *norms = row
+        named = None if tag.names is None else dict(zip(tag.names, norms, strict=False))
+        return StepRecord(tag.step, loss, grad_norm, tag.lr, bool(skipped), tag.tokens, named, tag.unit)
 
 
 def mean_loss(records: Sequence[StepRecord]) -> float:

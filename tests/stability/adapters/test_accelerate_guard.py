@@ -310,15 +310,6 @@ def test_the_common_part_of_its_state_is_that_of_its_guard():
     assert common.keys() == state.keys() and common["sizes"] == state["sizes"]
 
 
-def test_a_state_from_before_there_were_sizes_is_taken():
-    run = Run(rows())
-    guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY)
-    state = guard.state_dict()
-    del state["sizes"]
-    guard.load_state_dict(state)
-    assert guard.state_dict()["sizes"] == []
-
-
 @pytest.mark.parametrize("saves_at", [21, 22, 24, 26])
 @pytest.mark.parametrize("bad", [(20,), (19, 20, 21)], ids=["skipped", "rewound"])
 def test_what_is_saved_while_an_alarm_is_under_way_has_answered_it(tmp_path, bad, saves_at):

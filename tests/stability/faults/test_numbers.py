@@ -23,8 +23,8 @@ from stackwise.stability.faults import (
     NanInjection,
     OutOfMemory,
 )
-from stackwise.stability.faults.batch import parts_of, with_part
 from stackwise.stability.faults.place import place_of
+from stackwise.stability.faults.tensors import parts_of, with_part
 
 
 def never():

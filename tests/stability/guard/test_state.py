@@ -183,11 +183,11 @@ def test_a_clipped_update_may_be_saved():
     ]
     assert found[50:53] == [1, 0, 0]
     other = Guard(model, optimizer, policy=GuardPolicy(spikes_clipped=2))
-    for left_out in (True, False):
-        state = guard.state_dict() | {"left_out": left_out}
+    for last_skipped in (True, False):
+        state = guard.state_dict() | {"last_skipped": last_skipped}
         state["escalation"] |= {"consecutive_alarms": 3}
         other.load_state_dict(state)
-        assert other.consecutive_alarms == 3 * left_out
+        assert other.consecutive_alarms == 3 * last_skipped
 
 
 def test_a_state_is_refused_that_undoes_what_was_saved_before_it():

@@ -197,7 +197,7 @@ class Watched:
         state = self.monitor.observe()
         self.tracker.observe(loss)
         scalars = {"loss": loss, "grad_norm": state.total_norm, "skipped": state.found_inf}
-        self.buffer.write(number, 1e-2, **scalars, norms_P=state.norms_P, names=self.names)
+        self.buffer.write_step(number, 1e-2, **scalars, norms_P=state.norms_P, names=self.names)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

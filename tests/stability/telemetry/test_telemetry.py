@@ -38,7 +38,7 @@ def parameters_of(arrays, dtype=torch.float32):
 def buffer_of(capacity, rows=()):
     buffer = StepBuffer(capacity, torch.device("cpu"))
     for step, lr, loss, norm, skipped in rows:
-        buffer.write(
+        buffer.write_step(
             step,
             lr,
             loss=torch.tensor(loss),
@@ -197,7 +197,7 @@ def test_drain_empties():
     buffer = buffer_of(3, ROWS[:2])
     assert len(buffer.drain()) == 2
     assert buffer.drain() == []
-    buffer.write(5, 0.5, loss=torch.tensor(9.0), grad_norm=torch.tensor(8.0), skipped=torch.tensor(True))
+    buffer.write_step(5, 0.5, loss=torch.tensor(9.0), grad_norm=torch.tensor(8.0), skipped=torch.tensor(True))
     assert buffer.drain() == [StepRecord(5, 9.0, 8.0, 0.5, True)]
 
 
@@ -206,7 +206,9 @@ def test_full_at_its_capacity():
         assert buffer_of(3, ROWS[:count]).full == (count == 3)
     buffer = buffer_of(3, ROWS)
     with pytest.raises(AssertionError, match="drain"):
-        buffer.write(0, 0.0, loss=torch.tensor(0.0), grad_norm=torch.tensor(0.0), skipped=torch.tensor(False))
+        buffer.write_step(
+            0, 0.0, loss=torch.tensor(0.0), grad_norm=torch.tensor(0.0), skipped=torch.tensor(False)
+        )
     assert len(buffer.drain()) == 3
     assert not buffer.full
 
@@ -215,7 +217,7 @@ def test_records_do_not_change_with_the_buffer():
     buffer = buffer_of(1, ROWS[:1])
     [first] = buffer.drain()
     loss = torch.tensor(5.0)
-    buffer.write(0, 0.0, loss=loss, grad_norm=loss, skipped=loss > 6)
+    buffer.write_step(0, 0.0, loss=loss, grad_norm=loss, skipped=loss > 6)
     loss.zero_()
     assert first.loss == 1.5
     assert buffer.drain()[0].loss == 5.0
@@ -224,7 +226,9 @@ def test_records_do_not_change_with_the_buffer():
 def test_low_precision_and_graphs():
     buffer = StepBuffer(1, torch.device("cpu"))
     loss = torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)
-    buffer.write(0, 0.1, loss=loss * 2, grad_norm=torch.tensor(2.0).double(), skipped=torch.tensor(False))
+    buffer.write_step(
+        0, 0.1, loss=loss * 2, grad_norm=torch.tensor(2.0).double(), skipped=torch.tensor(False)
+    )
     assert buffer.drain() == [StepRecord(0, 3.0, 2.0, 0.1, False)]
 
 
@@ -241,8 +245,8 @@ def test_mean_loss():
 def test_norms_by_name_and_what_the_host_knows():
     buffer = StepBuffer(2, torch.device("cpu"), n_norms=3)
     scalars = {"loss": torch.tensor(1.5), "grad_norm": torch.tensor(5.0), "skipped": torch.tensor(False)}
-    buffer.write(0, 0.1, **scalars, tokens=64, norms_P=torch.tensor([3.0, math.nan]), names=("a", "b"))
-    buffer.write(1, 0.2, **scalars)  # the row before had norms in its place
+    buffer.write_step(0, 0.1, **scalars, tokens=64, norms_P=torch.tensor([3.0, math.nan]), names=("a", "b"))
+    buffer.write_step(1, 0.2, **scalars)  # the row before had norms in its place
     assert len(buffer) == 2
     first, second = buffer.poll()
     assert first.tokens == 64
@@ -264,7 +268,7 @@ def test_norms_by_name_and_what_the_host_knows():
 def test_norms_that_do_not_fit(norms, names, message):
     buffer, scalar = StepBuffer(2, torch.device("cpu"), n_norms=1), torch.tensor(1.0)
     with pytest.raises(ValueError, match=message):
-        buffer.write(
+        buffer.write_step(
             0, 0.1, loss=scalar, grad_norm=scalar, skipped=scalar, norms_P=torch.tensor(norms), names=names
         )
     assert buffer.drain() == []

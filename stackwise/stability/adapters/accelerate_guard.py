@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stackwise.stability.adapters.engine import check_engine, scale_of
+from stackwise.stability.adapters.outer_loop import check_engine, scale_of
 from stackwise.stability.guard import Decision, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 from stackwise.support.arguments import check_number, require

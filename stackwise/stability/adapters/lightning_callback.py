@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stackwise.stability.adapters.engine import scale_of
-from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers
+from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers, scale_of
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful
 from stackwise.stability.telemetry import AttentionLogit

@@ -13,8 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from stackwise.stability.adapters.engine import check_engine, scale_of
-from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers
+from stackwise.stability.adapters.outer_loop import OuterLoop, Schedulers, check_engine, scale_of
 from stackwise.stability.adapters.state_file import read_state, write_state
 from stackwise.stability.guard import Alarm, Guard, GuardPolicy
 from stackwise.stability.guard.snapshot import Stateful

@@ -7,25 +7,19 @@ import inspect
 from collections.abc import Mapping
 
 from stackwise.stability.faults.attention import LogitGrowth
-from stackwise.stability.faults.bits import BitFlip
 from stackwise.stability.faults.data import (
     CorruptSample,
+    LabelCorruption,
     UnreadableSample,
     UnreadableSampleError,
     WorkerDeath,
 )
-from stackwise.stability.faults.embedding import EmbeddingExplosion
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault
-from stackwise.stability.faults.gradient import GradientExplosion, GradientScale
 from stackwise.stability.faults.injection import Injection, TargetNotReachedError, broken
-from stackwise.stability.faults.labels import LabelCorruption
-from stackwise.stability.faults.loss import LossSpike
-from stackwise.stability.faults.memory import OutOfMemory
-from stackwise.stability.faults.non_finite import NanInjection
-from stackwise.stability.faults.overflow import HalfOverflow
-from stackwise.stability.faults.process import ProcessSignal, kill_child
-from stackwise.stability.faults.ranks import DeadRank, SlowRank
+from stackwise.stability.faults.process import DeadRank, OutOfMemory, ProcessSignal, SlowRank, kill_child
+from stackwise.stability.faults.scaling import EmbeddingExplosion, GradientExplosion, GradientScale, LossSpike
 from stackwise.stability.faults.storage import BitRot, DiskFull, ShortWrite
+from stackwise.stability.faults.values import BitFlip, HalfOverflow, NanInjection
 from stackwise.support.markdown import markdown_table
 
 __all__ = [

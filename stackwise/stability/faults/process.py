@@ -1,4 +1,4 @@
-"""Process faults: a signal in the middle of a step or of a save, and a killed child process."""
+"""Process faults: a signal, a killed child process, a slow or dead rank, and a failed allocation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
-from torch import nn
+import torch
+from torch import distributed, nn
 
 from stackwise.stability.faults.fault import Acted, Anatomy, Fault, called_module
 from stackwise.stability.faults.file_operations import Operation, intercepted
-from stackwise.support.arguments import check_choice, check_sizes, require
+from stackwise.stability.faults.tensors import first_tensor
+from stackwise.support.arguments import check_choice, check_number, check_sizes, require
 
-__all__ = ["ProcessSignal", "kill_child"]
+__all__ = ["DeadRank", "OutOfMemory", "ProcessSignal", "SlowRank", "kill_child"]
+
 
 _SIGNALS: Mapping[str, signal.Signals] = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
-_MOMENTS = ("forward", "update", "save")
 _POLL = 1e-3
 
 
@@ -50,7 +52,7 @@ class ProcessSignal(Fault):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(f"{self.name}: kind", self.kind, _SIGNALS)
-        check_choice(f"{self.name}: moment", self.moment, _MOMENTS)
+        check_choice(f"{self.name}: moment", self.moment, ("forward", "update", "save"))
         check_sizes(0, **{f"{self.name}: operation": self.operation})
         saves = self.moment == "save"
         require(
@@ -160,3 +162,124 @@ def kill_child(
         finally:
             if child.poll() is None:
                 child.kill()
+
+
+@dataclass(frozen=True)
+class _OfRank(Fault):
+    breaks: ClassVar[str] = "ranks"
+
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(0, **{f"{self.name}: rank": self.rank})
+
+    @property
+    def here(self) -> bool:
+        return distributed.get_rank() == self.rank
+
+    def resolve(self, anatomy: Anatomy) -> Self:  # noqa: ARG002
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise ValueError(f"{self.name}: needs an initialised torch.distributed; there is none")
+        if self.rank >= distributed.get_world_size():
+            raise ValueError(f"{self.name}: rank: got {self.rank}; there are {distributed.get_world_size()}")
+        return self
+
+
+@dataclass(frozen=True)
+class SlowRank(_OfRank):
+    """Fault that delays one rank before its step.
+
+    Attributes:
+        rank: number of the rank.
+        seconds: delay in seconds, above 0.
+    """
+
+    name: ClassVar[str] = "slow_rank"
+
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(
+            f"{self.name}: seconds", self.seconds, "a finite number > 0", lambda seconds: seconds > 0
+        )
+
+    def on_start(self, acted: Acted) -> None:  # noqa: D102
+        acted()
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True)
+class DeadRank(_OfRank):
+    """Fault that ends one rank when its step begins, without a message to the other ranks.
+
+    The action is recorded in the journal.
+
+    Attributes:
+        rank: number of the rank.
+        kind: "kill" ends it by SIGKILL, "exit" with code 1 and without cleanup.
+    """
+
+    name: ClassVar[str] = "dead_rank"
+
+    kind: str = "kill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(f"{self.name}: kind", self.kind, ("kill", "exit"))
+
+    def on_start(self, acted: Acted) -> None:  # noqa: D102
+        acted()
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class OutOfMemory(Fault):
+    """Fault that raises `torch.OutOfMemoryError` when a module is computed. No memory is allocated.
+
+    The error ends the step. If a loop catches the error, it continues with its next step.
+
+    Attributes:
+        target: pattern of names of modules that a step calls. The first match is used. None: middle one of
+            the called modules without children.
+        moment: "forward" or "backward".
+    """
+
+    name: ClassVar[str] = "out_of_memory"
+    raises: ClassVar[bool] = True
+
+    target: str | None = None
+    moment: str = "forward"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sound = self.target is None or (isinstance(self.target, str) and bool(self.target))
+        require(sound, f"{self.name}: target", self.target, "a pattern of module names, or None")
+        check_choice(f"{self.name}: moment", self.moment, ("forward", "backward"))
+
+    def resolve(self, anatomy: Anatomy) -> Self:  # noqa: D102
+        return replace(self, target=called_module(self, self.target, anatomy))
+
+    @contextmanager
+    def around_forward(self, model: nn.Module, acted: Acted) -> Iterator[None]:  # noqa: D102
+        assert self.target is not None
+
+        def fail(*_: Any) -> NoReturn:
+            acted()
+            raise torch.OutOfMemoryError(f"CUDA out of memory ({self}, {self.target})")
+
+        def wait(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensor = first_tensor(output)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(fail)  # type: ignore[no-untyped-call]
+
+        module = model.get_submodule(self.target)
+        if self.moment == "forward":
+            handle = module.register_forward_pre_hook(fail)
+        else:
+            handle = module.register_forward_hook(wait)
+        with handle:
+            yield

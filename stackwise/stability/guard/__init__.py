@@ -4,8 +4,7 @@ from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import Alarm, GuardError
 from stackwise.stability.guard.detector import SpikeDetector
 from stackwise.stability.guard.guard import Guard
-from stackwise.stability.guard.guard_record import GuardRecord
-from stackwise.stability.guard.step_detector import Decision
+from stackwise.stability.guard.step_detector import Decision, GuardRecord
 
 __all__ = [
     "Alarm",

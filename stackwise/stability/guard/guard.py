@@ -30,9 +30,8 @@ from stackwise.stability.guard.detector import ClippingDetector
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
 from stackwise.stability.guard.finite_state import FiniteState
-from stackwise.stability.guard.guard_record import GuardRecord
+from stackwise.stability.guard.history import ReplayReference
 from stackwise.stability.guard.replay_loader import DrawnBatch, ReplayLoader
-from stackwise.stability.guard.replay_reference import ReplayReference
 from stackwise.stability.guard.snapshot import (
     Moment,
     Snapshot,
@@ -40,7 +39,7 @@ from stackwise.stability.guard.snapshot import (
     check_restorable,
     check_states,
 )
-from stackwise.stability.guard.step_detector import KINDS, Decision, StepDetector
+from stackwise.stability.guard.step_detector import KINDS, Decision, GuardRecord, StepDetector
 from stackwise.stability.telemetry.gradient_norm import GradientNames, gradient_norms
 from stackwise.stability.telemetry.ring_buffer import RingBuffer
 from stackwise.support.arguments import check_sizes, require
@@ -181,13 +180,8 @@ class Guard:
         # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
         me = weakref.proxy(self)
         self._examination = Examination(
-            model,
-            self._named,
-            loss_of,
-            lambda: me._loader,
-            self._buffers,
-            self._group,
-            lambda: me._loss_scale,
+            *(model, self._named, loss_of, lambda: me._loader),
+            *(self._buffers, self._group, lambda: me._loss_scale),
         )
         self._answering: int | None = None
         self._clipping = ClippingDetector()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from torch import Tensor, distributed
 
 from stackwise.config import GuardPolicy
 from stackwise.stability.guard.alarm import AlarmKind
-from stackwise.stability.guard.log_history import LogHistory, Statistics
-from stackwise.stability.guard.spike_memory import SpikeMemory
+from stackwise.stability.guard.history import LogHistory, SpikeMemory, Statistics
 from stackwise.stability.telemetry.gradient_norm import clip_divisor, global_norm
 from stackwise.support.arguments import require
 
-__all__ = ["KINDS", "Decision", "StepDetector"]
+__all__ = ["KINDS", "Decision", "GuardRecord", "StepDetector"]
 
 # Kinds by code. 0: the step is healthy. With several processes, the largest code applies.
 KINDS: tuple[AlarmKind | None, ...] = (
@@ -68,6 +68,41 @@ class Decision(NamedTuple):
     loss_limit: Tensor
     logit_limit: Tensor
     norms_P: Tensor
+
+
+@dataclass(frozen=True)
+class GuardRecord:
+    """Measurements, limits and decision of one step, on the host.
+
+    Attributes:
+        step: number of the step, from 0.
+        loss: loss that was passed to the guard.
+        total_norm: global L2 norm of the gradient, before clipping.
+        parameter_norms: gradient norm of each parameter, by name.
+        limit: largest norm that passed; infinite: any finite norm.
+        divisor: divisor of the gradients.
+        kind: type of the problem; None: the step was healthy.
+        skipped: True if the update was skipped.
+        logit: largest attention logit; NaN: none was passed to the guard.
+        loss_limit: largest loss that passed; infinite: any finite loss.
+        logit_limit: largest attention logit that passed; infinite: any.
+    """
+
+    step: int
+    loss: float
+    total_norm: float
+    parameter_norms: dict[str, float]
+    limit: float
+    divisor: float
+    kind: str | None
+    skipped: bool
+    logit: float = math.nan
+    loss_limit: float = math.inf
+    logit_limit: float = math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return asdict(self)
 
 
 class StepDetector:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stackwise.stability.adapters.engine import check_engine, scale_of
+from stackwise.stability.adapters.outer_loop import check_engine, scale_of
 
 
 def accelerator(engine, **more):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stackwise.stability.guard.log_history import LogHistory
+from stackwise.stability.guard.history import LogHistory
 
 CPU = torch.device("cpu")
 NUMBER = st.floats(1e-6, 1e6) | st.sampled_from([0.0, -1.0, math.inf, -math.inf, math.nan])

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from stackwise.stability.guard.replay_reference import ReplayReference
+from stackwise.stability.guard.history import ReplayReference
 
 CPU = torch.device("cpu")
 

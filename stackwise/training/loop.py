@@ -471,8 +471,8 @@ class TrainingLoop:
         # While an alarm is unresolved the weights may be bad. The alarms end soon, or the run does.
         if self._guard is not None and self._guard.consecutive_alarms:
             if ends:
-                told = "no checkpoint, as training ended among alarms; the one before is the newest"
-                warnings.warn(f"step {done}: {told}", RuntimeWarning, stacklevel=2)
+                reason = "training ended with an unresolved alarm; the previous one is the newest"
+                warnings.warn(f"step {done}: no checkpoint, as {reason}", RuntimeWarning, stacklevel=2)
             self._due = saves, leaves
             return
         self._due = False, 0

@@ -538,7 +538,9 @@ def test_a_weight_that_is_not_finite_is_found_before_it_is_saved(run):
 def test_a_checkpoint_that_is_due_among_alarms_waits(run, monkeypatch, at, saved):
     """As behind an overflow that follows an alarm: it counts as an update."""
     monkeypatch.setattr(PhaseGuard, "consecutive_alarms", property(lambda self: int(self.count.done == at)))
-    told = pytest.warns(RuntimeWarning, match="step 9: no checkpoint, as training ended among alarms")
+    told = pytest.warns(
+        RuntimeWarning, match="step 9: no checkpoint, as training ended with an unresolved alarm"
+    )
     with told if at == STEPS else nullcontext():
         run(clean(STEPS + 6), checkpoints(4))
     assert sorted(path.name for path in Path("run").iterdir()) == saved

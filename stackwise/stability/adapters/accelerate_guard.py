@@ -77,9 +77,9 @@ class AcceleratedGuard:
         on_rewind: Callable[[int], object] | None = None,
     ) -> None:
         prepared = isinstance(optimizer, AcceleratedOptimizer)
-        require(prepared, "optimizer", type(optimizer).__name__, "what accelerator.prepare() returned")
+        require(prepared, "optimizer", type(optimizer).__name__, "a result of accelerator.prepare()")
         follows = isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau)
-        allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
+        allowed = "one whose step() takes nothing; call this one yourself, after an evaluation"
         require(not follows, "scheduler", "ReduceLROnPlateau", allowed)
         policy = policy or GuardPolicy()
         require(policy.clip is None, "clip", policy.clip, "None: max_grad_norm clips")

@@ -34,7 +34,7 @@ __all__ = ["GuardCallback"]
 _HELD = "held"  # interval of a scheduler that must not advance
 # Methods by which a ModelCheckpoint saves; the first selects checkpoints, with or without a metric.
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint")
-_NOT_SAVED = "no checkpoint, as training ended among alarms; the one before is the newest"
+_NOT_SAVED = "no checkpoint, as training ended with an unresolved alarm; the previous one is the newest"
 
 
 class GuardCallback(Callback):  # type: ignore[misc, unused-ignore]
@@ -452,5 +452,5 @@ def _loss_in(output: Any) -> Tensor | None:
     """Return the loss in the output of `training_step`; None: the batch is skipped."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     fits = loss is None or isinstance(loss, Tensor)
-    require(fits, "training_step", type(loss).__name__, "a loss, also when it is made again, or None")
+    require(fits, "training_step", type(loss).__name__, "a loss, also in a replay, or None")
     return loss

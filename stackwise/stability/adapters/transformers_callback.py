@@ -190,7 +190,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Warn if the last checkpoint was not written."""
         if self._deferred:
-            told = "no checkpoint, as training ended among alarms; the one before is the newest"
+            told = "no checkpoint, as training ended with an unresolved alarm; the previous one is the newest"
             warnings.warn(f"step {state.global_step}: {told}", RuntimeWarning, stacklevel=2)
 
     # Replacements of the trainer's methods.

@@ -26,7 +26,7 @@ _NOUNS = {
     "activation": "modules called",
     "gradient": "parameters with a gradient",
     "weight": "parameters with a gradient",
-    "optimizer_state": "what the optimizer keeps",
+    "optimizer_state": "states of the optimizer",
 }
 # Targets without a pattern, because they contain no named modules.
 _WHOLE = ("loss",)

@@ -10,11 +10,11 @@ import json
 import math
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,56 +24,20 @@ from torch import Tensor, distributed, nn
 from stackwise.checkpoint import tree
 from stackwise.checkpoint.object_state import unwrapped
 from stackwise.checkpoint.tensor_file import write_tensors
-from stackwise.stability.buffers import Buffers, elements
+from stackwise.config import GuardPolicy
+from stackwise.stability.buffers import elements
+from stackwise.stability.guard.alarm import Alarm
+from stackwise.stability.guard.examination import Replay, rerun
 from stackwise.stability.guard.replay_loader import DrawnBatch, to_device
-from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.locate.first_module import shown_name
-from stackwise.stability.recomputation import recomputation
-from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
 from stackwise.support.arguments import check_number, require
 from stackwise.support.files import parse_json, replacing
-from stackwise.support.random_state import keep_random_states, set_random_states
 
-__all__ = [
-    "Bundle",
-    "Replay",
-    "forget_gradients",
-    "histogram",
-    "names_in",
-    "replay",
-    "rerun",
-    "scaled",
-    "whole",
-]
+__all__ = ["Bundle", "BundleFolder", "Replay", "histogram", "replay"]
 
 _FORMAT = 1
 _FILES = ("bundle.json", "tensors.safetensors", "weights.safetensors")
 _MAX_JSON = 64 * 2**20  # bytes; random states and norms need much less
-
-
-class Replay(NamedTuple):
-    """Result of recomputing a bad step.
-
-    Attributes:
-        loss: sum over the batches of the step.
-        grad_norm: global L2 norm of the sum of their gradients.
-        parameter_norms: gradient norm of each parameter, by name.
-        where: first bad place; "": none.
-        spike: True if the alarm's number is finite and the recomputed number is above the alarm's limit too.
-            None: unknown, because it is an attention logit or the limit is not known.
-    """
-
-    loss: float
-    grad_norm: float
-    parameter_norms: dict[str, float]
-    where: str
-    spike: bool | None = False
-
-    @property
-    def broken(self) -> bool:
-        """True if loss or gradient is not finite, a bad place was found, or the spike was reproduced."""
-        finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-        return bool(self.where) or not finite or bool(self.spike)
 
 
 @dataclass(frozen=True)
@@ -127,7 +91,7 @@ class Bundle:
             }
             for i, given in enumerate(self.batches)
         ]
-        told = {
+        content = {
             "format": _FORMAT,
             "alarm": tree.encode(self.alarm, ("alarm",), tensors),
             "batches": batches,
@@ -144,7 +108,7 @@ class Bundle:
                 _write(part / _FILES[1], tensors)
                 if self.weights is not None:
                     _write(part / _FILES[2], self.weights)
-                (part / _FILES[0]).write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+                (part / _FILES[0]).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -161,39 +125,39 @@ class Bundle:
         place = folder / _FILES[0]
         try:
             require(place.stat().st_size <= _MAX_JSON, str(place), place.stat().st_size, "a bundle's size")
-            told = parse_json(place.read_bytes())
+            content = parse_json(place.read_bytes())
             place = folder / _FILES[1]
             tensors = load_file(place)
             place = folder / _FILES[2]
-            weights = load_file(place) if told["weights"] else None
+            weights = load_file(place) if content["weights"] else None
             place = folder / _FILES[0]
-            require(told["format"] == _FORMAT, "format", told["format"], str(_FORMAT))
+            require(content["format"] == _FORMAT, "format", content["format"], str(_FORMAT))
 
-            def untold(plain: Any) -> Any:
+            def decoded(plain: Any) -> Any:
                 # A copy: the alignment of mapped memory varies, and changes the rounding of sums.
                 return tree.decode(plain, lambda name, shape, _: tensors[name].reshape(shape).clone())
 
             def mapping(held: Mapping[str, Any], key: str) -> dict[str, Any]:
-                value = untold(held[key])
+                value = decoded(held[key])
                 require(isinstance(value, dict), key, value, "a mapping")
                 return dict(value)
 
             batches = [
                 DrawnBatch(
-                    int(each["step"]), untold(each["id"]), untold(each["batch"]), mapping(each, "random")
+                    int(each["step"]), decoded(each["id"]), decoded(each["batch"]), mapping(each, "random")
                 )
-                for each in told["batches"]
+                for each in content["batches"]
             ]
-            norms = mapping(told, "norms")
+            norms = mapping(content, "norms")
             numbers = all(isinstance(norm, int | float) for norm in norms.values())
             require(numbers, "norms", norms, "numbers by name")
             return cls(
-                alarm=mapping(told, "alarm"),
+                alarm=mapping(content, "alarm"),
                 batches=batches,
                 norms=norms,
-                training=bool(told["training"]),
+                training=bool(content["training"]),
                 weights=weights,
-                notes=mapping(told, "notes"),
+                notes=mapping(content, "notes"),
             )
         except (
             OSError,
@@ -206,6 +170,81 @@ class Bundle:
             ValueError,
         ) as error:
             raise ValueError(f"{place}: no bundle, or a damaged one: {error!r}") from error
+
+
+class BundleFolder:
+    """Writer of the first `policy.max_bundles` bundles of a run. Rank 0 writes them, with its own batches.
+
+    Args:
+        folder: folder for the bundles; None: none are written.
+        policy: maximum number of bundles, and whether they contain weights.
+        group: processes that train together. All of them must call `write`. None: this process only.
+
+    Attributes:
+        written: number of bundles.
+    """
+
+    def __init__(
+        self, folder: Path | str | None, policy: GuardPolicy, group: distributed.ProcessGroup | None
+    ) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._policy, self._group = policy, group
+        self.written = 0
+
+    def write(
+        self,
+        model: nn.Module,
+        batches: Sequence[DrawnBatch],
+        alarm: Alarm,
+        norms: Mapping[str, float],
+        loss_scale: float,
+    ) -> Alarm:
+        """Return the alarm, with the path of its bundle if one is written.
+
+        Args:
+            model: model in its state before the bad step.
+            batches: batches of the step.
+            alarm: alarm of the step.
+            norms: gradient norm of each parameter.
+            loss_scale: factor of the loss in the backward pass.
+        """
+        if self._folder is None or self.written >= self._policy.max_bundles:
+            return alarm
+        self.written += 1
+        first = self._group is None or distributed.get_rank(self._group) == 0
+        names = _names_in(model)
+        weights: dict[str, Tensor] | None = {} if self._policy.bundle_weights else None
+        if weights is not None:
+            # In every process, in the same order: sharded weights are gathered.
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                gathered = _whole(tensor.detach())
+                if first:
+                    weights[names[name]] = gathered.to("cpu", copy=True)
+        place, refused = [""], ""
+        if first:
+            notes = {"policy": self._policy.to_dict(), "loss_scale": loss_scale}
+            of_names = {names.get(name, name): norm for name, norm in norms.items()}
+            try:
+                folder = self._free(alarm.step)
+                content = replace(alarm, bundle=str(folder)).to_dict()
+                bundle = Bundle(content, batches, of_names, model.training, weights, notes)
+                place = [str(bundle.write(folder))]
+            except Exception as error:  # any error: the other processes wait for the path
+                refused = f"no diagnostic bundle of step {alarm.step}: {error}"
+        if self._group is not None:
+            source = distributed.get_global_rank(self._group, 0)
+            distributed.broadcast_object_list(place, src=source, group=self._group)
+        if refused:  # training can continue without a bundle
+            warnings.warn(refused, stacklevel=2)
+        return replace(alarm, bundle=place[0])
+
+    def _free(self, step: int) -> Path:
+        """Return a path that does not exist yet. An earlier run may have written bundles."""
+        assert self._folder is not None
+        number = self.written
+        while (folder := self._folder / f"step-{step:08d}-{number}").exists():
+            number += 1
+        return folder
 
 
 def replay(
@@ -238,74 +277,11 @@ def replay(
     try:
         batches = [DrawnBatch(b.step, b.id, to_device(b.batch, device), b.random) for b in bundle.batches]
         found = rerun(model, batches, loss_of, loss_scale=bundle.loss_scale)
-        names = names_in(model)
+        names = _names_in(model)
         found = found._replace(parameter_norms={names[n]: x for n, x in found.parameter_norms.items()})
         return found._replace(spike=_is_spike(bundle, found))
     finally:
         model.train(was_training)
-
-
-def rerun(
-    model: nn.Module,
-    batches: Sequence[DrawnBatch],
-    loss_of: Callable[[nn.Module, Any], Tensor],
-    scales: Callable[[], ModuleScales | None] | None = None,
-    group: distributed.ProcessGroup | None = None,
-    *,
-    named: Sequence[tuple[str, nn.Parameter]] = (),
-    buffers: Buffers | None = None,
-    loss_scale: float = 1.0,
-) -> Replay:
-    """Run forward and backward over `batches` under hooks. The gradients of `named` are deleted.
-
-    Random states, buffers and all other gradients are restored, also after an error. The other processes of
-    `group` do not learn of the error. They may be in a collective of the model, and wait until this process
-    exits.
-
-    Args:
-        model: model with the weights of the step.
-        batches: batches of the step.
-        loss_of: function that returns the part of a batch, as it is passed to `backward`.
-        scales: function that returns the scales of healthy steps. It is called first. None: only non-finite
-            values are found.
-        group: processes that all recompute the step and average their gradients.
-        named: trained parameters with their names. They need not belong to the model.
-        buffers: copies of the model's buffers and of weights that its forward passes write. The copies are
-            renewed. None: copies of the buffers only.
-        loss_scale: factor of the losses in the backward pass. Norms are divided by it.
-
-    Raises:
-        Exception: any error of `loss_of`.
-    """
-    losses: list[float] = []
-    where = ""
-    buffers = buffers or Buffers(model)
-    # Not by zero_grad: a hook on it would treat the step as finished.
-    with buffers.looking(), _forgotten_gradients(model, named):
-        known_scales = None if scales is None else scales()
-        with recomputation(), keep_random_states(), torch.enable_grad():
-            for given in batches:
-
-                def run(given: DrawnBatch = given) -> None:
-                    set_random_states(given.random)
-                    loss = loss_of(model, given.batch)
-                    losses.append(float(loss.detach()))
-                    scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
-
-                location = locate(model, run, scales=known_scales)
-                if location is not None and not where:
-                    of_loss = location.direction == "loss"
-                    where = location.module if of_loss else f"{location.module} ({location.direction})"
-            if not where and (broken := buffers.broken()) is not None:
-                where = next(iter(broken.names()), "")
-        everything = _with_others(model, named)
-        if group is not None:
-            _average_gradients(everything.values(), group)
-        known = {name: p for name, p in everything.items() if p.grad is not None}
-        norms_P = gradient_norms(known.values()) / loss_scale
-        total = float(global_norm(norms_P))
-        norms = dict(zip(known, norms_P.tolist(), strict=True))
-    return Replay(sum(losses), total, norms, where)
 
 
 def _is_spike(bundle: Bundle, found: Replay) -> bool | None:
@@ -323,63 +299,6 @@ def _is_spike(bundle: Bundle, found: Replay) -> bool | None:
     # As in the guard: at most half of the alarm's value is no reproduction.
     own = alarm.get("reproduced") is False and 2 * again <= value
     return again > limit and not own
-
-
-def scaled(loss: Tensor, loss_scale: float) -> Tensor:
-    """Return the scaled loss, from which the backward pass starts.
-
-    The scale is a float32 tensor, as in `torch.amp.GradScaler`. Multiplied by a Python number, a loss would
-    stay float16 and could overflow although it does not in training.
-    """
-    if loss_scale == 1.0:
-        return loss
-    return loss * torch.tensor(loss_scale, dtype=torch.float32, device=loss.device)
-
-
-def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Return the parameters of the model and of `named`, each once, by name."""
-    found = dict(model.named_parameters())
-    mine = {id(p) for p in found.values()}
-    return found | {name: p for name, p in named if id(p) not in mine}
-
-
-def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
-    """Average gradients over the processes. Values that DDP has averaged stay the same."""
-    processes = distributed.get_world_size(group)
-    for p in parameters:
-        if p.requires_grad and not hasattr(p, "full_tensor"):
-            # All processes must reduce the same parameters, even if one has no gradient.
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            distributed.all_reduce(p.grad, group=group)
-            p.grad /= processes
-
-
-@contextmanager
-def _forgotten_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Run the block without gradients, and delete the gradients that it computes.
-
-    After it, the gradients of parameters outside `named` are restored.
-    """
-    # Of another optimizer, which has not updated yet.
-    own = {id(p) for _, p in named}
-    of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
-    # Views of DDP's buckets, which it will overwrite.
-    viewed = [(g, g.clone()) for _, g in of_others if g is not None and g._is_view()]
-    forget_gradients(model, named)
-    try:
-        yield
-    finally:
-        forget_gradients(model, named)
-        for p, gradient in of_others:
-            p.grad = gradient
-        for gradient, values in viewed:
-            gradient.copy_(values)
-
-
-def forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
-    """Delete the gradients of the model and of the parameters in `named`."""
-    for p in (*model.parameters(), *(p for _, p in named)):
-        p.grad = None
 
 
 def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
@@ -400,7 +319,7 @@ def histogram(norms: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def names_in(model: nn.Module) -> dict[str, str]:
+def _names_in(model: nn.Module) -> dict[str, str]:
     """Return names without the prefixes of compiling and data parallelism, by parameter or buffer name."""
     inner = unwrapped(model)
     wrapped = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -409,7 +328,7 @@ def names_in(model: nn.Module) -> dict[str, str]:
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    names = names_in(model)
+    names = _names_in(model)
     mine = {names[name]: own for name, own in (*model.named_parameters(), *model.named_buffers())}
     unknown, missing = sorted(weights.keys() - mine.keys()), sorted(mine.keys() - weights.keys())
     require(not unknown, "weights", unknown[:3], "the names of this model's parameters and buffers")
@@ -423,11 +342,11 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             place.copy_(weights[name][tuple(map(slice, place.shape))])
 
 
-def whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     """Return a tensor. A sharded one (DTensor) is gathered, so all processes must call this."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_tensors(path, {name: whole(tensor.detach()) for name, tensor in tensors.items()})
+    write_tensors(path, {name: _whole(tensor.detach()) for name, tensor in tensors.items()})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,17 +15,42 @@ from torch import Tensor, distributed, nn
 from stackwise.stability.buffers import Buffers
 from stackwise.stability.guard.alarm import Alarm
 from stackwise.stability.guard.attribution import attributed_module
-from stackwise.stability.guard.diagnosis import Replay, forget_gradients, rerun, scaled
 from stackwise.stability.guard.replay_loader import DrawnBatch, ReplayLoader
-from stackwise.stability.locate import ModuleScales
+from stackwise.stability.locate import ModuleScales, locate
 from stackwise.stability.recomputation import recomputation
+from stackwise.stability.telemetry.gradient_norm import global_norm, gradient_norms
 from stackwise.support.random_state import keep_random_states, set_random_states
 
-__all__ = ["REFERENCES", "Examination"]
+__all__ = ["REFERENCES", "Examination", "Replay", "rerun"]
 
 REFERENCES = 2  # healthy batches that a spike is compared with
 _EQUAL = 0.05  # relative difference of two recomputations: kernels that sum in any order differ by far less
 _VOTES = (None, False, True)  # values of `reproduced`, by increasing weight
+
+
+class Replay(NamedTuple):
+    """Result of recomputing a bad step.
+
+    Attributes:
+        loss: sum over the batches of the step.
+        grad_norm: global L2 norm of the sum of their gradients.
+        parameter_norms: gradient norm of each parameter, by name.
+        where: first bad place; "": none.
+        spike: True if the alarm's number is finite and the recomputed number is above the alarm's limit too.
+            None: unknown, because it is an attention logit or the limit is not known.
+    """
+
+    loss: float
+    grad_norm: float
+    parameter_norms: dict[str, float]
+    where: str
+    spike: bool | None = False
+
+    @property
+    def broken(self) -> bool:
+        """True if loss or gradient is not finite, a bad place was found, or the spike was reproduced."""
+        finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return bool(self.where) or not finite or bool(self.spike)
 
 
 class Examination:
@@ -134,8 +160,8 @@ class Examination:
             if self._group is not None and distributed.get_world_size(self._group) > 1:
                 raise  # other processes may wait for this one in a collective of the model
             # Training can continue without the result.
-            advice = "whether its batches broke it is not known"
-            said = f"step {batches[0].step} cannot be computed again: {error!r}; {advice}"
+            advice = "it is unknown if its batches are the cause"
+            said = f"step {batches[0].step} cannot be recomputed: {error!r}; {advice}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
             return None
 
@@ -202,11 +228,11 @@ class Examination:
 
         def run(given: DrawnBatch) -> None:
             set_random_states(given.random)
-            scaled(loss_of(model, given.batch), loss_scale).backward()  # type: ignore[no-untyped-call]
+            _scaled(loss_of(model, given.batch), loss_scale).backward()  # type: ignore[no-untyped-call]
 
         with recomputation("sound"), keep_random_states(), torch.enable_grad():
             scales = ModuleScales.observe(model, *(lambda given=given: run(given) for given in sound))
-        forget_gradients(model, self._named)
+        _forget_gradients(model, self._named)
         self._buffers.restore()
         return scales
 
@@ -218,3 +244,123 @@ def _is_finite(alarm: Alarm) -> bool:
 def _is_broken(value: float, limit: float | None) -> bool:
     """Return True if this number made the step bad."""
     return not math.isfinite(value) or (limit is not None and value > limit)
+
+
+def rerun(
+    model: nn.Module,
+    batches: Sequence[DrawnBatch],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    scales: Callable[[], ModuleScales | None] | None = None,
+    group: distributed.ProcessGroup | None = None,
+    *,
+    named: Sequence[tuple[str, nn.Parameter]] = (),
+    buffers: Buffers | None = None,
+    loss_scale: float = 1.0,
+) -> Replay:
+    """Run forward and backward over `batches` under hooks. The gradients of `named` are deleted.
+
+    Random states, buffers and all other gradients are restored, also after an error. The other processes of
+    `group` do not learn of the error. They may be in a collective of the model, and wait until this process
+    exits.
+
+    Args:
+        model: model with the weights of the step.
+        batches: batches of the step.
+        loss_of: function that returns the part of a batch, as it is passed to `backward`.
+        scales: function that returns the scales of healthy steps. It is called first. None: only non-finite
+            values are found.
+        group: processes that all recompute the step and average their gradients.
+        named: trained parameters with their names. They need not belong to the model.
+        buffers: copies of the model's buffers and of weights that its forward passes write. The copies are
+            renewed. None: copies of the buffers only.
+        loss_scale: factor of the losses in the backward pass. Norms are divided by it.
+
+    Raises:
+        Exception: any error of `loss_of`.
+    """
+    losses: list[float] = []
+    where = ""
+    buffers = buffers or Buffers(model)
+    # Not by zero_grad: a hook on it would treat the step as finished.
+    with buffers.looking(), _forgotten_gradients(model, named):
+        known_scales = None if scales is None else scales()
+        with recomputation(), keep_random_states(), torch.enable_grad():
+            for given in batches:
+
+                def run(given: DrawnBatch = given) -> None:
+                    set_random_states(given.random)
+                    loss = loss_of(model, given.batch)
+                    losses.append(float(loss.detach()))
+                    _scaled(loss, loss_scale).backward()  # type: ignore[no-untyped-call]
+
+                location = locate(model, run, scales=known_scales)
+                if location is not None and not where:
+                    of_loss = location.direction == "loss"
+                    where = location.module if of_loss else f"{location.module} ({location.direction})"
+            if not where and (broken := buffers.broken()) is not None:
+                where = next(iter(broken.names()), "")
+        everything = _with_others(model, named)
+        if group is not None:
+            _average_gradients(everything.values(), group)
+        known = {name: p for name, p in everything.items() if p.grad is not None}
+        norms_P = gradient_norms(known.values()) / loss_scale
+        total = float(global_norm(norms_P))
+        norms = dict(zip(known, norms_P.tolist(), strict=True))
+    return Replay(sum(losses), total, norms, where)
+
+
+def _scaled(loss: Tensor, loss_scale: float) -> Tensor:
+    """Return the scaled loss, from which the backward pass starts.
+
+    The scale is a float32 tensor, as in `torch.amp.GradScaler`. Multiplied by a Python number, a loss would
+    stay float16 and could overflow although it does not in training.
+    """
+    if loss_scale == 1.0:
+        return loss
+    return loss * torch.tensor(loss_scale, dtype=torch.float32, device=loss.device)
+
+
+def _with_others(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Return the parameters of the model and of `named`, each once, by name."""
+    found = dict(model.named_parameters())
+    mine = {id(p) for p in found.values()}
+    return found | {name: p for name, p in named if id(p) not in mine}
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
+    """Average gradients over the processes. Values that DDP has averaged stay the same."""
+    processes = distributed.get_world_size(group)
+    for p in parameters:
+        if p.requires_grad and not hasattr(p, "full_tensor"):
+            # All processes must reduce the same parameters, even if one has no gradient.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            distributed.all_reduce(p.grad, group=group)
+            p.grad /= processes
+
+
+@contextmanager
+def _forgotten_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """Run the block without gradients, and delete the gradients that it computes.
+
+    After it, the gradients of parameters outside `named` are restored.
+    """
+    # Of another optimizer, which has not updated yet.
+    own = {id(p) for _, p in named}
+    of_others = [(p, p.grad) for p in model.parameters() if id(p) not in own]
+    # Views of DDP's buckets, which it will overwrite.
+    viewed = [(g, g.clone()) for _, g in of_others if g is not None and g._is_view()]
+    _forget_gradients(model, named)
+    try:
+        yield
+    finally:
+        _forget_gradients(model, named)
+        for p, gradient in of_others:
+            p.grad = gradient
+        for gradient, values in viewed:
+            gradient.copy_(values)
+
+
+def _forget_gradients(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]] = ()) -> None:
+    """Delete the gradients of the model and of the parameters in `named`."""
+    for p in (*model.parameters(), *(p for _, p in named)):
+        p.grad = None

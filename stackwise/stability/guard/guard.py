@@ -25,8 +25,8 @@ from stackwise.stability.buffers import BrokenBuffers, Buffers
 from stackwise.stability.gated_optimizer import GatedOptimizer
 from stackwise.stability.guard.alarm import Alarm, AlarmKind, GuardError
 from stackwise.stability.guard.attribution import attributed_module, first_names, median_norms
-from stackwise.stability.guard.bundle_folder import BundleFolder
 from stackwise.stability.guard.detector import ClippingDetector
+from stackwise.stability.guard.diagnosis import BundleFolder
 from stackwise.stability.guard.escalation import Escalation
 from stackwise.stability.guard.examination import REFERENCES, Examination
 from stackwise.stability.guard.finite_state import FiniteState
@@ -136,14 +136,14 @@ class Guard:
         self._device = self._named[0][1].device
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None:
-            allowed = "other names: the scaler goes back as well"
+            allowed = "other names: the scaler is restored as well"
             require("scaler" not in self._others, "others", "scaler", allowed)
             self._others["scaler"] = self._scaler
         self._lag = self._chosen_lag(lag)
         self._gated = GatedOptimizer(optimizer, on_device=self._lag > 0)
         self._group = group or _everyone()
         # Ids differ between processes: these would skip different batches, and wait for each other.
-        allowed = "None in several processes: all leave out the same place of an epoch"
+        allowed = "None in several processes: all skip the same index of an epoch"
         require(batch_id is None or self._group is None, "batch_id", batch_id, allowed)
         self._detector = StepDetector(self.policy, self._device, self._group)
         self._loader = ReplayLoader(batch_id)
@@ -235,7 +235,7 @@ class Guard:
                 has no shape yet.
             GuardError: training cannot continue.
         """
-        require(self._lag == 0 or not self._under_way, "batches", "steps under way", "no other loop before")
+        require(self._lag == 0 or not self._under_way, "batches", "outstanding steps", "no other loop before")
         self._loader.drop_pending()
         self._has_batches = True
         # A rewind must not undo actions of the loop between epochs, such as changes of learning rates.
@@ -354,7 +354,7 @@ class Guard:
             self._gated.release()
         made, self._open = self._open, None
         self._loader.take_pending()
-        allowed = "one for each batch that batches() gave"
+        allowed = "one for each batch of batches()"
         require(bool(made.batches) or not self._has_batches, "step", made.step, allowed)
         self._order += 1
         no_divisor = torch.ones_like(decision.found_inf)
@@ -465,7 +465,7 @@ class Guard:
         """Refuse to settle within a step while results are outstanding: an alarm could not be handled."""
         mixed = bool(self._loader.pending) and bool(self._under_way)
         require(
-            not mixed, "settle", "steps under way and a batch in hand", "a moment behind step(), or lag=0"
+            not mixed, "settle", "outstanding steps and a pending batch", "a moment after step(), or lag=0"
         )
 
     def records(self) -> list[GuardRecord]:
@@ -492,7 +492,7 @@ class Guard:
         """
         in_hand = bool(self._loader.pending)
         allowed = "a moment between step() and the next batch"
-        require(closed or not in_hand, "state_dict", "a batch in hand", allowed)
+        require(closed or not in_hand, "state_dict", "a pending batch", allowed)
         self._check_settles()
         alarms = len(self.alarms)
         self._settle(0)
@@ -540,7 +540,7 @@ class Guard:
             *("skipped", "cleared", "escalation", "last_skipped", "written"),
         )
         missing = [key for key in known if key not in state]
-        require(not missing, "state", missing, "what state_dict() gave")
+        require(not missing, "state", missing, "a result of state_dict()")
         self._detector.load_state_dict(state["detector"])
         self._loader.load_state_dict(state["loader"])
         self._replay_reference.load_state_dict(state["replay_reference"])
@@ -570,7 +570,7 @@ class Guard:
         if self._snapshot_is_due():
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             lazy = [name for name, tensor in named if is_lazy(tensor)]
-            require(not lazy, "parameters", lazy, "all with a shape, which a forward pass gives them")
+            require(not lazy, "parameters", lazy, "all with a shape, which a forward pass sets")
             self._snapshot.take()
             self._moment = Moment(self.optimizer, self.scheduler, self._others)
             self._detector_state = self._detector.state_dict()
@@ -700,7 +700,7 @@ class Guard:
         """Warn once if gradients are clipped before the guard sees them."""
         if self._clipping.detects(norm, norms):
             said = (
-                f"gradients: got a norm of {norm:.6g} at each of the last steps, as behind a clipping, which "
+                f"gradients: got a norm of {norm:.6g} at each of the last steps, as after clipping, which "
                 "hides every spike; allowed: as the backward pass left them, and clipped by the guard: "
                 "GuardPolicy(clip=...), or AcceleratedGuard(max_grad_norm=...)"
             )
@@ -840,7 +840,7 @@ def _check_step_arguments(optimizer: torch.optim.Optimizer, scheduler: Stateful 
     lbfgs = any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer))
     require(not lbfgs, "optimizer", type(optimizer).__name__, "one whose step() needs no closure")
     follows = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    allowed = "one whose step() takes nothing; call this one yourself, behind an evaluation"
+    allowed = "one whose step() takes nothing; call this one yourself, after an evaluation"
     require(not follows, "scheduler", type(scheduler).__name__, allowed)
 
 

@@ -236,7 +236,7 @@ class ReplayReference:
         signals: Any = state.get("signals")
         lists = isinstance(steps, list) and isinstance(signals, list) and len(steps) == len(signals)
         fits = lists and all(isinstance(step, int) for step in steps) and all(map(_is_row, signals))
-        require(fits, "replay_reference", state, "what state_dict() gave")
+        require(fits, "replay_reference", state, "a result of state_dict()")
         self._recorded = {
             step: tuple(math.nan if value is None else float(value) for value in row)
             for step, row in zip(steps, signals, strict=True)

@@ -168,19 +168,23 @@ class ReplayLoader:
                 set_generators(loader, generators, complete=False)
                 count, saved = len(own_generators(loader)), len(generators or [])
                 if generators is not None and count != saved:
-                    told = f"loader: {saved} of its generators were saved, and {count} are there"
-                    warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
+                    text = f"loader: {saved} of its generators were saved, and {count} are there"
+                    warnings.warn(
+                        f"{text}, so its batches may differ from those of an uninterrupted run", stacklevel=3
+                    )
                 return source
             before = random_states()
             source = resume_epoch(loader, before, self._index, self._epoch)
             if own_generators(loader) or not random_states_equal(before, random_states()):
-                told = "loader: the random states with which its epoch began were not saved for this process"
-                warnings.warn(f"{told}, so its batches may be others than without a break", stacklevel=3)
+                text = "loader: the random states with which its epoch began were not saved for this process"
+                warnings.warn(
+                    f"{text}, so its batches may differ from those of an uninterrupted run", stacklevel=3
+                )
             return source
 
     def give(self, batch: Any, identity: Hashable) -> None:
         """Add a batch that an external loop has drawn to the pending ones."""
-        require(not self._again, "give", identity, "first those that are to be given again")
+        require(not self._again, "give", identity, "first the batches to be replayed")
         identity = _known("identity", identity)
         self._drawn_outside = True
         self._give(DrawnBatch(self._next_step, identity, batch, random_states()))
@@ -296,9 +300,9 @@ class ReplayLoader:
             "index": self._index,
             "next_step": self._next_step,
             "quarantined": list(self.quarantined),
-            "began": None if self._began is None else _told(self._began),
+            "began": None if self._began is None else _without_arrays(self._began),
             "generators": self._generators if self._loader is None else generator_states(self._loader),
-            "frontier": None if self._frontier is None else _told(self._frontier),
+            "frontier": None if self._frontier is None else _without_arrays(self._frontier),
             "again": [_plain(given) for given in (*hand, *self._again)],
         }
 
@@ -332,9 +336,9 @@ class ReplayLoader:
         self._next_step = state["next_step"]
         self.quarantined = dict.fromkeys(map(hashable, state["quarantined"]))
         began = state["began"]
-        self._began = None if began is None else _untold(began)
+        self._began = None if began is None else _with_arrays(began)
         self._loader, self._generators = None, state["generators"]
-        self._frontier = None if state["frontier"] is None else _untold(state["frontier"])
+        self._frontier = None if state["frontier"] is None else _with_arrays(state["frontier"])
         self._again = deque(map(_given, state["again"]))
         self.pending, self._kept, self._before = [], [], []
         self._within = False
@@ -351,14 +355,19 @@ def _known(key: str, identity: Any) -> Hashable:
 
 def _plain(given: DrawnBatch) -> dict[str, Any]:
     """Return a batch as plain values, with its device: a checkpoint restores tensors on the CPU."""
-    plain = {"step": given.step, "id": given.id, "batch": given.batch, "random": _told(given.random)}
+    plain = {
+        "step": given.step,
+        "id": given.id,
+        "batch": given.batch,
+        "random": _without_arrays(given.random),
+    }
     return {**plain, "device": _device_of(given.batch)}
 
 
 def _given(plain: Mapping[str, Any]) -> DrawnBatch:
     """Return the batch of a `_plain` value."""
     batch = _moved(plain["batch"], plain["device"])
-    return DrawnBatch(plain["step"], hashable(plain["id"]), batch, _untold(plain["random"]))
+    return DrawnBatch(plain["step"], hashable(plain["id"]), batch, _with_arrays(plain["random"]))
 
 
 def _device_of(batch: Any) -> str | None:
@@ -382,13 +391,13 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
     return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _told(states: Mapping[str, Any]) -> dict[str, Any]:
+def _without_arrays(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return random states without NumPy arrays, which a plain `torch.load` refuses."""
     name, keys, *rest = states["numpy"]
     return {**states, "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
 
 
-def _untold(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random states of a `_told` value."""
+def _with_arrays(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the random states of a `_without_arrays` value."""
     name, keys, *rest = states["numpy"]
     return {**states, "numpy": (name, keys.numpy().astype(np.uint32), *rest)}

@@ -82,7 +82,7 @@ class AttentionLogit:
         self._end_interrupted()
         if self._unseen and not (self._warned or self._bound.seen):
             self._warned = True
-            what = f"in a call of {self._unseen} AttentionLogit saw no attention that is trained"
+            what = f"in a call of {self._unseen} AttentionLogit observed no attention with gradients"
             warnings.warn(f"{what}: its logit is NaN, which is no signal", UserWarning, stacklevel=2)
         self._unseen = ""
         return self._bound.take()

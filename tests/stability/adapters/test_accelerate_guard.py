@@ -343,7 +343,7 @@ def test_with_a_lag_nothing_is_saved_within_an_accumulation():
     guard = AcceleratedGuard(run.accelerator, run.model, run.optimizer, policy=POLICY, lag=2)
     for number, batch in enumerate(guard.batches(run.loader)):
         if number == 13:
-            with pytest.raises(ValueError, match=r"settle: got 'steps under way and a batch in hand'"):
+            with pytest.raises(ValueError, match=r"settle: got 'outstanding steps and a pending batch'"):
                 guard.state_dict()
         with run.accelerator.accumulate(run.model):
             loss = loss_of(run.model, batch)
@@ -368,7 +368,7 @@ def test_its_state_is_saved_with_that_of_accelerate(tmp_path):
 def test_what_is_refused():
     run = Run(rows())
     with pytest.raises(
-        ValueError, match=r"optimizer: got 'AdamW'; allowed: what accelerator.prepare\(\) returned"
+        ValueError, match=r"optimizer: got 'AdamW'; allowed: a result of accelerator.prepare\(\)"
     ):
         AcceleratedGuard(run.accelerator, run.model, run.optimizer.optimizer)
     with pytest.raises(ValueError, match=r"clip: got 1.0; allowed: None: max_grad_norm clips"):

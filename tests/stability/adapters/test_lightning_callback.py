@@ -435,7 +435,9 @@ def test_what_is_chosen_by_a_metric_is_left_out_among_alarms(tmp_path):
 
 def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
     callbacks = [GuardCallback(POLICY), saving(tmp_path, 20)]
-    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+    with pytest.warns(
+        RuntimeWarning, match="step 40: no checkpoint, as training ended with an unresolved alarm"
+    ):
         fit(tmp_path, batches(broken_at=(39,)), callbacks, enable_checkpointing=True)
     assert saved_in(tmp_path) == [20]
 
@@ -443,7 +445,9 @@ def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
 def test_the_last_one_of_a_training_that_ends_among_alarms_is_told_of(tmp_path):
     """Lightning asks for it at the very end."""
     last = lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1000)
-    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+    with pytest.warns(
+        RuntimeWarning, match="step 40: no checkpoint, as training ended with an unresolved alarm"
+    ):
         fit(tmp_path, batches(broken_at=(39,)), [GuardCallback(POLICY), last], enable_checkpointing=True)
     assert not list(tmp_path.glob("*.ckpt"))
     assert not vars(last).keys() & WATCHED

@@ -380,7 +380,9 @@ def test_an_evaluation_that_finds_the_best_is_put_off_with_its_checkpoint(tmp_pa
 def test_a_training_that_ends_among_alarms_says_that_it_was_not_saved(tmp_path):
     arguments = {"save_strategy": "steps", "save_steps": 20}
     trainer = trainer_of(tmp_path, flat(rows(broken_at=(39,))), [GuardCallback(POLICY)], **arguments)
-    with pytest.warns(RuntimeWarning, match="step 40: no checkpoint, as training ended among alarms"):
+    with pytest.warns(
+        RuntimeWarning, match="step 40: no checkpoint, as training ended with an unresolved alarm"
+    ):
         trainer.train()
     assert saved_in(tmp_path) == [20]
 

@@ -122,7 +122,7 @@ def test_what_moves_the_step(trained, fault):
         (NanInjection(step=1, target="batch"), "matches no floating-point tensor of the batch"),
         (
             NanInjection(step=1, target="optimizer_state:*.momentum"),
-            "what the optimizer keeps: tokens.weight",
+            "states of the optimizer: tokens.weight",
         ),
         (LossSpike(step=1), "allowed: one that at least 4 sound steps come before"),
     ],

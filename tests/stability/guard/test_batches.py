@@ -185,7 +185,7 @@ def test_one_step_for_each_batch():
     batch = next(batches)
     loss = loss_of(model, batch)
     loss.backward()
-    with pytest.raises(ValueError, match="state_dict: got 'a batch in hand'"):
+    with pytest.raises(ValueError, match="state_dict: got 'a pending batch'"):
         guard.state_dict()
     guard.step(loss)
     loss = loss_of(model, batch)

@@ -13,8 +13,8 @@ from torch import nn
 
 from stackwise.stability.guard import Alarm, GuardPolicy
 from stackwise.stability.guard.attribution import attributed_module
-from stackwise.stability.guard.bundle_folder import BundleFolder
-from stackwise.stability.guard.diagnosis import Bundle, histogram, replay, rerun
+from stackwise.stability.guard.diagnosis import Bundle, BundleFolder, histogram, replay
+from stackwise.stability.guard.examination import rerun
 from stackwise.stability.guard.replay_loader import DrawnBatch
 from stackwise.support.random_state import random_states
 

@@ -367,7 +367,7 @@ def test_a_step_that_cannot_be_computed_again_is_left_out(fails, reproduced, lag
             raise torch.OutOfMemoryError("no more")
         return loss
 
-    with pytest.warns(RuntimeWarning, match="step 30 cannot be computed again: OutOfMemoryError"):
+    with pytest.warns(RuntimeWarning, match="step 30 cannot be recomputed: OutOfMemoryError"):
         run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
     [alarm] = run.guard.alarms
     assert (alarm.step, alarm.action, alarm.reproduced) == (30, "skipped", reproduced)
@@ -388,7 +388,7 @@ def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
     with pytest.warns(RuntimeWarning, match="batches broke it is not known") as warned:
         run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
     told = [str(warning.message).split(": ")[0] for warning in warned]
-    assert told == ["step 60 cannot be computed again", "step 80 cannot be computed again"]
+    assert told == ["step 60 cannot be recomputed", "step 80 cannot be recomputed"]
     assert (run.guard.alarms, run.guard.skipped, run.guard.cleared) == ([], 0, 0)
     assert same(run.state, plain("fused adamw", data=data, dropout=0.1, compute=compute).state)
 
@@ -432,7 +432,7 @@ def test_after_a_look_that_fails_steps_are_looked_into_as_before(factor, alarms,
             raise torch.OutOfMemoryError("no more")
         return loss_of_both(model, batch)
 
-    with pytest.warns(RuntimeWarning, match="step 60 cannot be computed again") as warned:
+    with pytest.warns(RuntimeWarning, match="step 60 cannot be recomputed") as warned:
         run = guarded("fused adamw", data=data, loss_of=failing, lag=lag)
     assert len(warned) == 1
     assert [alarm.step for alarm in run.guard.alarms] == alarms

@@ -211,7 +211,7 @@ def test_alarms_cannot_be_answered_between_the_batches_of_a_step():
     for given, batch in enumerate(guard.batches(make_data()), start=1):
         (loss_of(run.model, batch) / 2).backward()
         if given == 21:
-            with pytest.raises(ValueError, match=r"settle: .* a batch in hand"):
+            with pytest.raises(ValueError, match=r"settle: .* a pending batch"):
                 guard.settle()
             break
         if given % 2 == 0:

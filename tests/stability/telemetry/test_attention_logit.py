@@ -152,7 +152,7 @@ def numbers(*shape):
 
 
 def nothing_seen():
-    return pytest.warns(UserWarning, match="AttentionLogit saw no attention that is")
+    return pytest.warns(UserWarning, match="AttentionLogit observed no attention with gradients")
 
 
 def test_what_is_computed_again_is_not_seen():

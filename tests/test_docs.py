@@ -34,8 +34,8 @@ from stackwise.subject.trainer_spec import TrainerSpec, TrainingRun
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-# Their blocks are complete test files, parts of launch scripts, or generated; other tests are about them.
-NOT_RUN = {"docs/reference/scenarios.md", "docs/reference/cluster.md", "docs/background/zoo.md"}
+# Their blocks are parts of launch scripts, or generated; other tests are about them.
+NOT_RUN = {"docs/reference/cluster.md", "docs/background/zoo.md"}
 FENCE = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 EXAMPLES = [
     pytest.param(

@@ -86,6 +86,6 @@ def fault_table() -> str:
     rows = []
     for fault in KNOWN_FAULTS.values():
         own = [name for name in inspect.signature(fault).parameters if name not in ("step", "duration")]
-        effect = inspect.getdoc(fault).partition("\n")[0]
+        effect = (inspect.getdoc(fault) or "").partition("\n")[0]
         rows.append((f"`{fault.__name__}({', '.join(own)})`", effect.removeprefix("Fault that ")))
     return markdown_table(("fault", "effect"), rows)

@@ -108,7 +108,7 @@ def test_nothing_that_succeeds_is_told_by_the_exit_code(workplace, capsys):
         (["none.yaml"], "none.yaml"),
         (["space.yaml", "--objective", "speed"], "objective: got 'speed'"),
         (["space.yaml", "--pruner", "wilcoxon"], "seeds: got 1; allowed: 5 or more"),
-        (["--show"], "search.journal'; allowed: a journal file that is there"),
+        (["--show"], "search.db'; allowed: a database that is there"),
         (["bad.yaml"], "bad.yaml: space.n_layer: unknown key; did you mean 'n_layers'?"),
     ],
     ids=["none", "file", "objective", "seeds", "show", "space"],

@@ -73,7 +73,7 @@ def _set_aside():
 @pytest.fixture(scope="session")
 def _imported():
     # A nested run forgets what it imported first, and none of these bears a second import.
-    for library in ("datasets", "sqlalchemy", "optuna", "transformers.trainer"):
+    for library in ("datasets", "sqlalchemy.dialects.postgresql", "optuna", "transformers.trainer"):
         importlib.import_module(library)
     models = {}
     exec(MODELS, models)

@@ -209,7 +209,7 @@ def shared_search(budget: int, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def _worker(folder: str, budget: int, seconds: float) -> subprocess.Popen[bytes]:
-    arguments = [str(Path(folder) / "search.journal"), str(Path(folder) / "log"), str(budget), str(seconds)]
+    arguments = [str(Path(folder) / "search.db"), str(Path(folder) / "log"), str(budget), str(seconds)]
     return subprocess.Popen(
         [sys.executable, "-m", "bench.prototype.search_worker", *arguments],
         cwd=Path(__file__).parent.parent.parent,

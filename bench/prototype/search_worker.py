@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         storage=storage,
         name="bench",
         evaluate=LoggedEvaluation(log, float(seconds)),
+        stale_seconds=5,
     )
     return 0
 

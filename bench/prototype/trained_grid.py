@@ -19,8 +19,8 @@ from bench.prototype.part import Work
 from bench.prototype.runs import digest
 from stackwise import StackWiseConfig
 from stackwise.prototype.search.evaluation import PrototypeEvaluation
-from stackwise.prototype.search.pareto import hypervolume
 from stackwise.prototype.search.score import ScoreWeights, score_config
+from stackwise.prototype.search.search_result import hypervolume
 from stackwise.prototype.search.space import Space
 from stackwise.prototype.search.trial import TrialOutcome
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from stackwise.prototype.search import SearchResult
+    from stackwise.prototype.search import SearchResult, SearchTrial
 
 __all__ = ["Search"]
 
@@ -39,7 +39,7 @@ class Search:
     seed: int = 0
     """Seed of the proposals and of the first run."""
     storage: str | None = None
-    """Journal file, or an Optuna URL such as sqlite:///search.db; default: search.journal."""
+    """SQLite file, or an Optuna URL such as postgresql+psycopg://...; default: search.db."""
     name: str | None = None
     """Name of the study; default: derived from the settings."""
     jobs: int = 1
@@ -70,32 +70,37 @@ class Search:
         require(self.space is not None, "FILE", self.space, "a YAML file, or --show")
         assert self.space is not None
         from stackwise.prototype.search import search_architecture_space
-        from stackwise.prototype.search.progress import SearchProgress
 
-        with SearchProgress(self.budget, self.objective[:1], shown=self.progress == "on") as progress:
-            try:
-                result = search_architecture_space(
-                    self.space,
-                    self.budget,
-                    objective=self.objective,
-                    sampler=self.sampler,
-                    pruner=None if self.pruner == "none" else self.pruner,
-                    steps=self.steps,
-                    seeds=self.seeds,
-                    storage=self.storage,
-                    name=self.name,
-                    jobs=self.jobs,
-                    seed=self.seed,
-                    device=self.device,
-                    small_factor=self.small_factor,
-                    on_trial=progress.tell,
-                )
-            except KeyboardInterrupt:
-                progress.end()
-                told = f"stackwise: interrupted; what is done is stored. To go on: {self._command()}"
-                print(told, file=sys.stderr)
-                return 130
+        try:
+            result = search_architecture_space(
+                self.space,
+                self.budget,
+                objective=self.objective,
+                sampler=self.sampler,
+                pruner=None if self.pruner == "none" else self.pruner,
+                steps=self.steps,
+                seeds=self.seeds,
+                storage=self.storage,
+                name=self.name,
+                jobs=self.jobs,
+                seed=self.seed,
+                device=self.device,
+                small_factor=self.small_factor,
+                on_trial=self._tell if self.progress == "on" else None,
+            )
+        except KeyboardInterrupt:
+            told = f"stackwise: interrupted; what is done is stored. To go on: {self._command()}"
+            print(told, file=sys.stderr)
+            return 130
         return self._told(result)
+
+    def _tell(self, trial: SearchTrial) -> None:
+        value = getattr(trial, self.objective[0])
+        told = f"{trial.status}: {trial.reason}"
+        if trial.status == "success":
+            told = f"{self.objective[0]} {value:.5g}"
+        values = ", ".join(f"{key}={value}" for key, value in trial.values.items())
+        print(f"trial {trial.number}: {told} ({values})", file=sys.stderr, flush=True)
 
     def _command(self) -> str:
         """Return the command line with the same settings, but without the password of a storage."""

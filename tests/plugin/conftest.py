@@ -124,6 +124,8 @@ def _warm():
     """Whatever a nested run imports first is forgotten at its end, and torch bears no second import."""
     of_the_compiler = ("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx")
     of_libraries = [name for name in ("datasets", "sqlalchemy") if importlib.util.find_spec(name)]
+    if "sqlalchemy" in of_libraries:
+        of_libraries.append("sqlalchemy.dialects.postgresql")  # Optuna's storage imports it too
     for name in (*of_the_compiler, *of_libraries):
         importlib.import_module(name)
     import stackwise.cli  # noqa: F401

@@ -214,7 +214,7 @@ def example_search():
         losses = () if loss is None else (loss,)
         values = {"model.n_layers": 2 + number, "training.optimizer.lr": 3e-4}
         trials.append(SearchTrial(number, values, config, status, reason, loss, losses, rate, 2**20, 1000))
-    return SearchResult("depth", "search.journal", read_objectives("loss"), tuple(trials))
+    return SearchResult("depth", "search.db", read_objectives("loss"), tuple(trials))
 
 
 def example_quality():

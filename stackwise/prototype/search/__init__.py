@@ -1,7 +1,6 @@
 """Architecture search on Optuna: spaces of valid configurations, resumable studies and Pareto fronts."""
 
 from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
-from stackwise.prototype.search.pareto import hypervolume, non_dominated
 from stackwise.prototype.search.score import ScoreWeights, score_config
 from stackwise.prototype.search.search_result import SearchResult
 from stackwise.prototype.search.space import Space
@@ -16,9 +15,7 @@ __all__ = [
     "SearchTrial",
     "Space",
     "TrialOutcome",
-    "hypervolume",
     "load_search",
-    "non_dominated",
     "score_config",
     "search_architecture_space",
 ]

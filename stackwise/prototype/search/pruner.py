@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stackwise.prototype.search.objective import Objective
-from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.prototype.search.storage import import_optuna, quiet_optuna
 from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
@@ -66,12 +66,14 @@ class Rungs:
     Args:
         trial: trial of Optuna.
         maximize: True if the study maximizes its objective. The pruner then receives negative losses.
+        is_active: False if reports are not passed to a pruner.
     """
 
-    def __init__(self, trial: Trial, *, maximize: bool) -> None:
-        self._trial, self._sign = trial, -1.0 if maximize else 1.0
+    def __init__(self, trial: Trial, *, maximize: bool, is_active: bool) -> None:
+        self._trial, self._sign, self._is_active = trial, -1.0 if maximize else 1.0, is_active
         self._rung, self._sum, self._count = 0, 0.0, 0
         self.last: float | None = None
+        self.was_called = False
 
     def report(self, done: float, loss: float) -> None:
         """Add the loss of a step. `done` is the part of the run up to this step, from 0 to 1.
@@ -79,7 +81,8 @@ class Rungs:
         Raises:
             optuna.TrialPruned: the pruner stops the trial.
         """
-        if not math.isfinite(loss):
+        self.was_called = True
+        if not self._is_active or not math.isfinite(loss):
             return
         self._sum, self._count = self._sum + loss, self._count + 1
         rung = math.floor(done * RUNGS + 1e-9)

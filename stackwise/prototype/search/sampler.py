@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
+from stackwise.prototype.search.storage import import_optuna, quiet_optuna
 from stackwise.support.arguments import require
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
 
-__all__ = ["INFEASIBLE", "SAMPLERS", "make_sampler"]
+__all__ = ["SAMPLERS", "make_sampler"]
 
 SAMPLERS = ("tpe", "random", "gp", "nsga2")
-INFEASIBLE = "infeasible"  # name of the constraint and of the user attribute: above 0 for failed trials
 
 
-def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> BaseSampler:
+def make_sampler(given: Any, *, budget: int, seed: int) -> BaseSampler:
     """Return an Optuna sampler by name. A sampler object is returned unchanged.
 
     A sampler by name derives the seed of each trial from `seed` and the number of the trial. A search that is
@@ -29,14 +28,13 @@ def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> Ba
     - `random`: samples each key independently.
     - `tpe`: tree-structured Parzen estimators, jointly over all keys. The first third of the budget, at most
       ten trials, is random.
-    - `gp`: a Gaussian process, for few expensive trials. Before Optuna 4.4, only for one objective.
+    - `gp`: a Gaussian process, for few expensive trials.
     - `nsga2`: a genetic algorithm for several objectives. A generation is a fifth of the budget, from 4 to
       50.
 
     Args:
         given: name of a sampler, or an Optuna sampler.
         budget: number of trials.
-        n_objectives: number of objectives of the study.
         seed: any integer >= 0.
 
     Raises:
@@ -49,38 +47,25 @@ def make_sampler(given: Any, *, budget: int, n_objectives: int, seed: int) -> Ba
     require(named, "sampler", given, f"{', '.join(map(repr, SAMPLERS))}, or an Optuna sampler")
     startup = min(10, max(2, budget // 3))
     population = min(50, max(4, budget // 5))
-    # Since Optuna 5, a trial itself reports if it meets its constraints.
-    declared = hasattr(optuna.trial.Trial, "set_constraint")
-    constraints: dict[str, Any] = {} if declared else {"constraints_func": _constraints}
 
     def make(number: int) -> BaseSampler:
         own = int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big")
         with quiet_optuna() as optuna:
+            samplers = optuna.samplers
             match given:
                 case "random":
-                    found = optuna.samplers.RandomSampler(seed=own)
+                    found = samplers.RandomSampler(seed=own)
                 case "tpe":
-                    found = optuna.samplers.TPESampler(
-                        seed=own,
-                        n_startup_trials=startup,
-                        multivariate=True,
-                        constant_liar=True,
-                        **constraints,
+                    found = samplers.TPESampler(
+                        seed=own, n_startup_trials=startup, multivariate=True, constant_liar=True
                     )
                 case "gp":
-                    found = optuna.samplers.GPSampler(seed=own, n_startup_trials=startup, **constraints)
+                    found = samplers.GPSampler(seed=own, n_startup_trials=startup)
                 case _:
-                    found = optuna.samplers.NSGAIISampler(seed=own, population_size=population, **constraints)
+                    found = samplers.NSGAIISampler(seed=own, population_size=population)
         return found  # type: ignore[no-any-return]
 
-    if given == "gp" and n_objectives > 1:
-        version = tuple(int(part) for part in optuna.__version__.split(".")[:2])
-        require(version >= (4, 4), "sampler", given, "'tpe' or 'nsga2' for several objectives")
     return _by_number(make)
-
-
-def _constraints(trial: FrozenTrial) -> Sequence[float]:
-    return (float(trial.user_attrs.get(INFEASIBLE, 0.0)),)
 
 
 def _by_number(make: Callable[[int], BaseSampler]) -> BaseSampler:

@@ -6,29 +6,27 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stackwise.config.yaml import dump_yaml
 from stackwise.prototype.search.objective import OBJECTIVES, Objective
-from stackwise.prototype.search.pareto import hypervolume, non_dominated
-from stackwise.prototype.search.plot import draw_front, front_svg
 from stackwise.prototype.search.trial import SearchTrial
 from stackwise.report.page import Page, Row, Section, Status, Table
-from stackwise.report.plot import Plot, write_svg
+from stackwise.report.plot import ACCENT, BAD, INK, MUTED, Plot, style_axes, svg_plot, write_svg
 from stackwise.support.arguments import require
 from stackwise.support.files import write_whole
 from stackwise.support.markdown import markdown_table
 from stackwise.support.units import byte_text
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-__all__ = ["SearchResult"]
+__all__ = ["SearchResult", "hypervolume"]
 
 _MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss": ("loss", lambda loss: f"{loss:.4f}"),
@@ -90,9 +88,13 @@ class SearchResult:
 
         A trial dominates another if it is at least as good in all objectives and better in one.
         """
-        trials = [t for t in self.succeeded if all(each.of(t) is not None for each in self.front_objectives)]
-        points = [[each.cost(trial) for each in self.front_objectives] for trial in trials]
-        return tuple(trials[index] for index in non_dominated(points))
+        costs = self._costs()
+        return tuple(
+            trial
+            for trial in self.succeeded
+            if trial.number in costs
+            and not any(_dominates(other, costs[trial.number]) for other in costs.values())
+        )
 
     def hypervolume(self, reference: Sequence[float] | None = None) -> float:
         """Return the area that the front dominates, in units of the first objective times the second.
@@ -109,8 +111,7 @@ class SearchResult:
         objectives = self.front_objectives
         names = [each.name for each in objectives]
         require(len(objectives) == 2, "objectives", names, "two of them: more have no exact area here")
-        trials = [t for t in self.succeeded if all(each.of(t) is not None for each in objectives)]
-        points = [[each.cost(trial) for each in objectives] for trial in trials]
+        points = list(self._costs().values())
         if reference is None:
             require(len(points) > 0, "reference", None, "a value for each objective: nothing has succeeded")
             corner = [max(column) for column in zip(*points, strict=True)]
@@ -178,7 +179,7 @@ class SearchResult:
             ValueError: another file extension than .svg, or no trial has both values.
             ImportError: matplotlib is not installed.
         """
-        return write_svg(path, front_svg(self))
+        return write_svg(path, svg_plot((7, 4.5), self._draw))
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the trials as files, and if one succeeded the best configuration and the Pareto front.
@@ -219,7 +220,7 @@ class SearchResult:
             )
             for trial, row in zip(self.ranked, rows, strict=True)
         ]
-        plots = [Plot("Trials and Pareto front", partial(draw_front, result=self), 4.0)] if self.front else []
+        plots = [Plot("Trials and Pareto front", self._draw, 4.0)] if self.front else []
         best = self.best
         found = "" if best is None else f"; best in trial {best.number}: {_values(best)}"
         return Page(
@@ -247,6 +248,47 @@ class SearchResult:
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def _draw(self, figure: Figure) -> None:
+        """Draw the trials in the plane of two objectives.
+
+        Each success is a dot. Dots on the Pareto front are larger, have the trial's number and are joined by
+        steps. A trial that failed with both objectives known is a cross.
+        """
+        up, across = self.front_objectives[:2]
+        known = [t for t in self.trials if across.of(t) is not None and up.of(t) is not None]
+        require(len(known) > 0, "trials", len(known), f"one or more with {up.name} and {across.name}")
+        points = {t.number: (across.of(t), up.of(t)) for t in known}
+        axes = figure.subplots()
+        for status, colour, marker in (("success", MUTED, "o"), ("failed", BAD, "x")):
+            chosen = [points[t.number] for t in known if (t.status == "success") == (status == "success")]
+            if chosen:
+                xs, ys = zip(*chosen, strict=True)
+                axes.scatter(xs, ys, c=colour, marker=marker, s=24, label=status)
+        front = sorted((points[t.number], str(t.number)) for t in self.front)
+        if front:
+            xs, ys = zip(*(point for point, _ in front), strict=True)
+            # Between two points, the front stays at the value that it has already reached.
+            axes.step(xs, ys, where="pre" if across.maximize else "post", color=ACCENT, linewidth=1)
+            axes.scatter(xs, ys, c=ACCENT, s=40, label="Pareto front", zorder=3)
+            for point, number in front:
+                axes.annotate(number, point, textcoords="offset points", xytext=(5, 5), color=INK)
+        if all(x is not None and x > 0 for x, _ in points.values()):
+            axes.set_xscale("log")
+        axes.set_xlabel(f"{across.name} [{across.unit}]")
+        axes.set_ylabel(f"{up.name} [{up.unit}]")
+        axes.set_title(self.name, loc="left", color=INK, parse_math=False)
+        axes.legend(frameon=False)
+        style_axes(figure)
+
+    def _costs(self) -> dict[int, tuple[float, ...]]:
+        """Return the objectives of the front by number of a success that has all of them. Lower is better."""
+        objectives = self.front_objectives
+        return {
+            trial.number: tuple(each.cost(trial) for each in objectives)
+            for trial in self.succeeded
+            if all(each.of(trial) is not None for each in objectives)
+        }
+
     def _counts(self) -> str:
         return f"{len(self.trials)} trials, {len(self.succeeded)} succeeded"
 
@@ -268,6 +310,26 @@ class SearchResult:
     def _keys(self) -> list[str]:
         """Return the keys with values in any trial. Not all trials have the solved keys."""
         return list(dict.fromkeys(key for trial in self.trials for key in trial.values))
+
+
+def hypervolume(points: Iterable[Sequence[float]], reference: Sequence[float]) -> float:
+    """Return the area between points and a reference point in two dimensions. It is exact.
+
+    Args:
+        points: pairs of numbers. Lower is better. Points beyond the reference are ignored.
+        reference: pair of numbers that is worse than all relevant points.
+    """
+    area, height = 0.0, reference[1]
+    for x, y in sorted(map(tuple, points)):
+        if x < reference[0] and y < height:
+            area += (reference[0] - x) * (height - y)
+            height = y
+    return area
+
+
+def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return True if `point` is at least as good in all coordinates and better in one. Lower is better."""
+    return point != other and all(a <= b for a, b in zip(point, other, strict=True))
 
 
 def _shown(form: Callable[[Any], str], value: Any) -> str:

@@ -1,44 +1,76 @@
-"""Storage of a study: a journal file, any storage that Optuna supports, or the memory of this process."""
+"""Storage of a study: a SQLite file, any storage that Optuna supports, or the memory of this process."""
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stackwise.prototype.search.optuna_import import import_optuna, quiet_optuna
 from stackwise.support.arguments import require
-from stackwise.support.files import parse_json
 
 if TYPE_CHECKING:
+    from optuna import Study
     from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial
+    from sqlalchemy import Engine
 
-__all__ = ["JOURNAL", "MEMORY", "open_storage", "place_of", "shown_place"]
+__all__ = [
+    "MEMORY",
+    "check_storage",
+    "import_optuna",
+    "open_storage",
+    "place_of",
+    "quiet_optuna",
+    "shown_place",
+]
 
-JOURNAL = "search.journal"
 MEMORY = "memory"
-_FIRST_LINE = b'{"op_code":0,"worker_id":'  # start of a journal, as Optuna writes it
-_TABLES = {"studies", "version_info"}  # two of the tables that Optuna creates in a database
+_FILE = "search.db"
 _SQLITE_WAIT = 60.0  # seconds to wait while another process writes
-# Error messages of databases for tables that another process is creating.
-_HALF_THERE = (
-    "already exists",
-    "UNIQUE constraint failed",
-    "duplicate key",
-    "Duplicate entry",
-    "no such table",
-    "UndefinedTable",
-)
+_ATTEMPTS = 4  # to create the tables of a database, which fails while another process creates them
+
+OnStale = Callable[["Study", "FrozenTrial"], None]
+
+
+def import_optuna() -> ModuleType:
+    """Return the package.
+
+    Raises:
+        ImportError: Optuna is not installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ImportError("a search needs Optuna: pip install 'stackwise[search]'") from None
+    return optuna
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[ModuleType]:
+    """Context with Optuna's log at the level of errors, without warnings about experimental features."""
+    optuna = import_optuna()
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(level, optuna.logging.ERROR))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield optuna
+    finally:
+        optuna.logging.set_verbosity(level)
 
 
 def place_of(storage: Any) -> str | BaseStorage:
-    """Return `storage` in a form that can be passed to every process of a search.
+    """Return `storage` in a form that can be passed to every process of a search: "memory", a URL, or as is.
 
     Args:
-        storage: None is `search.journal` in the current folder; a path is a journal file, or a folder that
-            contains one; a text with "://" is an Optuna URL (sqlite:///FILE, postgresql://..., mysql://...);
-            "memory" is lost with the process; an Optuna storage is returned unchanged.
+        storage: None is `search.db` in the current folder; a path is a SQLite file, or a folder that contains
+            one; a text with "://" is an Optuna URL (sqlite:///FILE, postgresql://..., mysql://...); "memory"
+            is lost with the process; an Optuna storage is returned unchanged.
 
     Raises:
         ValueError: another value.
@@ -47,12 +79,12 @@ def place_of(storage: Any) -> str | BaseStorage:
     if isinstance(storage, optuna.storages.BaseStorage):
         return storage  # type: ignore[no-any-return]
     if storage is None:
-        storage = JOURNAL
+        storage = _FILE
     require(isinstance(storage, str | os.PathLike), "storage", storage, "a path, an Optuna URL, or 'memory'")
     if isinstance(storage, str) and (storage == MEMORY or "://" in storage):
         return storage
     path = Path(storage).absolute()
-    return str(path / JOURNAL if path.is_dir() else path)
+    return f"sqlite:///{path / _FILE if path.is_dir() else path}"
 
 
 def shown_place(place: str | BaseStorage) -> str:
@@ -65,112 +97,104 @@ def shown_place(place: str | BaseStorage) -> str:
     from sqlalchemy.exc import ArgumentError
 
     try:
-        url = make_url(place)
+        return make_url(place).render_as_string()
     except (ArgumentError, ValueError):
         return place.partition("://")[0] + "://***"
-    return place if url.password is None else url.render_as_string()
 
 
-def open_storage(place: str | BaseStorage, *, create: bool = True) -> BaseStorage:
-    """Return the storage at a result of `place_of`. With `create=False`, nothing is created or repaired.
+@contextmanager
+def open_storage(
+    place: str | BaseStorage, stale_seconds: int = 120, on_stale: OnStale | None = None
+) -> Iterator[BaseStorage]:
+    """Context with the storage at a result of `place_of`. It is created if it does not exist.
+
+    Args:
+        place: result of `place_of`. The other arguments do not apply to the memory and to an Optuna storage.
+        stale_seconds: seconds without a heartbeat after which a trial is stale: its process has died.
+        on_stale: callback for each stale trial.
 
     Raises:
-        ValueError: with `create=False`, a missing file, or a database without Optuna's tables; a file that is
-            not a journal.
         OSError: the storage cannot be created or read.
     """
     if not isinstance(place, str):
-        return place
-    with quiet_optuna() as optuna:
-        if place == MEMORY:
-            return optuna.storages.InMemoryStorage()  # type: ignore[no-any-return]
-        if "://" in place:
-            return _database(optuna, place, create=create)
-        path = Path(place)
-        require(create or path.is_file(), "storage", place, "a journal file that is there")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            _check_journal(path)
-            if create:
-                _mend_journal(optuna, path)
-        backend = optuna.storages.journal.JournalFileBackend(place)
+        yield place
+    elif place == MEMORY:
+        yield import_optuna().storages.InMemoryStorage()
+    else:
+        storage = _database(place, stale_seconds, on_stale)
         try:
-            return optuna.storages.JournalStorage(backend)  # type: ignore[no-any-return]
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"storage: {place} is no journal of Optuna: {error}") from None
+            yield storage
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
 
 
-def _check_journal(path: Path) -> None:
-    """Raise ValueError for a file that is not a journal, by the start of its first line.
+def _database(url: str, stale_seconds: int, on_stale: OnStale | None) -> Any:
+    """Return Optuna's storage in a database. Its tables may be created by several processes at a time."""
+    from sqlalchemy.exc import SQLAlchemyError
 
-    An incomplete first line, for example after a full disk, is accepted as an empty journal.
+    options = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
+    if url.startswith("sqlite:///"):
+        Path(url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with quiet_optuna() as optuna:
+                storage = optuna.storages.RDBStorage(
+                    url,
+                    engine_kwargs=options,
+                    heartbeat_interval=max(1, stale_seconds // 6),
+                    grace_period=stale_seconds,
+                    heartbeat_stale_trial_callback=on_stale,
+                )
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ValueError) as error:
+            if attempt == _ATTEMPTS:
+                raise OSError(f"storage: {shown_place(url)}: {error}") from error
+            time.sleep(0.1 * attempt)
+        else:
+            if storage.engine.dialect.name == "sqlite":
+                _make_atomic(storage.engine)
+            return storage
+    raise AssertionError("unreachable")
+
+
+def _make_atomic(engine: Engine) -> None:
+    """Lock a SQLite database from the first read of a transaction on.
+
+    By default, Python locks it at the first write, so that two processes could start the same waiting trial.
+    With a write-ahead log, a transaction does not wait for the disk.
     """
-    with path.open("rb") as file:
-        line = file.readline()
-    try:
-        first = parse_json(line)
-    except ValueError:
-        first = None
-    is_journal = isinstance(first, dict) and {"op_code", "worker_id"} <= first.keys()
-    if not line.endswith(b"\n"):
-        is_journal = is_journal or line[: len(_FIRST_LINE)] == _FIRST_LINE[: len(line)]
-    require(is_journal, "storage", str(path), "a journal of Optuna, or a file that is not there yet")
+    from sqlalchemy import event
+
+    engine.dispose()  # the connection without these settings
+
+    @event.listens_for(engine, "connect")
+    def connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _mend_journal(optuna: Any, path: Path) -> None:
-    """Remove an incomplete last line, for example after a full disk.
+def check_storage(place: str | BaseStorage) -> None:
+    """Raise an error for a storage that `open_storage` would create. Nothing is created.
 
-    Otherwise, everything that is appended to it would be unreadable.
+    Raises:
+        ValueError: a missing file, or a database without Optuna's tables.
+        OSError: the database cannot be read.
     """
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read() == b"\n":
-            return
-    lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
-    lock.acquire()
-    try:
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    finally:
-        lock.release()
-
-
-def _check_database(url: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for a database without studies. SQLite or Optuna would otherwise create them."""
+    if not isinstance(place, str) or place == MEMORY:
+        return
     import sqlalchemy
 
-    shown = shown_place(url)
+    shown = shown_place(place)
     try:
-        engine = sqlalchemy.create_engine(url, **options)
-    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
-        raise OSError(f"storage: {shown}: {error}") from error
-    if engine.dialect.name == "sqlite" and "uri" not in engine.url.query:  # a URI has its own mode
-        require(Path(engine.url.database or "").is_file(), "storage", shown, "a database that is there")
-    try:
-        tables = set(sqlalchemy.inspect(engine).get_table_names())
+        engine = sqlalchemy.create_engine(place, poolclass=sqlalchemy.NullPool)
+        if engine.dialect.name == "sqlite":
+            require(Path(engine.url.database or "").is_file(), "storage", shown, "a database that is there")
+        has_studies = {"studies", "version_info"} <= set(sqlalchemy.inspect(engine).get_table_names())
     except sqlalchemy.exc.SQLAlchemyError as error:
         raise OSError(f"storage: {shown}: {error}") from error
-    finally:
-        engine.dispose()
-    require(tables >= _TABLES, "storage", shown, "a database with studies of Optuna")
-
-
-def _database(optuna: Any, url: str, *, create: bool) -> BaseStorage:
-    options: dict[str, Any] = {"connect_args": {"timeout": _SQLITE_WAIT}} if url.startswith("sqlite") else {}
-    if not create:
-        _check_database(url, options)
-    if url.startswith("sqlite:///") and ":memory:" not in url:
-        from sqlalchemy.pool import NullPool
-
-        options["poolclass"] = NullPool  # Optuna never closes pooled connections
-    for attempt in range(5):
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=options)  # type: ignore[no-any-return]
-        except (optuna.exceptions.OptunaError, ImportError):
-            raise
-        except Exception as error:
-            # If two processes create the tables of one database at the same time, one may find them
-            # incomplete.
-            if attempt == 4 or not any(text in str(error) for text in _HALF_THERE):
-                raise OSError(f"storage: {shown_place(url)}: {error}") from error
-            time.sleep(0.2 * (attempt + 1))
-    raise AssertionError("unreachable")
+    require(has_studies, "storage", shown, "a database with studies of Optuna")

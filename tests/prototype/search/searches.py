@@ -65,7 +65,7 @@ def evaluate(config, seed, report):
 
 if __name__ == "__main__":
     result = search_architecture_space(json.loads(sys.argv[1]), int(sys.argv[5]), storage=sys.argv[2],
-                                       evaluate=evaluate, sampler="random", name="shared")
+                                       evaluate=evaluate, sampler="random", name="shared", stale_seconds=3)
     print(len(result.trials))
 """
 

@@ -3,7 +3,6 @@
 import pytest
 
 from stackwise.prototype.search import load_search
-from stackwise.prototype.search.storage import open_storage
 from tests.forked import HANG_SECONDS
 from tests.gate.history.test_postgresql import database, server  # noqa: F401  fixtures
 from tests.prototype.search.searches import FEW, lines_of, start_search
@@ -18,9 +17,4 @@ def test_two_processes_share_a_study(database, tmp_path):  # noqa: F811
         out, err = process.communicate(timeout=HANG_SECONDS)
         assert (process.returncode, out) == (0, "6\n"), err
     assert len({tuple(line[1:]) for line in lines_of(tmp_path)}) == len(lines_of(tmp_path)) == 6
-    storage = open_storage(url)
-    try:
-        assert len(load_search(storage).succeeded) == 6
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
+    assert len(load_search(url).succeeded) == 6

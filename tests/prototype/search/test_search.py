@@ -8,7 +8,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,13 @@ from stackwise.prototype.search import (
     Space,
     TrialOutcome,
     load_search,
-    record,
     search_architecture_space,
     study,
     worker,
 )
+from stackwise.prototype.search.objective import read_objectives
+from stackwise.prototype.search.record import requeue
+from stackwise.prototype.search.storage import open_storage, place_of, quiet_optuna
 from tests.forked import HANG_SECONDS
 from tests.prototype.search.searches import (
     FEW,
@@ -155,7 +159,7 @@ class TestDraws:
 
     def test_nothing_is_left_to_do(self, folder):
         search_architecture_space(SPACE, 5, **PLAIN)
-        assert (folder / "search.journal").is_file()
+        assert (folder / "search.db").is_file()
         seen = []
         result = search_architecture_space(SPACE, 5, sampler="random", evaluate=bowl, on_trial=seen.append)
         assert len(result.trials) == 5 and seen == []
@@ -246,19 +250,17 @@ class TestFailures:
         search_architecture_space(
             space, 4, objective="loss", sampler="random", evaluate=evaluate, storage=folder / "j", name="s"
         )
-        storage = optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(folder / "j"))
-        )
-        study = optuna.load_study(study_name="s", storage=storage)
-        done = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
+        with open_storage(place_of(folder / "j")) as storage:
+            trials = optuna.load_study(study_name="s", storage=storage).trials
+        done = [t for t in trials if t.state == optuna.trial.TrialState.COMPLETE]
         worst = 2 * math.log(256)  # before any success
         for trial in done:
-            if trial.user_attrs["infeasible"]:
+            if trial.constraints["infeasible"]:
                 assert trial.value == worst
             else:
                 value = trial.value
                 worst = value if worst == 2 * math.log(256) else max(worst, value)
-        assert sorted(trial.user_attrs["infeasible"] for trial in done) == [0.0, 0.0, 1.0, 1.0]
+        assert sorted(trial.constraints["infeasible"] for trial in done) == [0.0, 0.0, 1.0, 1.0]
 
     def test_what_was_asked_for_and_not_measured_is_an_error(self):
         def evaluate(config, seed, report):
@@ -412,18 +414,16 @@ class TestMachine:
         result = search_architecture_space(FEW, 1, evaluate=evaluate, storage="memory")
         assert [trial.status for trial in result.trials] == ["error"]
 
-    def test_a_worker_whose_device_is_lost_ends_and_says_nothing(self, monkeypatch):
-        def work(*_):
+    def test_worker_whose_device_is_lost_exits_with_a_code(self, monkeypatch):
+        def run(self):
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-        sent = []
         monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-        monkeypatch.setattr(worker, "work", work)
-        monkeypatch.setattr(worker, "open_storage", lambda place: None)
-        monkeypatch.setattr(worker, "open_study", lambda task, storage: None)
-        with pytest.raises(torch.AcceleratorError):
-            worker.work_apart(pickle.dumps(SimpleNamespace(place="")), SimpleNamespace(send=sent.append))
-        assert sent == ["ready"]
+        monkeypatch.setattr(worker.Worker, "run", run)
+        monkeypatch.setattr(pickle, "loads", lambda _: SimpleNamespace(open_study=nullcontext))
+        with pytest.raises(SystemExit) as caught:
+            worker._work_apart(0, b"")
+        assert caught.value.code == worker._DEVICE_LOST
 
 
 def test_a_trial_that_ends_reads_no_configuration_but_its_own(monkeypatch):
@@ -572,13 +572,11 @@ class TestStorage:
         result = search_architecture_space(SPACE, 5, storage=url, **PLAIN)
         assert len(result.trials) == 5
         assert load_search(url).trials == result.trials
-        study = optuna.load_study(study_name=result.name, storage=url)
-        assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) == 5
 
     def test_a_folder_and_what_optuna_made(self, folder):
         (folder / "runs").mkdir()
         search_architecture_space(SPACE, 3, storage=folder / "runs", **PLAIN)
-        assert (folder / "runs/search.journal").is_file()
+        assert (folder / "runs/search.db").is_file()
         storage = optuna.storages.InMemoryStorage()
         search_architecture_space(SPACE, 3, storage=storage, **PLAIN)
         assert len(load_search(storage).trials) == 3
@@ -633,49 +631,13 @@ class TestStorage:
             search_architecture_space(FEW, 4, name="mine", **PLAIN)
         assert len(search_architecture_space(SPACE, 3, name="mine", **PLAIN).trials) == 3
 
-    @pytest.mark.parametrize(
-        "text",
-        [
-            b"no journal\n",
-            b"\xff\xfe\n",
-            b"[1]\n",
-            b'{"precious": [1, 2, 3]}',
-            b'{"a": 1}\n{"b": 2}',
-            b'{"op_code":0\n',
-            b'{"o": 1}',
-        ],
-    )
-    def test_what_is_no_journal_is_refused_and_left_as_it_is(self, folder, text):
-        (folder / "other").write_bytes(text)
-        refused = r"storage: got .*other.*; allowed: a journal of Optuna"
-        with pytest.raises(ValueError, match=refused):
+    def test_file_that_is_no_database_is_refused_unchanged(self, folder):
+        (folder / "other").write_text("no database" * 100)
+        with pytest.raises(OSError, match=r"other: .*not a database"):
             search_architecture_space(SPACE, 2, storage=folder / "other", **PLAIN)
-        with pytest.raises(ValueError, match=refused):
+        with pytest.raises(OSError, match=r"other: .*not a database"):
             load_search(folder / "other")
-        assert (folder / "other").read_bytes() == text
-
-    def test_a_last_line_that_was_cut_off_is_taken_off_by_who_writes(self, folder):
-        asked = {"storage": folder / "j", "name": "one", **PLAIN}
-        search_architecture_space(SPACE, 3, **asked)
-        whole = (folder / "j").read_bytes()
-        torn = whole + b'{"op_code": 6, "wor'
-        (folder / "j").write_bytes(torn)
-        assert len(load_search(folder / "j").trials) == 3
-        assert (folder / "j").read_bytes() == torn
-        assert len(search_architecture_space(SPACE, 3, **asked).trials) == 3
-        assert (folder / "j").read_bytes().startswith(whole) and b'"wor{' not in (folder / "j").read_bytes()
-        assert len(search_architecture_space(SPACE, 4, **asked).trials) == 4
-
-    @pytest.mark.parametrize("length", [1, 30, None])
-    def test_a_journal_that_was_cut_off_within_its_first_line_is_begun_again(self, folder, length):
-        asked = {"storage": folder / "j", "name": "one", **PLAIN}
-        search_architecture_space(FEW, 1, **asked)
-        line = (folder / "j").read_bytes().partition(b"\n")[0][:length]
-        (folder / "j").write_bytes(line)
-        with pytest.raises(ValueError, match="name: got None; allowed: none: there is no study"):
-            load_search(folder / "j")
-        assert (folder / "j").read_bytes() == line
-        assert len(search_architecture_space(FEW, 2, **asked).trials) == 2
+        assert (folder / "other").read_text() == "no database" * 100
 
     def test_settings_of_stacks_are_read_again(self, folder):
         base = {"training": {"optimizer": {"per_stack": {0: {"lr": 1e-2}, 1: {"weight_decay": 0.5}}}}}
@@ -691,9 +653,8 @@ class TestStorage:
         assert len(result.succeeded) == 2
 
     def test_what_is_not_there_is_not_shown(self, folder):
-        with pytest.raises(ValueError, match=r"storage: got .*none\.journal.*; allowed: a journal file"):
-            load_search(folder / "none.journal")
-        assert not (folder / "none.journal").exists()
+        with pytest.raises(ValueError, match=r"storage: got .*none\.db'; allowed: a database"):
+            load_search(folder / "none.db")
         with pytest.raises(ValueError, match=r"storage: got 'sqlite:///none\.db'; allowed: a database"):
             load_search("sqlite:///none.db")
         assert not (folder / "none.db").exists()
@@ -715,7 +676,7 @@ class TestStorage:
             "jobs: got 2; allowed: 1 with what",
         ),
         ({"evaluate": 3}, "evaluate: got 3"),
-        ({"stale_seconds": 0}, "stale_seconds: got 0"),
+        ({"stale_seconds": 1}, "stale_seconds: got 1; allowed: an integer >= 2"),
     ],
     ids=[
         "budget",
@@ -750,78 +711,46 @@ class TestInterrupt:
         asked = {"sampler": "random", "evaluate": evaluate, "storage": folder / "j", "name": "one"}
         with pytest.raises(KeyboardInterrupt):
             search_architecture_space(SPACE, 5, **asked)
-        waiting = load_search(folder / "j")
-        assert [trial.status for trial in waiting.trials] == ["success"] * 2
+        assert [trial.status for trial in load_search(folder / "j").trials] == ["success"] * 2
         result = search_architecture_space(SPACE, 5, **asked)
         assert len(result.succeeded) == 5
         assert seen[3] == seen[2]  # that which was given back is done first
         assert len({str(config) for config in seen}) == 5
 
-    def test_what_ends_its_process_again_and_again_is_an_error(self, folder):
-        # Three processes that die with one configuration: the trials of processes that are not there.
-        from stackwise.prototype.search import claims
-
-        asked = {"sampler": "random", "evaluate": bowl, "storage": folder / "j", "name": "one"}
-        made = claims.Claims.next
-
-        class Killed(BaseException):
-            pass
-
-        def die(self):
-            made(self)
-            raise Killed
-
-        for _ in range(3):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(claims.Claims, "next", die)
-                with pytest.raises(Killed):
-                    search_architecture_space(SPACE, 2, **asked)
-        result = search_architecture_space(SPACE, 2, **asked)
-        assert [trial.status for trial in result.ranked] == ["success", "error"]
-        assert result.ranked[1].reason == "its process ended, 3 times"
-
-
-class TestGivenUp:
-    """A trial that others give up on while its process writes down what came of it."""
-
-    @pytest.mark.parametrize("when", ["before", "between"])
-    def test_is_left_to_them(self, when, monkeypatch):
-        seen, given_up = [], []
-
-        def give_up(trial):
-            if not given_up:
-                given_up.append(trial.number)
-                trial.study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
-
-        finish, constrain = worker.finish, record._constrain
-
-        def finish_late(study, trial, *rest):
-            give_up(trial)
-            finish(study, trial, *rest)
-
-        def constrain_and_lose(trial, value):
-            constrain(trial, value)
-            give_up(trial)
-
-        if when == "before":
-            monkeypatch.setattr(worker, "finish", finish_late)
-        else:
-            monkeypatch.setattr(record, "_constrain", constrain_and_lose)
-        result = search_architecture_space(FEW, 3, storage="memory", on_trial=seen.append, **PLAIN)
-        assert given_up == [0]
-        assert [trial.status for trial in result.trials] == ["success"] * 3
-        assert 0 not in [trial.number for trial in result.trials]
-        assert [trial.number for trial in seen] == [trial.number for trial in result.trials]
-
-    def test_an_error_of_ones_own_is_told(self, folder, monkeypatch):
+    def test_error_while_storing_requeues_the_trial(self, folder, monkeypatch):
         def full(*arguments):
             raise ValueError("no space left")
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "finish", full)
+            patch.setattr(worker, "store_outcome", full)
             with pytest.raises(ValueError, match="no space left"):
                 search_architecture_space(FEW, 1, storage=folder / "j", **PLAIN)
         assert len(search_architecture_space(FEW, 1, storage=folder / "j", **PLAIN).succeeded) == 1
+
+
+def test_trial_that_another_process_repeated_is_left_to_it(folder):
+    configs, seen = [], []
+
+    def evaluate(config, seed, report):
+        configs.append(config)
+        if len(configs) == 1:
+            time.sleep(2.2)  # longer than the other process waits for a heartbeat
+            on_stale = partial(requeue, read_objectives("loss"))
+            with open_storage(place_of(folder / "j"), 1, on_stale) as storage, quiet_optuna():
+                optuna.storages.fail_stale_trials(optuna.load_study(study_name="s", storage=storage))
+        return bowl(config, seed, report)
+
+    result = search_architecture_space(
+        FEW,
+        3,
+        sampler="random",
+        evaluate=evaluate,
+        storage=folder / "j",
+        name="s",
+        on_trial=seen.append,
+    )
+    assert [trial.number for trial in result.succeeded] == [trial.number for trial in seen] == [1, 2, 3]
+    assert len(configs) == 4 and configs[1] == configs[0]
 
 
 class TestWorkersThatEnd:
@@ -831,33 +760,35 @@ class TestWorkersThatEnd:
     def ending(self, folder, monkeypatch):
         (folder / "ending.py").write_text(
             "import os\n"
-            "def at_once(pickled, errors):\n"
+            "def at_once(index, pickled):\n"
             "    os._exit(7)\n"
-            "def begun(pickled, errors):\n"
-            "    errors.send('ready')\n"
-            "    os._exit(9)\n"
+            "def killed(index, pickled):\n"
+            "    os.kill(os.getpid(), 9)\n"
         )
         monkeypatch.syspath_prepend(str(folder))
         return importlib.import_module("ending")
 
     def test_before_they_begin(self, ending, monkeypatch):
-        monkeypatch.setattr(study, "work_apart", ending.at_once)
-        with pytest.raises(RuntimeError, match=r"ended with exit code 7 before it began; .*__main__"):
+        monkeypatch.setattr(worker, "_work_apart", ending.at_once)
+        with pytest.raises(RuntimeError, match=r"ended with exit code 7; .*__main__"):
             search_architecture_space(FEW, 3, jobs=2, **PLAIN)
 
     def test_again_and_again(self, ending, monkeypatch):
-        monkeypatch.setattr(study, "work_apart", ending.begun)
-        said = "7 workers in a row ended without a result, the last with exit code 9"
+        monkeypatch.setattr(worker, "_work_apart", ending.killed)
+        said = "7 workers were killed without a result in between"
         with pytest.raises(RuntimeError, match=said):
             search_architecture_space(FEW, 3, jobs=2, **PLAIN)
 
-    def test_what_cannot_be_read_is_told(self, monkeypatch):
-        sent = []
-        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-        errors = SimpleNamespace(send=sent.append)
-        worker.work_apart(pickle.dumps(bowl).replace(b"bowl", b"bowk"), errors)
-        assert sent[0] == "ready" and sent[1].startswith("AttributeError: ")
-        assert len(sent) == 2
+    def test_error_of_a_worker_is_raised_with_its_text(self):
+        class Unreadable:
+            def __call__(self, config, seed, report):
+                return bowl(config, seed, report)
+
+            def __reduce__(self):
+                return int, ("no number",)
+
+        with pytest.raises(RuntimeError, match="a worker failed: ValueError: invalid literal for int"):
+            search_architecture_space(FEW, 3, jobs=2, evaluate=Unreadable(), name="s")
 
 
 @pytest.mark.slow
@@ -869,9 +800,8 @@ class TestProcesses:
         assert process.returncode == 0, err
         return int(out)
 
-    @pytest.mark.parametrize("storage", ["journal", "sqlite"])
-    def test_two_do_no_trial_twice(self, folder, storage):
-        place = folder / "j" if storage == "journal" else f"sqlite:///{folder}/search.db"
+    def test_two_do_no_trial_twice(self, folder):
+        place = folder / "j"
         processes = [start_search(folder, place, 24, seconds=0.1) for _ in range(2)]
         assert [self.finished(process) for process in processes] == [24, 24]
         lines = lines_of(folder)
@@ -938,7 +868,13 @@ class TestProcesses:
 
             space = {"space": {"model.n_heads": [2, 4], "n_layers": [1, 2]}}
             result = search_architecture_space(
-                space, 4, sampler="random", evaluate=evaluate, storage=folder / "j", jobs=2
+                space,
+                4,
+                sampler="random",
+                evaluate=evaluate,
+                storage=folder / "j",
+                jobs=2,
+                stale_seconds=3,
             )
         assert sorted(trial.status for trial in result.trials) == ["error", "error", "success", "success"]
         assert {trial.reason for trial in result.trials} == {"", "its process ended, 3 times"}
@@ -959,4 +895,4 @@ class TestProcesses:
             timeout=HANG_SECONDS,
         )
         assert done.returncode == 1
-        assert "RuntimeError: a worker ended with exit code 1 before it began" in done.stderr
+        assert "RuntimeError: a worker ended with exit code 1; a script that searches" in done.stderr

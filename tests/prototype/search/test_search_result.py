@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from stackwise.config import StackWiseConfig
 from stackwise.prototype.search import SearchResult, SearchTrial
 from stackwise.prototype.search.objective import read_objectives
+from stackwise.prototype.search.search_result import hypervolume
 
 
 def trial(number, loss, rate, status="success", **other):
@@ -26,7 +29,7 @@ def trial(number, loss, rate, status="success", **other):
 
 
 def result(*trials, objective="loss"):
-    return SearchResult("mine", "search.journal", read_objectives(objective), trials)
+    return SearchResult("mine", "search.db", read_objectives(objective), trials)
 
 
 @pytest.fixture
@@ -60,6 +63,29 @@ def test_area_by_hand(found):
         result(trial(0, 1.0, 1.0, "nan")).hypervolume()
     with pytest.raises(ValueError, match="two of them"):
         result(*found.trials, objective=("loss", "peak_bytes", "parameters")).hypervolume()
+
+
+small = st.integers(0, 5).map(float)
+
+
+@given(st.lists(st.tuples(small, small), max_size=12))
+def test_hypervolume_is_the_number_of_unit_squares(points):
+    # With integer coordinates and a reference of (5, 5), each square belongs to the points below and left.
+    squares = sum(any(x <= i and y <= j for x, y in points) for i in range(5) for j in range(5))
+    assert hypervolume(points, (5.0, 5.0)) == squares
+
+
+@given(st.lists(st.tuples(small, small), max_size=12))
+def test_front_is_the_result_of_brute_force(points):
+    def is_dominated(loss, rate):
+        return any(
+            other_loss <= loss and other_rate >= rate and (other_loss, other_rate) != (loss, rate)
+            for other_loss, other_rate in points
+        )
+
+    found = result(*(trial(number, *point) for number, point in enumerate(points)))
+    expected = [number for number, point in enumerate(points) if not is_dominated(*point)]
+    assert [each.number for each in found.front] == expected
 
 
 def test_markdown(found):

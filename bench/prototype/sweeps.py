@@ -12,7 +12,7 @@ import torch
 
 from bench.prototype.part import Work
 from stackwise.prototype import LearningRateSweep, PlannedRun, SweepRun, plan_sweep
-from stackwise.prototype.sweep_plot import draw_sweep
+from stackwise.prototype.sweep_result import draw_sweep
 from stackwise.report.plot import svg_plot, write_svg
 from stackwise.support.arguments import require
 

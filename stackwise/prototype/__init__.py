@@ -1,11 +1,10 @@
 """Prototypes of an architecture: representative runs, small variants, learning-rate sweeps and searches."""
 
 from stackwise.prototype.coordinate import CoordinateCheck, coordinate_check
-from stackwise.prototype.forward_pass import ForwardPass
 from stackwise.prototype.loss_verdict import DivergenceRule, LossVerdict, SpikeRule, loss_verdict
 from stackwise.prototype.observation import Observation, observe
 from stackwise.prototype.prototype import ArchitecturePrototype
-from stackwise.prototype.prototype_run import PrototypeRun, Status
+from stackwise.prototype.prototype_run import ForwardPass, PrototypeRun, Status
 from stackwise.prototype.search import (
     ScoreWeights,
     SearchResult,

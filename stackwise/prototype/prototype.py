@@ -15,9 +15,8 @@ from stackwise.benchmark.timing.measurement import measure
 from stackwise.benchmark.workload import model_workload
 from stackwise.config import StackWiseConfig
 from stackwise.model.build import create_rack_from_config
-from stackwise.prototype.forward_pass import ForwardPass
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule
-from stackwise.prototype.prototype_run import PrototypeRun
+from stackwise.prototype.prototype_run import ForwardPass, PrototypeRun
 from stackwise.prototype.prototype_training import Data, PrototypeTraining, check_data
 from stackwise.prototype.rack_training import RackTraining
 from stackwise.prototype.spec_training import SpecTraining

@@ -21,8 +21,7 @@ from stackwise.config import StackWiseConfig
 from stackwise.prototype.prototype import with_learning_rate
 from stackwise.prototype.prototype_training import Data, check_data
 from stackwise.prototype.sweep_result import LearningRateSweep
-from stackwise.prototype.sweep_run import PlannedRun, SweepRun, name_of
-from stackwise.prototype.sweep_store import SweepStore
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun, SweepStore, name_of
 from stackwise.prototype.widen import Parametrization, as_mup, as_standard, widened
 from stackwise.subject.spec import ModelSpec
 from stackwise.support.arguments import check_choice, check_number, check_sizes, require

@@ -12,12 +12,11 @@ from statistics import fmean
 from typing import Any, Literal
 
 from stackwise.prototype.estimate import Estimate
-from stackwise.prototype.sweep_plot import sweep_svg
 from stackwise.prototype.sweep_run import SweepRun
-from stackwise.report.plot import write_svg
+from stackwise.report.plot import INK, MUTED, svg_plot, write_svg
 from stackwise.support.arguments import check_number, check_sizes, require
 
-__all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "learning_rate_sensitivity"]
+__all__ = ["BestLearningRate", "Drift", "LearningRateSweep", "draw_sweep", "learning_rate_sensitivity"]
 
 
 def learning_rate_sensitivity(losses: Sequence[float], initial_loss: float) -> float:
@@ -211,7 +210,7 @@ class LearningRateSweep:
             ValueError: another file extension than .svg.
             ImportError: matplotlib is not installed.
         """
-        return write_svg(path, sweep_svg(self))
+        return write_svg(path, svg_plot((7, 4.2), lambda figure: draw_sweep(figure.subplots(), self)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON. Values that are not finite are None."""
@@ -293,3 +292,34 @@ def _vertex(points: Iterable[tuple[float, float]]) -> float:
     # The parabola has slope `left` at the midpoint of the first two points and `right` at that of the last
     # two.
     return math.exp((x0 + x1) / 2 - left * (x2 - x0) / (2 * (right - left)))
+
+
+# From narrow (light) to wide (dark).
+_COLOURS = ("#9cc4e4", "#5b9bd0", "#1f6fb4", "#124a7c", "#0b2c4d", "#05182b")
+
+
+def draw_sweep(axes: Any, sweep: LearningRateSweep, title: str | None = None) -> None:
+    """Draw a sweep on matplotlib's `axes`.
+
+    A line is the mean loss over seeds, limited to the loss at initialization (dotted). Its band is the range
+    over seeds, and a mark shows the best learning rate. The legend has the sensitivities.
+    """
+    for number, width in enumerate(sweep.widths):
+        losses = sweep.losses(width)
+        colour = _COLOURS[min(number, len(_COLOURS) - 1)]
+        rates, means = list(losses), [fmean(each) for each in losses.values()]
+        label = f"width {width}: sensitivity {sweep.sensitivity(width)}"
+        axes.plot(rates, means, "o-", ms=3, color=colour, label=label)
+        lowest, highest = ([of(each) for each in losses.values()] for of in (min, max))
+        axes.fill_between(rates, lowest, highest, color=colour, alpha=0.2, lw=0)
+        best = sweep.best(width)
+        axes.plot([best.refined], [best.loss], "v", ms=7, color=colour, markeredgecolor=INK)
+    initial = fmean(sweep.initial_loss(width) for width in sweep.widths)
+    axes.axhline(initial, color=MUTED, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss at the end, nats")
+    title = f"{sweep.name}, {sweep.parametrization}, {sweep.steps} steps" if title is None else title
+    axes.set_title(title, loc="left", color=INK, parse_math=False)
+    axes.legend(loc="best", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stackwise.benchmark.memory.peak import PeakMemory, watch_peak
+from stackwise.benchmark.timing.clock import timing_event
 from stackwise.prototype.loss_verdict import DivergenceRule, SpikeRule, in_place_of_a_nat, loss_verdict
 from stackwise.prototype.observation import Observation
 from stackwise.prototype.prototype_run import PrototypeRun, end_of
 from stackwise.prototype.prototype_training import PrototypeTraining
-from stackwise.prototype.update_clock import UpdateClock
 from stackwise.stability.telemetry import StepBuffer, StepRecord
 from stackwise.support.arguments import require
 
-__all__ = ["ENOUGH", "OnStep", "Trial"]
+__all__ = ["ENOUGH", "OnStep", "Trial", "UpdateClock"]
 
 OnStep = Callable[[int, float], object]
 
@@ -171,3 +174,51 @@ def _added(peaks: Sequence[PeakMemory]) -> int | None:
     on_host = peaks[0].allocated is None
     mapped = sum(max(0, peak.mapped or 0) for peak in peaks) if on_host else 0  # newly loaded libraries
     return max(0, max(each for each in in_use if each is not None) - before - mapped)
+
+
+class UpdateClock:
+    """Clock for consecutive updates: between events on the stream on CUDA, on the host otherwise.
+
+    Args:
+        device: device of the updates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: list[float] = []
+        self._tokens: list[int] = []
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Time one update, which is the body of the context."""
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._seconds.append(time.perf_counter() - start)
+            return
+        with torch.cuda.device(self._device):
+            begin, end = timing_event(), timing_event()
+            begin.record()
+            yield
+            end.record()
+        self._events.append((begin, end))
+
+    def count(self, tokens: int) -> None:
+        """Record the number of tokens of the update."""
+        self._tokens.append(tokens)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each update. Wait for the device."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+        return self._seconds + [begin.elapsed_time(end) * 1e-3 for begin, end in self._events]
+
+    def tokens_per_second(self) -> float:
+        """Return the median over updates, without the first one if possible. 0 without updates."""
+        rates = [
+            tokens / seconds
+            for tokens, seconds in zip(self._tokens, self.seconds(), strict=True)
+            if seconds > 0
+        ]
+        return statistics.median(rates[1:] or rates) if rates else 0.0

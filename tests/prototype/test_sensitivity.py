@@ -26,8 +26,7 @@ from stackwise.prototype import (
     plan_sweep,
     sensitivity,
 )
-from stackwise.prototype.sweep_run import PlannedRun, SweepRun
-from stackwise.prototype.sweep_store import SweepStore
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun, SweepStore
 from stackwise.subject.spec import ModelSpec
 from tests.forked import HANG_SECONDS
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stackwise.config import StackWiseConfig
-from stackwise.prototype.sweep_run import PlannedRun, SweepRun
-from stackwise.prototype.sweep_store import SweepStore
+from stackwise.prototype.sweep_run import PlannedRun, SweepRun, SweepStore
 
 CONFIG = StackWiseConfig.from_dict({"training": {"precision": "fp32"}})
 PLAN = PlannedRun(CONFIG, 2, 0.01, 1, 10)

@@ -2,7 +2,7 @@
 
 import torch
 
-from stackwise.prototype.update_clock import UpdateClock
+from stackwise.prototype.trial import UpdateClock
 
 
 def test_the_first_update_is_left_out_where_there_are_more(monkeypatch):

@@ -385,7 +385,7 @@ def test_a_suspicion_that_cannot_be_looked_into_is_no_alarm(lag):
             raise RuntimeError("on another device")
         return compute(model, batch)
 
-    with pytest.warns(RuntimeWarning, match="batches broke it is not known") as warned:
+    with pytest.warns(RuntimeWarning, match="it is unknown if its batches are the cause") as warned:
         run = guarded("fused adamw", data=data, loss_of=failing, lag=lag, dropout=0.1)
     told = [str(warning.message).split(": ")[0] for warning in warned]
     assert told == ["step 60 cannot be recomputed", "step 80 cannot be recomputed"]

@@ -177,12 +177,7 @@ class Guard:
         by_suspicion = self.policy.suspect_factor is not None and not self.policy.spikes_clipped
         self._recomputes = loss_of is not None and by_suspicion
         self._not_recomputed: int | None = None  # step that could not be recomputed
-        # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
-        me = weakref.proxy(self)
-        self._examination = Examination(
-            *(model, self._named, loss_of, lambda: me._loader),
-            *(self._buffers, self._group, lambda: me._loss_scale),
-        )
+        self._examination = self._made_examination(loss_of)
         self._answering: int | None = None
         self._clipping = ClippingDetector()
         # Number of steps without a logit. None: no logit limit, a logit was passed, or the user was warned.
@@ -812,6 +807,19 @@ class Guard:
 
     def _made_rows(self) -> RingBuffer[_Made]:
         return RingBuffer(max(4, 2 * (self._lag + 1)), _SCALARS + len(self._named), self._device)
+
+    def _made_examination(self, loss_of: Callable[[nn.Module, Any], Tensor] | None) -> Examination:
+        # Weak: a reference cycle would hold snapshot and optimizer until the next garbage collection.
+        me = weakref.proxy(self)
+        return Examination(
+            self.model,
+            self._named,
+            loss_of,
+            loader=lambda: me._loader,
+            buffers=self._buffers,
+            group=self._group,
+            loss_scale=lambda: me._loss_scale,
+        )
 
     def _median_norms(self) -> dict[str, float]:
         return median_norms(norms for _, norms in self._healthy_norms)

@@ -148,7 +148,7 @@ def _database(url: str, stale_seconds: int, on_stale: OnStale | None) -> Any:
                 )
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ValueError) as error:
             if attempt == _ATTEMPTS:
-                raise OSError(f"storage: {shown_place(url)}: {error}") from error
+                raise OSError(f"storage: {shown_place(url)}: {_first_line(error)}") from error
             time.sleep(0.1 * attempt)
         else:
             if storage.engine.dialect.name == "sqlite":
@@ -196,5 +196,10 @@ def check_storage(place: str | BaseStorage) -> None:
             require(Path(engine.url.database or "").is_file(), "storage", shown, "a database that is there")
         has_studies = {"studies", "version_info"} <= set(sqlalchemy.inspect(engine).get_table_names())
     except sqlalchemy.exc.SQLAlchemyError as error:
-        raise OSError(f"storage: {shown}: {error}") from error
+        raise OSError(f"storage: {shown}: {_first_line(error)}") from error
     require(has_studies, "storage", shown, "a database with studies of Optuna")
+
+
+def _first_line(error: Exception) -> str:
+    """Return the text of an error without the statement and the link that SQLAlchemy adds."""
+    return str(error).partition("\n")[0]

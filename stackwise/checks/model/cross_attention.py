@@ -35,7 +35,7 @@ def encoder_effect(subject: Subject) -> CheckResult:
     alone = _with_source(exam, 0, False)
     model = exam.model()
     assert isinstance(model, Decoder)
-    model.source = model.source.roll(1, dims=1)
+    model.source = model.source.min() + model.source.max() - model.source
     other = exam.plain(model, exam.sequence(0, exam.lengths[0]))
     effect = float(relative_difference(alone, other).max())
     if effect > exam.limit:

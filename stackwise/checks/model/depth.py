@@ -162,7 +162,7 @@ def _is_on_path(subject: Subject, model: nn.Module, stream: Stream, norms: list[
     noise = torch.randn(stream.first.shape, generator=generator).to(stream.first)
     with temporary_hooks([norm.register_forward_hook(lambda _, __, y: y + noise) for norm in norms]):
         changed = _stream(subject, model)
-    return changed is None or any(
+    return changed is not None and any(
         (a - b).norm() > _ROUNDING * a.norm()
         for a, b in zip(stream.after[:-1], changed.after[:-1], strict=True)
     )

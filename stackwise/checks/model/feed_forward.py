@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stackwise.checks.check import check
 from stackwise.checks.probe.batch import tensors_in
@@ -32,30 +32,30 @@ def product_separation(subject: Subject) -> CheckResult:
     products = _Products({p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()})
     try:
         with products.operations:
-            n_logits = subject.logits(model, subject.inputs(2)).shape[-1]
+            subject.logits(model, subject.inputs(2))
     except refusals() as error:
         return subject.not_applicable(f"needs a model without compiled functions: {reason_of(error)}")
     if not products.count:
         return subject.not_applicable("needs products of activations and weight matrices")
-    # A head of low rank is wider than the vocabulary of a small model.
-    redundant = [each for each in products.redundant if each[2][2] != n_logits]
+    redundant = [pair for pair in products.redundant() if not _is_low_rank(model, *pair)]
     if redundant:
-        one, two, sizes = redundant[0]
-        # A layer with a feed-forward network of its own may also have a product of low rank.
-        has_other = any(
-            _layer(name) == _layer(two) and width >= sizes[1] for name, width in products.narrowing.items()
-        )
+        one, two = redundant[0]
         return subject.failed_unless(
-            "the product is a matrix of low rank, and its rank is not small in this small model"
-            if has_other
-            else None,
-            where=f"{one} and {two}",
+            None
+            if products.is_feed_forward(one, two)
+            else "the product is a factorised matrix on purpose, and only this model is so small",
+            where=f"{one.weight} and {two.weight}",
             meaning="Two products follow each other without a nonlinear function: "
-            f"{' -> '.join(map(str, sizes))}. One matrix can compute the same.",
-            advice="Look for an activation that is applied before the first or after the second product, or "
-            "whose result is not used.",
+            f"{one.before} -> {one.after} -> {two.after}. One matrix can compute the same.",
+            advice="Look for an activation that is applied before the first or after the second product.",
         )
-    return subject.passed(meaning=f"{products.count} products")
+    return subject.passed(meaning=f"{products.count} matrix products")
+
+
+def _is_low_rank(model: nn.Module, one: _Product, two: _Product) -> bool:
+    """Return True for the matrices of an adapter: they are named so, or the second one starts at 0."""
+    named = any(re.search("lora|adapter|rank", each.weight, re.IGNORECASE) for each in (one, two))
+    return named or not model.get_parameter(two.weight).any()
 
 
 def _layer(name: str) -> str:
@@ -100,17 +100,24 @@ class _Products:
         self.narrowing: dict[str, int] = {}
         self._names = names
         self._pairs: list[tuple[_Product, _Product]] = []
+        self._last: _Product | None = None
         # id of a tensor -> the tensor, and the product that it is a linear function of.
         self._linear: dict[int, tuple[weakref.ref[Tensor], _Product]] = {}
 
-    @property
-    def redundant(self) -> list[tuple[str, str, tuple[int, int, int]]]:
-        """Return the weights of products that only the next product reads, and the widths around them.
+    def redundant(self) -> list[tuple[_Product, _Product]]:
+        """Return pairs of products of which only the second one reads the first one.
 
-        The width between them is the largest.
+        The width between them is the largest. The last product of a call is the head: if it has a low rank,
+        the rank may be larger than the vocabulary of a small model.
         """
-        pairs = ((one, two) for one, two in self._pairs if one.uses == 1)
-        return [(one.weight, two.weight, (one.before, one.after, two.after)) for one, two in pairs]
+        return [(one, two) for one, two in self._pairs if one.uses == 1 and two is not self._last]
+
+    def is_feed_forward(self, one: _Product, two: _Product) -> bool:
+        """Return True if a pair has the place and the widths of the feed-forward network of its layer."""
+        layer = _layer(two.weight)
+        is_wide = one.after >= 2 * max(one.before, two.after)
+        others = (width for name, width in self.narrowing.items() if _layer(name) == layer)
+        return bool(layer) and _layer(one.weight) == layer and is_wide and max(others, default=0) < one.after
 
     def _record(self, name: str, args: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
@@ -134,7 +141,8 @@ class _Products:
 
     def _product(self, x: Tensor, weight: Tensor) -> _Product | None:
         name = self._name(weight)
-        if name is None or x.ndim < 2 or self._name(x) is not None:
+        is_recurrent = name is not None and re.search(r"weight_[ih]h_l\d", name)
+        if name is None or is_recurrent or x.ndim < 2 or self._name(x) is not None:
             return None
         self.count += 1
         product, before = _Product(name, *weight.shape[-2:]), self._known(x)
@@ -142,6 +150,7 @@ class _Products:
             self._pairs.append((before, product))
         elif before is None and product.before > product.after:
             self.narrowing[name] = product.before
+        self._last = product
         return product
 
     def _known(self, x: Tensor) -> _Product | None:

@@ -29,15 +29,17 @@ def mode_switch(subject: Subject) -> CheckResult:
     """Is the output in train mode the same before and after a call in eval mode, with the same randomness?"""
     inputs, model = subject.inputs(2), subject.model(train=True)
     try:
-        fresh, again = (_train_output(subject, subject.model(train=True), inputs) for _ in range(2))
-        subject.logits(model.eval(), inputs)
-        after = _train_output(subject, model.train(), inputs)
+        first, before = (_train_output(subject, model, inputs) for _ in range(2))
+        model.eval()
+        subject.logits(model, inputs)
+        model.train()
+        after = _train_output(subject, model, inputs)
     except refusals() as error:
         return subject.not_applicable(f"needs a model that runs in train mode: {reason_of(error)}")
-    limit = _LIMIT * torch.finfo(fresh.dtype).eps
-    if not relative_difference(fresh, again).max() <= limit:
+    limit = _LIMIT * torch.finfo(before.dtype).eps
+    if not relative_difference(first, before).max() <= limit:
         return subject.not_applicable("needs a model that repeats its output with the same random numbers")
-    gap = float(relative_difference(fresh, after).max())
+    gap = float(relative_difference(before, after).max())
     if gap <= limit:
         return subject.passed(gap, limit)
     return subject.failed(

@@ -47,7 +47,9 @@ _MOST_ROWS = 8
 _MOST_RESERVED = 2
 
 # Names of tables of absolute positions.
-_TABLE_NAME = re.compile(r"(^|[._])(w?pe|pos|positions?|position(al)?_\w+|pos_\w+)([._]|$)", re.IGNORECASE)
+_TABLE_NAME = re.compile(
+    r"(^|[._])(w?pe|pos|positions?|position(al)?_\w+|pos_(?!tag)\w+)([._]|$)", re.IGNORECASE
+)
 
 # Names of tables of relative positions.
 _RELATIVE_NAME = re.compile(
@@ -80,13 +82,12 @@ def token_order(subject: Subject) -> CheckResult:
     except refusals() as error:
         return subject.not_applicable(f"needs a model that takes other inputs: {reason_of(error)}")
     if order > limit:
-        shared = [name for name in tables if spec.causal and _has_one_row(exam, name, tables[name], sequence)]
-        if shared:
+        if spec.causal and (shared := _shared_rows(exam, tables, sequence)):
             return subject.failed(
                 1.0,
                 float(length),
-                where=shared[0],
-                meaning=f"All {length} positions read the same row of this table of positions. Only the "
+                where=listed(shared),
+                meaning=f"All {length} positions read the same row of the table of positions. Only the "
                 "causal mask tells the order of the inputs.",
                 advice="Look for positions that are constant, and for one row that all positions get.",
             )
@@ -137,7 +138,11 @@ def patch_order(subject: Subject) -> CheckResult:
     limit = _rounding(exam)
     if order > limit or effect <= limit:
         return subject.passed(meaning=f"the output changes by {order:.2g}")
-    tables = [name for name, _ in exam.base.named_parameters() if _TABLE_NAME.search(name)]
+    tables = [
+        name
+        for name, _ in (*exam.base.named_parameters(), *exam.base.named_buffers())
+        if _TABLE_NAME.search(name) and not _RELATIVE_NAME.search(name)
+    ]
     return subject.failed_unless(
         None if tables else "it has no positions on purpose, as a bag of patches",
         order,
@@ -194,10 +199,19 @@ def _named_tables(model: nn.Module, length: int) -> dict[str, int]:
     }
 
 
-def _has_one_row(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:
-    """Return True if one row of a table has an effect on the output, and the others have none."""
-    has_effect = _effect_of_rows(exam, name, sequence)(list(range(n_rows)))
-    return has_effect and _has_one_row_at_most(exam, name, n_rows, sequence)
+def _shared_rows(exam: Examination, tables: Mapping[str, int], sequence: Tensor) -> list[str]:
+    """Return the tables of which one row has an effect, if the model has no other positions.
+
+    Another table may count positions within blocks.
+    """
+    if exam.spec.rotary or _claims_rotary(exam.base):
+        return []
+    try:
+        used = [name for name in tables if _effect_of_rows(exam, name, sequence)([*range(tables[name])])]
+        is_shared = all(_has_one_row_at_most(exam, name, tables[name], sequence) for name in used)
+    except refusals():  # such as tables whose shapes depend on the mode
+        return []
+    return used if is_shared else []
 
 
 def _has_one_row_at_most(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:

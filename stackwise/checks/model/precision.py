@@ -41,6 +41,7 @@ _OUTPUT_LIMITS: Mapping[Precision, float] = {
 # Differences that grow less than this many times as fast as the eps of the dtype are rounding. They are large
 # if the output is a difference of nearly equal numbers.
 _PROPORTIONAL = 4.0
+_UNRELATED = 0.7  # outputs that have nothing in common differ by more than this
 _SEQUENCES = 2
 # Spread of the gains of a trained model. Equal gains, as in a new model, lose no precision.
 _GAIN_SPREAD = 0.02
@@ -138,8 +139,8 @@ def dtype_outputs(subject: Subject) -> CheckResult:
         name = _name(dtype_of(other.base) if precision == "own" else precision)
         if name != _name(dtype_of(exam.base)) and other.is_finite:
             gap, eps = _typical_gap(exam, other), torch.finfo(_dtype(other)).eps
-            gaps[name] = gap / max(limit, _PROPORTIONAL * roundings * eps)
-            if precision == "own":
+            gaps[name] = gap / max(limit, min(_PROPORTIONAL * roundings * eps, _UNRELATED))
+            if name == "float32":
                 roundings = gap / eps
     if not gaps:
         return subject.not_applicable("needs a model that runs in several dtypes")

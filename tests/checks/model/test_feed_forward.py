@@ -14,8 +14,9 @@ class Perceptrons(nn.Module):
         super().__init__()
         self.mode = mode
         self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
-        self.up = nn.ModuleList(nn.Linear(16, hidden) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(hidden, 16) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(16, hidden), "down": nn.Linear(hidden, 16)}) for _ in range(2)
+        )
         self.gain = nn.Parameter(torch.ones(hidden))
 
     def layer(self, x, up, down):
@@ -34,8 +35,8 @@ class Perceptrons(nn.Module):
 
     def forward(self, ids):
         x = self.tokens(ids)
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + self.layer(x, up, down)
+        for layer in self.layers:
+            x = x + self.layer(x, layer["up"], layer["down"])
         return self.head(x)
 
 
@@ -43,7 +44,7 @@ class Perceptrons(nn.Module):
 def test_products_without_an_activation_between_fail(subjects, mode):
     result = subjects.ask(lambda: Perceptrons(mode), "product_separation")
     assert result.status == "failed"
-    assert result.where == "up.0.weight and down.0.weight"
+    assert result.where == "layers.0.up.weight and layers.0.down.weight"
     assert "16 -> 32 -> 16" in result.meaning
 
 
@@ -55,25 +56,52 @@ def test_products_with_a_nonlinear_function_pass(subjects, mode):
 class WithLowRank(Perceptrons):
     """Adds a product whose rank is larger than the width of a small model."""
 
+    names = ("left", "right")
+
     def __init__(self):
         super().__init__()
-        self.left = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
-        self.right = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
-        self.layers = nn.ModuleList(
-            nn.ModuleList(parts) for parts in zip(self.up, self.down, self.left, self.right, strict=True)
-        )
-        del self.up, self.down, self.left, self.right
+        for layer in self.layers:
+            layer.update({self.names[0]: nn.Linear(16, 32), self.names[1]: nn.Linear(32, 16)})
 
     def forward(self, ids):
         x = self.tokens(ids)
-        for up, down, left, right in self.layers:
-            x = x + down(up(x).relu()) + right(left(x))
+        for layer in self.layers:
+            low_rank = layer[self.names[1]](layer[self.names[0]](x))
+            x = x + layer["down"](layer["up"](x).relu()) + low_rank
         return self.head(x)
+
+
+class Adapted(WithLowRank):
+    names = ("lora_A", "lora_B")
 
 
 def test_low_rank_product_beside_a_feed_forward_network_is_a_warning(subjects):
     result = subjects.ask(WithLowRank, "product_separation")
-    assert (result.status, result.where) == ("warned", "layers.0.2.weight and layers.0.3.weight")
+    assert (result.status, result.where) == ("warned", "layers.0.left.weight and layers.0.right.weight")
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.up, self.head = nn.Embedding(29, 8), nn.Linear(8, 64), nn.Linear(16, 29)
+        self.layer = nn.GRU(64, 16, batch_first=True)
+
+    def forward(self, ids):
+        return self.head(self.layer(self.up(self.tokens(ids)))[0])
+
+
+class HeadOfLowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.up, self.head = nn.Embedding(29, 16), nn.Linear(16, 64), nn.Linear(64, 32)
+
+    def forward(self, ids):
+        return self.head(self.up(self.tokens(ids)))[..., :29]
+
+
+@pytest.mark.parametrize("build", [Adapted, Recurrent, HeadOfLowRank])
+def test_products_of_adapters_recurrence_and_heads_pass(subjects, build):
+    assert subjects.ask(build, "product_separation").status == "passed"
 
 
 def test_narrow_product_is_a_low_rank_matrix(subjects):

@@ -38,12 +38,23 @@ class NoTrainMode(GPT):
         return super().embed(input_ids)
 
 
+class CountsCalls(GPT):
+    """The scale of the embedding depends on the number of calls."""
+
+    calls = 0
+
+    def embed(self, input_ids):
+        self.calls += 1
+        return super().embed(input_ids) / self.calls
+
+
 @pytest.mark.parametrize(
     ("build", "status"),
     [
         (GPT, "passed"),
         (RateLost, "failed"),
         (NoTrainMode, "not applicable"),
+        (CountsCalls, "not applicable"),
     ],
 )
 def test_train_mode_after_a_call_in_eval_mode(subjects, build, status):

@@ -201,6 +201,18 @@ def test_order_of_patches_has_an_effect(subjects, n_rows, status):
     assert (result.status, result.where) == (status, "pos_embed" if status == "failed" else "")
 
 
+def test_table_of_distances_is_no_table_of_positions(subjects):
+    class Windows(PatchClassifier):
+        def __init__(self):
+            super().__init__(0)
+            self.relative_position_bias = nn.Parameter(torch.randn(32))
+
+        def forward(self, images):
+            return super().forward(images) + self.relative_position_bias.mean()
+
+    assert subjects.ask(images(Windows), "patch_order").status == "warned"
+
+
 def test_order_of_patches_is_asked_of_images_with_one_output(subjects):
     convolutions = images(lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)))
     unordered = images(lambda: PatchClassifier(0), positionless=True)

@@ -52,6 +52,26 @@ def test_one_row_of_positions_for_all_tokens_fails(subjects):
     assert (result.status, result.where) == ("failed", "wpe.weight"), result
 
 
+class Axial(GPT):
+    """Positions as rows and columns of blocks of 64."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos_row, self.pos_column = nn.Embedding(64, self.width), nn.Embedding(64, self.width)
+
+    def embed(self, input_ids):
+        places = torch.arange(input_ids.shape[1])
+        return super().embed(input_ids) + self.pos_row(places // 64) + self.pos_column(places % 64)
+
+    def rotate(self, x, positions):
+        return x
+
+
+def test_row_of_blocks_beside_other_positions_passes(subjects):
+    spec = spec_of(Axial, decode=None, masked=None, packed=None)
+    assert subjects.ask(spec, "token_order").status == "passed"
+
+
 class PooledFrames(nn.Module):
     """Vectors with sinusoids -> mean of the outputs of attention."""
 

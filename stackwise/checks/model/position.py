@@ -200,18 +200,24 @@ def _named_tables(model: nn.Module, length: int) -> dict[str, int]:
 
 
 def _shared_rows(exam: Examination, tables: Mapping[str, int], sequence: Tensor) -> list[str]:
-    """Return the tables of which one row has an effect, if the model has no other positions.
+    """Return the tables of which one row has an effect, and that no other positions complete.
 
-    Another table may count positions within blocks.
+    Another table of the same module may count positions within blocks.
     """
     if exam.spec.rotary or _claims_rotary(exam.base):
         return []
+    by_module = defaultdict[str, list[str]](list)
     try:
-        used = [name for name in tables if _effect_of_rows(exam, name, sequence)([*range(tables[name])])]
-        is_shared = all(_has_one_row_at_most(exam, name, tables[name], sequence) for name in used)
+        for name in tables:
+            if _effect_of_rows(exam, name, sequence)([*range(tables[name])]):
+                by_module[name.removesuffix(".weight").rpartition(".")[0]].append(name)
+        shared = {
+            module: all(_has_one_row_at_most(exam, name, tables[name], sequence) for name in names)
+            for module, names in by_module.items()
+        }
     except refusals():  # such as tables whose shapes depend on the mode
         return []
-    return used if is_shared else []
+    return [name for module, names in by_module.items() if shared[module] for name in names]
 
 
 def _has_one_row_at_most(exam: Examination, name: str, n_rows: int, sequence: Tensor) -> bool:

@@ -1,19 +1,22 @@
-"""Evaluation of one configuration under one seed in a search."""
+"""Evaluation of one configuration in a search, under one or several seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from stackwise.config import StackWiseConfig
+from stackwise.prototype.search.pruner import LossReports
+from stackwise.prototype.search.storage import import_optuna
 from stackwise.prototype.search.trial import TrialOutcome
 from stackwise.support.arguments import check_sizes
+from stackwise.support.system_errors import is_out_of_memory
 
-__all__ = ["Evaluate", "PrototypeEvaluation", "Report"]
+__all__ = ["Evaluate", "PrototypeEvaluation", "error_text", "evaluate_seeds", "leaves_unusable"]
 
 Report = Callable[[float, float], None]
 
@@ -74,6 +77,66 @@ class PrototypeEvaluation:
             peak_bytes=run.peak_bytes if prototype.device.type == "cuda" else _planned_peak(config),
             reason=reason,
         )
+
+
+class _NoOutcomeError(TypeError):
+    """Error for an evaluation that returned no outcome."""
+
+
+def evaluate_seeds(
+    evaluate: Evaluate,
+    config: StackWiseConfig,
+    seeds: Sequence[int],
+    reports: LossReports,
+    outcomes: list[TrialOutcome],
+) -> None:
+    """Run a configuration with each seed, until one fails.
+
+    Args:
+        evaluate: evaluation of a configuration.
+        config: configuration to train.
+        seeds: seeds of the runs.
+        reports: losses for the pruner.
+        outcomes: list to which the outcomes are added.
+
+    Raises:
+        optuna.TrialPruned: the pruner stops the trial.
+        TypeError: `evaluate` returned no outcome.
+        OSError: raised before the first report, usually for the data. A TimeoutError is excluded.
+        ImportError: raised before the first report.
+        torch.AcceleratorError: the device is unusable in this process.
+    """
+    try:
+        for number, seed in enumerate(seeds):
+            outcome = evaluate(config, seed, reports.report)
+            if not isinstance(outcome, TrialOutcome):
+                raise _NoOutcomeError(
+                    f"evaluate: returned {type(outcome).__name__}, {outcome!r}; wanted a TrialOutcome"
+                )
+            outcomes.append(outcome)
+            if not math.isfinite(outcome.loss) or outcome.status not in ("success", "spiky"):
+                break
+            reports.finish_run(number, outcome.loss, is_last=number + 1 == len(seeds))
+    except (import_optuna().TrialPruned, _NoOutcomeError):
+        raise
+    except Exception as error:  # a configuration that cannot be trained is a result
+        # A missing file or library is noticed before the first loss.
+        is_early = not outcomes and not reports.was_called
+        is_missing = isinstance(error, OSError | ImportError) and not isinstance(error, TimeoutError)
+        if leaves_unusable(error) or (is_early and is_missing):
+            raise
+        outcomes.append(TrialOutcome("error", math.inf, reason=error_text(error)))
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
+    told = str(error).strip().split("\n")[0][:300]
+    return f"{type(error).__name__}: {told}"
+
+
+def leaves_unusable(error: BaseException) -> bool:
+    """Return True if everything that the process does on a device after this error fails."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def _planned_peak(config: StackWiseConfig) -> int:

@@ -1,4 +1,4 @@
-"""Pruners by name, and the points of a run at which they are called."""
+"""Pruners by name, and the losses that they receive."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from optuna import Trial
     from optuna.pruners import BasePruner
 
-__all__ = ["PRUNERS", "RUNGS", "Rungs", "make_pruner"]
+__all__ = ["LossReports", "make_pruner"]
 
-PRUNERS = ("hyperband", "median", "wilcoxon")
-RUNGS = 16  # points of a run at which its loss is compared, evenly distributed over its steps
+_PRUNERS = ("hyperband", "median", "wilcoxon")
+_RUNGS = 16  # points of a run at which its loss is compared, evenly distributed over its steps
 _FEWEST_SEEDS = 5  # the last is not compared; a signed-rank test has p >= 1/8 for three pairs, 1/16 for four
 
 
@@ -42,8 +42,8 @@ def make_pruner(given: Any, *, seeds: int, objectives: Sequence[Objective]) -> B
     require(len(objectives) == 1, "pruner", given, "None with several objectives")
     if isinstance(given, optuna.pruners.BasePruner):
         return given  # type: ignore[no-any-return]
-    named = isinstance(given, str) and given in PRUNERS
-    require(named, "pruner", given, f"None, {', '.join(map(repr, PRUNERS))}, or an Optuna pruner")
+    named = isinstance(given, str) and given in _PRUNERS
+    require(named, "pruner", given, f"None, {', '.join(map(repr, _PRUNERS))}, or an Optuna pruner")
     objective = objectives[0].name
     allowed = f"'loss' or 'score' with pruner={given!r}, which compares losses"
     require(objective in ("loss", "score"), "objective", objective, allowed)
@@ -54,43 +54,53 @@ def make_pruner(given: Any, *, seeds: int, objectives: Sequence[Objective]) -> B
             case "median":
                 found = optuna.pruners.MedianPruner(n_startup_trials=5)
             case "hyperband":
-                found = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=RUNGS, reduction_factor=3)
+                found = optuna.pruners.HyperbandPruner(
+                    min_resource=1, max_resource=_RUNGS, reduction_factor=3
+                )
             case _:
                 found = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
     return found  # type: ignore[no-any-return]
 
 
-class Rungs:
-    """Reports of a trial's first run to a pruner: at each rung, the mean loss since the previous one.
+class LossReports:
+    """Losses of a trial for a pruner, which stops the trial by the exception `optuna.TrialPruned`.
+
+    A pruner receives the mean loss since its last call at each rung of the first run. The Wilcoxon pruner
+    receives the loss of each run.
 
     Args:
         trial: trial of Optuna.
+        pruner: name of the pruner, an Optuna pruner, or None.
         maximize: True if the study maximizes its objective. The pruner then receives negative losses.
-        is_active: False if reports are not passed to a pruner.
     """
 
-    def __init__(self, trial: Trial, *, maximize: bool, is_active: bool) -> None:
-        self._trial, self._sign, self._is_active = trial, -1.0 if maximize else 1.0, is_active
+    def __init__(self, trial: Trial, pruner: Any, *, maximize: bool) -> None:
+        self._trial, self._sign = trial, -1.0 if maximize else 1.0
+        self._by_seed = pruner == "wilcoxon" or isinstance(pruner, import_optuna().pruners.WilcoxonPruner)
+        self._by_rung = pruner is not None and not self._by_seed
         self._rung, self._sum, self._count = 0, 0.0, 0
         self.last: float | None = None
         self.was_called = False
 
     def report(self, done: float, loss: float) -> None:
-        """Add the loss of a step. `done` is the part of the run up to this step, from 0 to 1.
-
-        Raises:
-            optuna.TrialPruned: the pruner stops the trial.
-        """
+        """Add the loss of a step. `done` is the part of the run up to this step, from 0 to 1."""
         self.was_called = True
-        if not self._is_active or not math.isfinite(loss):
+        if not self._by_rung or not math.isfinite(loss):
             return
         self._sum, self._count = self._sum + loss, self._count + 1
-        rung = math.floor(done * RUNGS + 1e-9)
-        if rung <= self._rung:
-            return
-        self._rung, self.last = rung, self._sum / self._count
-        self._sum, self._count = 0.0, 0
-        self._trial.report(self._sign * self.last, rung)
-        # At the last rung, pruning saves no time.
-        if rung < RUNGS and self._trial.should_prune():
+        rung = math.floor(done * _RUNGS + 1e-9)
+        if rung > self._rung:
+            self._rung, self.last = rung, self._sum / self._count
+            self._sum, self._count = 0.0, 0
+            self._pass_on(self.last, rung, is_last=rung >= _RUNGS)
+
+    def finish_run(self, number: int, loss: float, *, is_last: bool) -> None:
+        """Add the loss of a run."""
+        self._by_rung = False
+        if self._by_seed:
+            self._pass_on(loss, number, is_last=is_last)
+
+    def _pass_on(self, loss: float, step: int, *, is_last: bool) -> None:
+        self._trial.report(self._sign * loss, step)
+        if not is_last and self._trial.should_prune():  # at the end, pruning saves no time
             raise import_optuna().TrialPruned

@@ -22,6 +22,7 @@ __all__ = [
     "SAMPLE",
     "Sample",
     "finished_trials",
+    "is_sampled",
     "live_trials",
     "read_trial",
     "read_trials",
@@ -40,12 +41,14 @@ class Sample:
     """Sample that a trial stores before it is trained.
 
     Attributes:
+        number: number of the trial. A repeated trial starts with the sample of the previous one.
         values: values within the budget, by key of the space and by solved key.
         config: resulting configuration as plain values.
         digest: digest of the configuration that is trained.
         worker: machine and process.
     """
 
+    number: int
     values: dict[str, Any]
     config: dict[str, Any]
     digest: str
@@ -54,6 +57,11 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return dict(vars(self))
+
+
+def is_sampled(frozen: FrozenTrial) -> bool:
+    """Return True if a started trial has stored its own sample."""
+    return SAMPLE in frozen.user_attrs and frozen.user_attrs[SAMPLE]["number"] == frozen.number
 
 
 def live_trials(study: Study) -> list[FrozenTrial]:

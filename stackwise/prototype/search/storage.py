@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MEMORY",
     "check_storage",
+    "has_heartbeat",
     "import_optuna",
     "open_storage",
     "place_of",
@@ -127,6 +128,13 @@ def open_storage(
         finally:
             storage.remove_session()
             storage.engine.dispose()
+
+
+def has_heartbeat(place: str | BaseStorage) -> bool:
+    """Return True if the storage at a result of `place_of` finds trials whose process has died."""
+    if isinstance(place, str):
+        return place != MEMORY
+    return isinstance(place, import_optuna().storages.RDBStorage) and place.heartbeat_interval is not None
 
 
 def _database(url: str, stale_seconds: int, on_stale: OnStale | None) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stackwise.prototype.search.evaluation import Evaluate, PrototypeEvaluation
 from stackwise.prototype.search.objective import read_objectives
+from stackwise.prototype.search.processes import work_in_processes
 from stackwise.prototype.search.record import finished_trials, read_trials
 from stackwise.prototype.search.score import ScoreWeights
 from stackwise.prototype.search.search_result import SearchResult
@@ -25,7 +26,7 @@ from stackwise.prototype.search.storage import (
     shown_place,
 )
 from stackwise.prototype.search.trainable import check_space
-from stackwise.prototype.search.worker import OnTrial, Task, Worker, work_in_processes
+from stackwise.prototype.search.worker import OnTrial, Task, Worker
 from stackwise.support.arguments import check_sizes, require
 from stackwise.support.device import resolve_device
 from stackwise.support.random_state import choose_seeds

@@ -28,6 +28,7 @@ from stackwise.prototype.search import (
     Space,
     TrialOutcome,
     load_search,
+    processes,
     search_architecture_space,
     study,
     worker,
@@ -422,8 +423,8 @@ class TestMachine:
         monkeypatch.setattr(worker.Worker, "run", run)
         monkeypatch.setattr(pickle, "loads", lambda _: SimpleNamespace(open_study=nullcontext))
         with pytest.raises(SystemExit) as caught:
-            worker._work_apart(0, b"")
-        assert caught.value.code == worker._DEVICE_LOST
+            processes._work_apart(0, b"")
+        assert caught.value.code == processes._DEVICE_LOST
 
 
 def test_a_trial_that_ends_reads_no_configuration_but_its_own(monkeypatch):
@@ -753,6 +754,33 @@ def test_trial_that_another_process_repeated_is_left_to_it(folder):
     assert len(configs) == 4 and configs[1] == configs[0]
 
 
+def test_process_that_died_before_its_sample_is_not_waited_for(folder):
+    asked = {"storage": folder / "j", "name": "s", **PLAIN}
+    search_architecture_space(FEW, 1, **asked)
+    with open_storage(place_of(folder / "j")) as storage:
+        storage.create_new_trial(storage.get_study_id_from_name("s"))
+    result = search_architecture_space(FEW, 3, stale_seconds=2, **asked)
+    assert [trial.number for trial in result.succeeded] == [0, 2, 3]
+
+
+def test_storage_without_a_heartbeat_is_not_waited_for():
+    storage = optuna.storages.InMemoryStorage()
+    asked = {"storage": storage, "name": "s", **PLAIN}
+    search_architecture_space(FEW, 1, **asked)
+    storage.create_new_trial(storage.get_study_id_from_name("s"))
+    assert len(search_architecture_space(FEW, 3, **asked).succeeded) == 2
+
+
+def test_error_of_on_trial_leaves_a_result(folder):
+    def full(trial):
+        raise OSError("no space left")
+
+    asked = {"storage": folder / "j", "name": "s", **PLAIN}
+    with pytest.raises(OSError, match="no space left"):
+        search_architecture_space(FEW, 2, on_trial=full, **asked)
+    assert [trial.status for trial in load_search(folder / "j").trials] == ["success"]
+
+
 class TestWorkersThatEnd:
     """Processes that do nothing but end: they are not begun again for ever."""
 
@@ -769,12 +797,12 @@ class TestWorkersThatEnd:
         return importlib.import_module("ending")
 
     def test_before_they_begin(self, ending, monkeypatch):
-        monkeypatch.setattr(worker, "_work_apart", ending.at_once)
+        monkeypatch.setattr(processes, "_work_apart", ending.at_once)
         with pytest.raises(RuntimeError, match=r"ended with exit code 7; .*__main__"):
             search_architecture_space(FEW, 3, jobs=2, **PLAIN)
 
     def test_again_and_again(self, ending, monkeypatch):
-        monkeypatch.setattr(worker, "_work_apart", ending.killed)
+        monkeypatch.setattr(processes, "_work_apart", ending.killed)
         said = "7 workers were killed without a result in between"
         with pytest.raises(RuntimeError, match=said):
             search_architecture_space(FEW, 3, jobs=2, **PLAIN)

@@ -111,9 +111,6 @@ def _work_apart(_index: int, pickled: bytes) -> None:
     try:
         with task.open_study() as study:
             Worker(task, study).run()
-    except KeyboardInterrupt:
-        # The same Ctrl-C may arrive twice: from the terminal and from the parent process.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     except Exception as error:
         if leaves_unusable(error):
             sys.exit(_DEVICE_LOST)

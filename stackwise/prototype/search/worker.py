@@ -6,9 +6,11 @@ process failed. All other states are results, or become results.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -183,6 +185,9 @@ class Worker:
             if self._is_taken_over:
                 self._is_taken_over = False
                 return
+            if multiprocessing.parent_process() is not None:
+                # Ctrl-C may arrive twice: from the terminal and from the parent process.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._give_back(error)
             raise
 
@@ -228,6 +233,11 @@ class Worker:
         trained = task.stand_in(config)
         digest = config_digest(trained)
         worker = f"{platform.node()} {os.getpid()}"
+        if has_heartbeat(task.place):
+            # Optuna's thread may be late. A sampled trial without a heartbeat would never be stale.
+            storage: Any = trial.storage
+            study_id = storage.get_study_id_from_name(self._study.study_name)
+            storage.record_heartbeat(storage.get_trial_id_from_study_id_trial_number(study_id, trial.number))
         trial.set_user_attr(SAMPLE, Sample(trial.number, values, config.to_dict(), digest, worker).to_dict())
         # The digest is stored before it is compared, so that at least one of two processes sees the other's.
         others = [each for each in live_trials(self._study) if each.number != trial.number]
@@ -245,9 +255,12 @@ class Worker:
         """Requeue the trial after an error. If the configuration may be the cause, the attempt counts."""
         if self._running is None:
             return
-        frozen = self._study.get_trials(deepcopy=False)[self._running.number]
-        if frozen.state.name != "FAIL":
-            return  # it has a result, or becomes stale
+        number, fail = self._running.number, import_optuna().trial.TrialState.FAIL
+        if self._study.get_trials(deepcopy=False)[number].state.name == "RUNNING":
+            self._study.tell(number, state=fail)  # an interrupt while Optuna stored the state
+        frozen = self._study.get_trials(deepcopy=False)[number]
+        if frozen.state != fail:
+            return  # it has a result
         if leaves_unusable(error):
             requeue(self._task.objectives, self._study, frozen)
         elif isinstance(error, OSError | ImportError):

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import nullcontext
@@ -761,6 +762,27 @@ def test_process_that_died_before_its_sample_is_not_waited_for(folder):
         storage.create_new_trial(storage.get_study_id_from_name("s"))
     result = search_architecture_space(FEW, 3, stale_seconds=2, **asked)
     assert [trial.number for trial in result.succeeded] == [0, 2, 3]
+
+
+def test_sampled_trial_has_a_heartbeat(folder, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # that of Optuna is late
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: None)
+    monkeypatch.setattr(worker.Worker, "_give_back", lambda *_: None)  # as a process that is killed
+
+    class Killed(BaseException):
+        pass
+
+    def evaluate(config, seed, report):
+        if not killed:
+            killed.append(config)
+            raise Killed
+        return bowl(config, seed, report)
+
+    killed, asked = [], {"sampler": "random", "evaluate": evaluate, "name": "s", "stale_seconds": 2}
+    with pytest.raises(Killed):
+        search_architecture_space(FEW, 2, storage=folder / "j", **asked)
+    result = search_architecture_space(FEW, 2, storage=folder / "j", **asked)
+    assert len(result.succeeded) == 2 and killed[0] in configs_of(result)
 
 
 def test_storage_without_a_heartbeat_is_not_waited_for():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +14,7 @@ import tyro
 
 from stackwise.cli.hidden_output import HiddenOutput, hidden_output
 from stackwise.subject.factory import TRUST
+from stackwise.support.environment import environment_variable
 from stackwise.support.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Check:
         try:
             with contextlib.ExitStack() as block:
                 if self.trust_remote_code:
-                    block.enter_context(_remote_code_trusted())
+                    block.enter_context(environment_variable(TRUST, "1"))
                 if self.verbose:
                     block.enter_context(shown_once())
                 else:
@@ -178,20 +177,6 @@ class Check:
 def _hidden_text(hidden: HiddenOutput) -> str:
     n_lines = f"{hidden.n_lines:,} line{'' if hidden.n_lines == 1 else 's'}"
     return f"({n_lines} printed by the model and its libraries are hidden; -v shows them)"
-
-
-@contextlib.contextmanager
-def _remote_code_trusted() -> Iterator[None]:
-    """Allow code of the hub in the block, also in child processes, which inherit the variable."""
-    before = os.environ.get(TRUST)
-    os.environ[TRUST] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[TRUST]
-        else:
-            os.environ[TRUST] = before
 
 
 def _describe(found: Any, target: str, declared: dict[str, Any]) -> ModelSpec | TrainerSpec:

@@ -138,9 +138,9 @@ class CoordinateCheck:
         held = f"{'' if self.as_expected else 'not '}as expected of {self.parametrization}"
         widths = ", ".join(map(str, self.widths))
         lines = [f"{self.name}: {self.verdict}, {held}; {widths} times as wide, {self.seeds} seeds"]
-        lines.append(f"  worst: {_told(self.worst)}; independent within {UNUSUAL}, not beyond {LIMIT}")
+        lines.append(f"  worst: {_slope_text(self.worst)}; independent within {UNUSUAL}, not beyond {LIMIT}")
         if self.first is not None and self.first != self.worst:
-            lines.append(f"  first: {_told(self.first)}")
+            lines.append(f"  first: {_slope_text(self.first)}")
         by_key = {(slope.module, str(slope.kind), slope.step): slope for slope in self.slopes}
         columns = [("size", 0), *(("change", step) for step in range(1, self.steps + 1))]
         rows = [["module", "size at the start", *(f"change at {step}" for _, step in columns[1:])]]
@@ -341,7 +341,7 @@ def _verdict(slope: Slope) -> Verdict:
     return "unclear" if slope.distance <= LIMIT else "not width-independent"
 
 
-def _told(slope: Slope) -> str:
+def _slope_text(slope: Slope) -> str:
     expected = f"{slope.expected:g}" if slope.exact else f"{slope.expected:g} or less"
     return f"{slope.what} of {slope.where}, width to the power {_shown(slope)}, expected {expected}"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,7 @@ from stackwise.quality.paired import PairedDifference, difference_of_means, diff
 from stackwise.quality.row_task import read_rows, require_harness, row_task
 from stackwise.quality.scoring import Scorer
 from stackwise.support.arguments import check_sizes, require
+from stackwise.support.environment import environment_variable
 from stackwise.support.random_state import seeded
 
 if TYPE_CHECKING:
@@ -184,7 +183,8 @@ class Tasks:
         asked = {name: new_tokens(options) for name, options in self._generation().items()}
         too_long = {name: count for name, count in asked.items() if limit is not None and count >= limit}
         require(not too_long, "max_gen_toks", too_long, f"below {limit}, as the model reads")
-        with _one_process(), seeded(0):
+        # A fork may hang if torch has threads, so the harness resamples in this process.
+        with environment_variable("DISABLE_MULTIPROC", "1"), seeded(0):
             found: dict[str, Any] = evaluate(
                 harness_model(scorer),
                 {"tasks": self._parts, "groups": self._groups},
@@ -355,18 +355,3 @@ def _result(task: Task, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> T
     return TaskResult(
         task.name, task.metric, task.less_is_better, examples, np.asarray(values, dtype=np.float64), weights
     )
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Make the harness resample in one process, because a fork may hang if torch has threads."""
-    key = "DISABLE_MULTIPROC"
-    before = os.environ.get(key)
-    os.environ[key] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before

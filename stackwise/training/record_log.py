@@ -126,7 +126,7 @@ class JsonLinesLog(ClosingLog):
         rows = [record.to_dict() for record in records]
         if rows and figures:
             rows[-1] |= figures
-        rows += [{"step": alarm.step, "alarm": alarm.kind, **_told(alarm)} for alarm in alarms]
+        rows += [{"step": alarm.step, "alarm": alarm.kind, **_alarm_values(alarm)} for alarm in alarms]
         # One system call for all lines: only a full disk or a kill during the call can leave an incomplete
         # line.
         lines = "".join(json.dumps(_named(row | self._run), allow_nan=False) + "\n" for row in rows).encode()
@@ -137,7 +137,7 @@ class JsonLinesLog(ClosingLog):
                 lines = lines[self._file.write(lines) :]
             self._whole = self._file.tell()
         except OSError as error:
-            warnings.warn(f"{self.path}: lines are left out: {error}", stacklevel=2)
+            warnings.warn(f"{self.path}: lines are skipped: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Close the file."""
@@ -272,9 +272,9 @@ class TensorBoardLog(ClosingLog):
         warnings.warn(f"{self.folder}: nothing more is written: {error}", stacklevel=3)
 
 
-def _told(alarm: Alarm) -> dict[str, Any]:
-    told = alarm.to_dict()
-    return {key: value for key, value in told.items() if key not in ("step", "kind") and value is not None}
+def _alarm_values(alarm: Alarm) -> dict[str, Any]:
+    values = alarm.to_dict()
+    return {key: value for key, value in values.items() if key not in ("step", "kind") and value is not None}
 
 
 def _named(value: Any) -> Any:

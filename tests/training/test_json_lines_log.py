@@ -136,7 +136,7 @@ def test_a_full_disk_costs_lines(tmp_path, room):
     log.write([record(0)])
     log._file.room = room
     for step in (1, 3):
-        with pytest.warns(UserWarning, match=r"run\.jsonl: lines are left out: .*No space left on device"):
+        with pytest.warns(UserWarning, match=r"run\.jsonl: lines are skipped: .*No space left on device"):
             log.write([record(step), record(step + 1)])
     assert [line["step"] for line in read_json_lines(path).lines] == [0]
     log._file.room = None

@@ -148,12 +148,9 @@ def _norms_of_stream(
         for name, pairs in calls.items()
         if all(x.shape == stream.first.shape and x.std(dim=1).max() > _ROUNDING * x.std() for x, _ in pairs)
     }
-    after = [id(x) for x in stream.after]
-    return (
-        stream,
-        list(reads),
-        {name for name, pairs in reads.items() if any(id(y) in after for _, y in pairs)},
-    )
+    after = {id(x) for x in stream.after}
+    ends = {name for name, pairs in reads.items() if any(id(y) in after for _, y in pairs)}
+    return stream, list(reads), ends
 
 
 def _is_on_path(subject: Subject, model: nn.Module, stream: Stream, norms: list[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stackwise.checks.check import check
 from stackwise.checks.probe.batch import tensors_in
 from stackwise.checks.probe.call import reason_of, refusals
+from stackwise.checks.probe.layers import repeated_layers
 from stackwise.checks.probe.operations import Operations
 from stackwise.checks.result import CheckResult
 from stackwise.checks.subject import Subject
@@ -42,7 +43,7 @@ def product_separation(subject: Subject) -> CheckResult:
         one, two = redundant[0]
         return subject.failed_unless(
             None
-            if products.is_feed_forward(one, two)
+            if products.is_feed_forward(_in_layer_of(model, two.weight), one, two)
             else "the product is a factorised matrix on purpose, and only this model is so small",
             where=f"{one.weight} and {two.weight}",
             meaning="Two products follow each other without a nonlinear function: "
@@ -58,10 +59,10 @@ def _is_low_rank(model: nn.Module, one: _Product, two: _Product) -> bool:
     return named or not model.get_parameter(two.weight).any()
 
 
-def _layer(name: str) -> str:
-    """Return the name of a parameter up to its first index, which is the name of the layer, or ""."""
-    found = re.match(r".*?\d+(?=\.)", name)
-    return "" if found is None else found[0]
+def _in_layer_of(model: nn.Module, name: str) -> str:
+    """Return the start of the names of the parameters in the same layer, such as "layers.0.", or ""."""
+    layers = (f"{layer}." for group in repeated_layers(model) for layer in group)
+    return min((layer for layer in layers if name.startswith(layer)), key=len, default="")
 
 
 @dataclass(eq=False)
@@ -112,32 +113,32 @@ class _Products:
         """
         return [(one, two) for one, two in self._pairs if one.uses == 1 and two is not self._last]
 
-    def is_feed_forward(self, one: _Product, two: _Product) -> bool:
-        """Return True if a pair has the place and the widths of the feed-forward network of its layer."""
-        layer = _layer(two.weight)
+    def is_feed_forward(self, layer: str, one: _Product, two: _Product) -> bool:
+        """Return True if a pair has the place and the widths of the feed-forward network of a layer."""
+        is_inside = bool(layer) and one.weight.startswith(layer)
         is_wide = one.after >= 2 * max(one.before, two.after)
-        others = (width for name, width in self.narrowing.items() if _layer(name) == layer)
-        return bool(layer) and _layer(one.weight) == layer and is_wide and max(others, default=0) < one.after
+        others = (width for name, width in self.narrowing.items() if name.startswith(layer))
+        return is_inside and is_wide and max(others, default=0) < one.after
 
     def _record(self, name: str, args: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
             return
         tensors = list(tensors_in(args))
-        known: _Product | None = None
+        result_of: _Product | None = None
         if name in _PRODUCTS:
-            known = self._product(*tensors[-2:])
+            result_of = self._product(*tensors[-2:])
         elif name in _MOVES and tensors:
-            known = self._known(tensors[0])
+            result_of = self._source(tensors[0])
         elif name in _SCALES and tensors:
             # A sum with another activation, such as the residual stream, is no function of this product.
             first, *others = sorted(tensors, key=lambda each: self._name(each) is not None)
             is_alone = all(self._name(each) is not None or each.ndim == 0 for each in others)
-            known = self._known(first) if is_alone else None
-        for read in {self._known(each) for each in tensors} - {known}:
-            if read is not None:
-                read.uses += 1
-        if known is not None:
-            self._linear[id(output)] = (weakref.ref(output), known)
+            result_of = self._source(first) if is_alone else None
+        for source in {self._source(each) for each in tensors}:
+            if source is not None and source is not result_of:
+                source.uses += 1
+        if result_of is not None:
+            self._linear[id(output)] = (weakref.ref(output), result_of)
 
     def _product(self, x: Tensor, weight: Tensor) -> _Product | None:
         name = self._name(weight)
@@ -145,7 +146,7 @@ class _Products:
         if name is None or is_recurrent or x.ndim < 2 or self._name(x) is not None:
             return None
         self.count += 1
-        product, before = _Product(name, *weight.shape[-2:]), self._known(x)
+        product, before = _Product(name, *weight.shape[-2:]), self._source(x)
         if before is not None and before.after == product.before > max(before.before, product.after):
             self._pairs.append((before, product))
         elif before is None and product.before > product.after:
@@ -153,7 +154,8 @@ class _Products:
         self._last = product
         return product
 
-    def _known(self, x: Tensor) -> _Product | None:
+    def _source(self, x: Tensor) -> _Product | None:
+        """Return the product that a tensor is a linear function of."""
         found = self._linear.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 

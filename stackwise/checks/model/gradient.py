@@ -332,6 +332,8 @@ def _changes_a_module(subject: Subject, names: list[str]) -> bool:
     score is 1 for inputs of any size. Other parameters may only have no effect on a small input.
     """
     model = subject.model(dtype=torch.float64, fill_zeros=True)
+    if not all(1 in model.get_parameter(name).shape for name in names):
+        return True
     around = {each for name in names for each in itertools.accumulate(name.split(".")[:-1], "{}.{}".format)}
     inner = [model.get_submodule(name) for name in sorted(around)]
     inner = [module for module in inner if any(module.children())]
@@ -351,9 +353,9 @@ def _changes_a_module(subject: Subject, names: list[str]) -> bool:
             subject.logits(model, subject.inputs(2))
     except REFUSALS:  # no float64
         return True
-    is_score = all(1 in model.get_parameter(name).shape for name in names)
-    is_known = is_score and bool(outputs) and len(before) == len(outputs)
-    return not is_known or any(not torch.equal(a, b) for a, b in zip(before, outputs, strict=True))
+    if not outputs or len(before) != len(outputs):
+        return True  # unknown
+    return any(not torch.equal(a, b) for a, b in zip(before, outputs, strict=True))
 
 
 def _is_unreached_expert(name: str, training: set[str]) -> bool:

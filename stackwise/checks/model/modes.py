@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stackwise.checks.check import check
 from stackwise.checks.engine.examination import HALF_PRECISION, Examination
@@ -24,16 +24,15 @@ _LIMIT, _HALF_LIMIT = 16.0, 1.0
 
 
 @check
-@torch.no_grad()
 def mode_switch(subject: Subject) -> CheckResult:
     """Is the output in train mode the same before and after a call in eval mode, with the same randomness?"""
     inputs, model = subject.inputs(2), subject.model(train=True)
     try:
-        first, before = (_train_output(subject, model, inputs) for _ in range(2))
+        first, before = (subject.logits(model, inputs) for _ in range(2))
         model.eval()
         subject.logits(model, inputs)
         model.train()
-        after = _train_output(subject, model, inputs)
+        after = subject.logits(model, inputs)
     except refusals() as error:
         return subject.not_applicable(f"needs a model that runs in train mode: {reason_of(error)}")
     limit = _LIMIT * torch.finfo(before.dtype).eps
@@ -49,11 +48,6 @@ def mode_switch(subject: Subject) -> CheckResult:
         advice="Look for a setting that eval mode overwrites and train mode does not restore, such as a "
         "dropout rate of 0.",
     )
-
-
-def _train_output(subject: Subject, model: nn.Module, inputs: Tensor) -> Tensor:
-    with subject.fixed_randomness():
-        return subject.spec.logits(model, inputs.clone())
 
 
 @check

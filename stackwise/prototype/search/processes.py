@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import (
 
 from stackwise.prototype.search.evaluation import leaves_unusable
 from stackwise.prototype.search.record import finished_trials
-from stackwise.prototype.search.worker import OnTrial, Task, Worker, tell_of
+from stackwise.prototype.search.worker import OnTrial, Task, Worker, report_trial
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -58,7 +58,7 @@ def work_in_processes(task: Task, study: Study, jobs: int, on_trial: OnTrial | N
                 if frozen.number not in known:
                     known.add(frozen.number)
                     deaths = 0
-                    tell_of(frozen, on_trial)
+                    report_trial(frozen, on_trial)
             for worker in list(workers):
                 if (is_alive := _is_alive(worker)) is False:
                     workers.remove(worker)

@@ -59,7 +59,7 @@ def check_space(
             config = stand_in(space.config(values))
             check_trains(config, device)
         except ValueError as error:
-            return _told(error)
+            return _text(error)
         training = config.training
         sizes = (config.model.vocab_size, training.batch_size, training.seq_len, training.objective)
         data = repr((config.data, sizes))
@@ -97,7 +97,7 @@ def _data_problem(config: StackWiseConfig) -> str | None:
         with torch.random.fork_rng(devices=[]):
             create_data(config)
     except ValueError as error:
-        return _told(error)
+        return _text(error)
     return None
 
 
@@ -144,5 +144,5 @@ def _unread_keys(keys: Iterable[str], device: str | None) -> Iterator[str]:
                 yield f"space.{key}: no trial reads it: {why}; allowed: keys that trials differ by"
 
 
-def _told(error: ValueError) -> str:
+def _text(error: ValueError) -> str:
     return error.problems[0] if isinstance(error, ConfigError) else str(error)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
-__all__ = ["OnTrial", "Task", "Worker", "tell_of"]
+__all__ = ["OnTrial", "Task", "Worker", "report_trial"]
 
 OnTrial = Callable[[SearchTrial], object]
 _DUPLICATES = 3  # consecutive duplicates before a configuration without a trial is selected
@@ -179,7 +179,7 @@ class Worker:
         try:
             with quiet_optuna():
                 self._study.optimize(
-                    self._objective, n_trials=1, catch=(_SkippedError,), callbacks=[self._told]
+                    self._objective, n_trials=1, catch=(_SkippedError,), callbacks=[self._finished]
                 )
         except BaseException as error:
             if self._is_taken_over:
@@ -188,7 +188,7 @@ class Worker:
             if multiprocessing.parent_process() is not None:
                 # Ctrl-C may arrive twice: from the terminal and from the parent process.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self._give_back(error)
+            self._requeue_running(error)
             raise
 
     def _objective(self, trial: Trial) -> list[float]:
@@ -247,11 +247,11 @@ class Worker:
         self._duplicates = 0
         return trained
 
-    def _told(self, _study: Study, frozen: FrozenTrial) -> None:
+    def _finished(self, _study: Study, frozen: FrozenTrial) -> None:
         if frozen.state.name != "FAIL":
-            tell_of(frozen, self._on_trial)
+            report_trial(frozen, self._on_trial)
 
-    def _give_back(self, error: BaseException) -> None:
+    def _requeue_running(self, error: BaseException) -> None:
         """Requeue the trial after an error. If the configuration may be the cause, the attempt counts."""
         if self._running is None:
             return
@@ -291,7 +291,7 @@ class Worker:
         return self._digests[text]
 
 
-def tell_of(frozen: FrozenTrial, on_trial: OnTrial | None) -> None:
+def report_trial(frozen: FrozenTrial, on_trial: OnTrial | None) -> None:
     """Call `on_trial` with a finished trial."""
     found = None if on_trial is None else read_trial(frozen)
     if on_trial is not None and found is not None:

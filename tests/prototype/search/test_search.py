@@ -767,7 +767,7 @@ def test_process_that_died_before_its_sample_is_not_waited_for(folder):
 def test_sampled_trial_has_a_heartbeat(folder, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # that of Optuna is late
     monkeypatch.setattr(threading.Thread, "join", lambda thread: None)
-    monkeypatch.setattr(worker.Worker, "_give_back", lambda *_: None)  # as a process that is killed
+    monkeypatch.setattr(worker.Worker, "_requeue_running", lambda *_: None)  # as a process that is killed
 
     class Killed(BaseException):
         pass
